@@ -1,0 +1,60 @@
+# Every target sets itself up from a fresh clone: Python >= 3.11 with pip is all that must be there.
+# Another interpreter or place: make PYTHON=python3.12 VENV=/some/where test
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+BIN := $(VENV)/bin
+# Every install is held by constraints.txt: one without it may replace torch under our feet.
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-script-location -c constraints.txt
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo setup test test-all check fmt clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.stamp-demo  ## map a real sentence through a real model, with its certificate
+	$(BIN)/python examples/demo.py
+
+setup: $(VENV)/.stamp-dev  ## everything a developer needs, in .venv
+
+test: $(VENV)/.stamp-dev  ## quick tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not large"
+
+test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles, the doctests
+	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest --doctest-modules src
+
+check: $(VENV)/.stamp-dev  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+fmt: $(VENV)/.stamp-dev  ## format and repair what a machine can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt requirements-demo.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; name one with PYTHON=..." >&2; exit 1; }
+	@echo "Setting up $(VENV) (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e ".[plot,demo]"
+	@$(PIP) --no-deps -r requirements-demo.txt
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-demo
+	@$(PIP) -e ".[plot,explore,studies,gguf,demo,dev]"
+	@touch $@
+
+# Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.
+$(VENV)/.stamp-oracles: $(VENV)/.stamp-dev
+	@$(PIP) --no-deps lxt captum onnxruntime
+	@$(PIP) tabulate flatbuffers
+	@touch $@
