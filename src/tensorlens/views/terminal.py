@@ -1,0 +1,190 @@
+"""Maps in the terminal: bars for one row, a grid for a small matrix, the strongest inputs for a long one.
+
+Every number is printed, so that nothing is lost without colour. Tokens are `Text`, never markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich.cells import set_cell_size
+from rich.color import Color
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from tensorlens.views.labels import shorten, visible
+from tensorlens.views.record import MapView, PatchGrid, palette
+
+_LISTED_INPUTS = 24
+_SUMMED_OUTPUTS = 12
+_INPUTS_A_LINE = 4
+_LABEL_WIDTH = 16
+_CELL_WIDTH = 5
+_BAR_WIDTH = 24
+
+
+def show(view: MapView, console: Console | None = None) -> None:
+    """Print the map; without a console, to standard output."""
+    console = console or Console(highlight=False)
+    console.print(Group(_heading(view), _body(view, console.width), _caption(view)))
+
+
+def _body(view: MapView, width: int) -> RenderableType:
+    n_out, n_in = view.scores.shape
+    if not n_out or not n_in:
+        return Padding(Text("Nothing to show: the map is empty.", style="italic"), (1, 0))
+    if n_out == 1:
+        return _one_row(view)
+    if _LABEL_WIDTH + 4 + n_in * _CELL_WIDTH <= width and n_out <= 2 * _LISTED_INPUTS:
+        return _matrix(view)
+    return _strongest(view)
+
+
+def _heading(view: MapView) -> Text:
+    n_out, n_in = view.scores.shape
+    heading = Text(visible(view.title), style="bold")
+    outputs = f"output {_label(view.out_tokens[0], 24).strip()}" if n_out == 1 else f"{n_out} outputs"
+    heading.append(f"   {outputs} × {n_in} input{'s'[: n_in != 1]}", style="dim")
+    return heading
+
+
+def _one_row(view: MapView) -> RenderableType:
+    row = view.scores[0]
+    parts: list[RenderableType] = []
+    if view.grid is not None:
+        parts.append(Padding(_patches(row, view.grid, view), (1, 0, 0, 0)))
+    n_listed = _LISTED_INPUTS if view.grid is None else _LISTED_INPUTS // 3
+    if len(row) <= n_listed:
+        return Group(*parts, Padding(_bars(view, range(len(row))), (1, 0)))
+    note = Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim")
+    return Group(*parts, Padding(_bars(view, _by_strength(row)[:n_listed]), (1, 0)), Padding(note, (0, 0, 1, 0)))
+
+
+def _bars(view: MapView, order: Iterable[int]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for j in order:
+        score = float(view.scores[0, j])
+        table.add_row(str(j), Text(_label(view.in_tokens[j], 24)), _number(score, view), _bar(score, view))
+    return table
+
+
+def _bar(score: float, view: MapView) -> Text:
+    """A bar from a common zero: to the left below zero, to the right above."""
+    share = min(abs(score) / view.limit, 1.0) if score == score else 0.0
+    half = _BAR_WIDTH // 2 if view.is_signed else _BAR_WIDTH
+    length = round(share * half) if share < 1 else half
+    colour = Style(color=_colour(0.7 if score > 0 else -0.7, view.is_signed))
+    if not view.is_signed:
+        return Text("█" * length, style=colour)
+    left = Text(" " * (half - length) + "█" * length if score < 0 else " " * half, style=colour)
+    return Text.assemble(left, ("│", "dim"), Text("█" * length if score > 0 else "", style=colour))
+
+
+def _matrix(view: MapView) -> RenderableType:
+    """Each cell is the score in percent of the largest, on its colour."""
+    table = Table.grid(padding=0)
+    table.add_column(justify="right", no_wrap=True)
+    header = [Text("out ╲ in ", style="dim")]
+    for token in view.in_tokens:
+        table.add_column(width=_CELL_WIDTH, no_wrap=True, justify="right")
+        header.append(Text(set_cell_size(_label(token, _CELL_WIDTH - 1).strip(), _CELL_WIDTH - 1) + " ", style="dim"))
+    table.add_row(*header)
+    for i, token in enumerate(view.out_tokens):
+        cells = [_cell(float(score), view) for score in view.scores[i]]
+        table.add_row(Text(f"{_label(token, _LABEL_WIDTH)} "), *cells)
+    note = Text(f"Each cell is 100 × score ÷ {view.limit:.3g}, the largest score by size.", style="dim")
+    return Padding(Group(table, Text(), note), (1, 0))
+
+
+def _cell(score: float, view: MapView) -> Text:
+    share = score / view.limit
+    if share != share:
+        return Text(" nan ", style="dim")
+    bounded = max(-1.0, min(share, 1.0))
+    text = f"{share * 100:.0f}" if np.isfinite(share) else ("inf" if share > 0 else "-inf")
+    style = Style(bgcolor=_colour(bounded, view.is_signed), color="black" if abs(bounded) < 0.55 else "white")
+    return Text("0 ".rjust(_CELL_WIDTH) if text == "-0" else f"{text} ".rjust(_CELL_WIDTH), style=style)
+
+
+def _patches(row: np.ndarray, grid: PatchGrid, view: MapView) -> Text:
+    """The picture's patches as blocks, or as digits 0–9 of the largest size where there is no colour."""
+    picture = Text(end="")
+    values = row[grid.first : grid.first + grid.n_patches].reshape(grid.rows, grid.columns)
+    for line in values:
+        for score in line:
+            share = max(-1.0, min(float(score) / view.limit, 1.0)) if score == score else 0.0
+            digit = "·" if score != score else str(min(int(abs(share) * 10), 9))
+            style = Style(bgcolor=_colour(share, view.is_signed), color="black" if abs(share) < 0.55 else "white")
+            picture.append(f"{'-' if share < 0 and digit != '0' else ' '}{digit}", style=style)
+        picture.append("\n")
+    return picture
+
+
+def _strongest(view: MapView) -> RenderableType:
+    """For a long map: some outputs, each with the inputs that carry most of it."""
+    n_out = len(view.out_tokens)
+    shown = range(n_out) if n_out <= _SUMMED_OUTPUTS else np.linspace(0, n_out - 1, _SUMMED_OUTPUTS).astype(int)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("output", no_wrap=True, justify="right")
+    table.add_column("strongest inputs", overflow="fold")
+    for i in shown:
+        table.add_row(Text(f"{i}  {_label(view.out_tokens[i], _LABEL_WIDTH)}"), _inputs_of(view, int(i)))
+    note = f"{len(shown)} of {n_out} outputs. For one of them: .show(out_token=…); for all: .save('map.html')."
+    return Padding(Group(table, Text(), Text(note, style="dim")), (1, 0))
+
+
+def _inputs_of(view: MapView, i: int) -> Text:
+    line = Text()
+    for j in _by_strength(view.scores[i])[:_INPUTS_A_LINE]:
+        score = float(view.scores[i, j])
+        line.append(_label(view.in_tokens[j], _LABEL_WIDTH).strip(), style="bold")
+        colour = _colour(0.7 if score > 0 else -0.7, view.is_signed)
+        line.append(f" {_number(score, view)}   ", style=Style(color=colour))
+    return line
+
+
+def _caption(view: MapView) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in (*view.caption, *_bias_line(view.bias_share)):
+        table.add_row(Text(name), Text(visible(value)))
+    return table
+
+
+def _bias_line(bias_share: np.ndarray) -> Sequence[tuple[str, str]]:
+    known = bias_share[np.isfinite(bias_share)]
+    if not known.size:
+        return ()
+    if known.size == 1:
+        return (("Bias share", f"{known[0]:.1%}"),)
+    return (("Bias share", f"{known.min():.1%} to {known.max():.1%}, median {np.median(known):.1%}"),)
+
+
+def _by_strength(row: np.ndarray) -> list[int]:
+    return np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable").tolist()
+
+
+def _label(token: str, width: int) -> str:
+    return shorten(visible(token), width)
+
+
+def _number(score: float, view: MapView) -> str:
+    """Signed, with as many decimals as show three digits of the largest score."""
+    magnitude = math.floor(math.log10(view.limit))
+    return f"{score:+.{max(2 - magnitude, 0)}f}" if -4 <= magnitude <= 5 else f"{score:+.2e}"
+
+
+def _colour(share: float, is_signed: bool) -> Color:
+    stops = palette("signed" if is_signed else "unsigned", "light")
+    position = (share + 1) / 2 if is_signed else max(share, 0.0)
+    return Color.parse(stops[round(position * (len(stops) - 1))])
