@@ -1,0 +1,248 @@
+"""`TokenMap`: a matrix of scores with its labels, its method and where it came from.
+
+A record. Selecting, ranking, saving and loading live here; how a map is computed is the business
+of the files beside this one, how it looks is the business of `views`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.axes import TokenMatrix
+from tensorlens.errors import InputError
+from tensorlens.maps import files
+from tensorlens.views.record import MapView, PatchGrid, caption_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LOADABLE = {".json": files.read_json, ".safetensors": files.read_safetensors}
+_DATA = {".json": files.write_json, ".csv": files.write_csv, ".safetensors": files.write_safetensors}
+_FIGURES = (".png", ".svg", ".pdf")
+
+
+class Top(NamedTuple):
+    """One of the strongest inputs of an output."""
+
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] -- the position, not tuple.index
+    token: str
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenMap:
+    """How much each input token carries of each output token: row i, column j is i ← j.
+
+    Holds one copy of the scores on the CPU and nothing of the model. `meta` is kept in its JSON
+    form (tuples as lists, keys as strings), so that a saved map comes back equal.
+
+    Attributes:
+        scores: one row an output, one column an input.
+        out_tokens: a label for each row.
+        in_tokens: a label for each column.
+        method: name in `METHODS`.
+        bias_share: how much of each output the bias B carries; NaN where the method knows no bias.
+        meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
+            `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI.
+    """
+
+    scores: TokenMatrix
+    out_tokens: tuple[str, ...]
+    in_tokens: tuple[str, ...]
+    method: str
+    bias_share: Float[Tensor, " out_token"]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check shapes against labels, move both tensors to the CPU and take copies."""
+        for name in ("out_tokens", "in_tokens"):
+            object.__setattr__(self, name, _labels(name, getattr(self, name)))
+        n_out, n_in = len(self.out_tokens), len(self.in_tokens)
+        object.__setattr__(self, "scores", _numbers("scores", self.scores, (n_out, n_in)))
+        object.__setattr__(self, "bias_share", _numbers("bias_share", self.bias_share, (n_out,)))
+        object.__setattr__(self, "meta", _json_form(self.meta))
+
+    def __repr__(self) -> str:
+        """One line: method, size and target."""
+        target = f", target={self.meta['target']!r}" if self.meta.get("target") is not None else ""
+        return f"TokenMap({self.method}, {self.shape[0]} × {self.shape[1]}{target})"
+
+    def _repr_html_(self) -> str:
+        from tensorlens.views import page
+
+        return page.fragment(self.view())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of outputs, number of inputs."""
+        return len(self.out_tokens), len(self.in_tokens)
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether any score is below zero."""
+        return bool((self.scores < 0).any())
+
+    def row(self, out_token: int) -> TokenMap:
+        """The map of one output only; negative positions count from the end.
+
+        Raises:
+            InputError: there is no such output.
+        """
+        i = self._position(out_token)
+        meta = dict(self.meta)
+        error = meta.get("standard_error")
+        if isinstance(error, list) and len(error) == self.shape[0]:
+            meta["standard_error"] = [error[i]]
+        return replace(
+            self,
+            scores=self.scores[i : i + 1],
+            out_tokens=self.out_tokens[i : i + 1],
+            bias_share=self.bias_share[i : i + 1],
+            meta=meta,
+        )
+
+    def normalised(self) -> TokenMap:
+        """The same map with each row divided by the sum of its absolute scores; empty rows stay zero."""
+        total = self.scores.abs().nansum(dim=1, keepdim=True)
+        return replace(self, scores=self.scores / torch.where(total > 0, total, torch.ones_like(total)))
+
+    def top(self, k: int = 10, out_token: int = -1) -> list[Top]:
+        """The `k` inputs with the largest absolute score for one output, strongest first; NaN comes last.
+
+        Raises:
+            InputError: `k` is below 1, or there is no such output.
+        """
+        if k < 1:
+            raise InputError(f"Expected k of at least 1, got {k}. Ask for one or more inputs.")
+        row = self.scores[self._position(out_token)]
+        strength = row.abs().nan_to_num(nan=-1.0, posinf=torch.inf)
+        order = strength.argsort(descending=True, stable=True)[:k].tolist()
+        return [Top(j, self.in_tokens[j], float(row[j])) for j in order]
+
+    def show(self, console: Console | None = None, out_token: int | None = None) -> None:
+        """Print the map to the terminal; `out_token` prints that row only."""
+        from tensorlens.views import terminal
+
+        chosen = self if out_token is None else self.row(out_token)
+        terminal.show(chosen.view(), console)
+
+    def view(self) -> MapView:
+        """The plain data that `views` draw."""
+        grid = self.meta.get("grid")
+        return MapView(
+            scores=_array(self.scores),
+            out_tokens=self.out_tokens,
+            in_tokens=self.in_tokens,
+            title=self.method,
+            bias_share=_array(self.bias_share),
+            caption=caption_lines(self.method, self.meta),
+            grid=None if grid is None else PatchGrid(**grid),
+            image=self.meta.get("image"),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the map in the format of the suffix; the file appears whole or not at all.
+
+        Args:
+            path: .html (a page that works offline), .png .svg .pdf (a figure), .json .safetensors
+                (come back with `load`), .csv (one line a pair).
+
+        Returns:
+            The path written.
+
+        Raises:
+            InputError: unknown suffix, or the folder does not exist.
+            MissingExtraError: a figure without matplotlib.
+        """
+        path = Path(path)
+        files.replace_file(path, self._writer(path.suffix.lower()))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> TokenMap:
+        """Read a map that `save` wrote as .json or .safetensors.
+
+        Raises:
+            InputError: no such file, another suffix, or a foreign, damaged or newer file.
+        """
+        path = Path(path)
+        read = _LOADABLE.get(path.suffix.lower())
+        if read is None:
+            raise InputError(
+                f"Expected a token map file ending in {' or '.join(_LOADABLE)}, got {path.name!r}. "
+                "The other suffixes are for looking at; save as one of these to load it again."
+            )
+        if not path.is_file():
+            raise InputError(f"Expected a token map file, got {str(path)!r}, which does not exist. Check the path.")
+        try:
+            return cls(**read(path))
+        except InputError as error:
+            raise InputError(f"Could not load {path.name!r}. {error}") from error
+
+    def _position(self, out_token: int) -> int:
+        n_out = self.shape[0]
+        if not -n_out <= out_token < n_out:
+            raise InputError(
+                f"Expected an output between {-n_out} and {n_out - 1}, got {out_token}. "
+                f"This map has {n_out} output{'' if n_out == 1 else 's'}."
+            )
+        return out_token % n_out
+
+    def _writer(self, suffix: str) -> Callable[[Path], None]:
+        if suffix == ".html":
+            from tensorlens.views import page
+
+            return lambda path: _write_text(path, page.page([self.view()], title=f"{self.method} token map"))
+        if suffix in _FIGURES:
+            from tensorlens.views import figures
+
+            return lambda path: figures.write(self.view(), path, suffix.removeprefix("."))
+        if suffix in _DATA:
+            record = {item.name: getattr(self, item.name) for item in fields(self)}
+            return lambda path: _DATA[suffix](path, record)
+        known = " ".join((".html", *_FIGURES, *_DATA))
+        raise InputError(f"Expected a file name ending in one of {known}, got {suffix!r}. Choose one of these.")
+
+
+def _labels(name: str, labels: Any) -> tuple[str, ...]:
+    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+        raise InputError(f"Expected {name} to be a sequence of strings, got {labels!r:.80}. Pass one label a token.")
+    return tuple(labels)
+
+
+def _numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = getattr(tensor, "dtype", type(tensor).__name__)
+        raise InputError(f"Expected {name} as a tensor of floats, got {kind}. Convert it with .float().")
+    if tuple(tensor.shape) != shape:
+        raise InputError(
+            f"Expected {name} of shape {shape} to match out_tokens and in_tokens, got {tuple(tensor.shape)}. "
+            "Pass one label for each row and each column."
+        )
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _json_form(meta: Any) -> dict[str, Any]:
+    try:
+        form = json.loads(json.dumps(meta))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"Expected meta that can be written as JSON, got: {error}. Use plain values in it.") from error
+    if not isinstance(form, dict):
+        raise InputError(f"Expected meta to be a dict, got {type(meta).__name__}. Pass names and values.")
+    return form
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.to(torch.float64).numpy()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
