@@ -1,0 +1,122 @@
+"""Maps as HTML: a fragment for notebooks, a complete page that opens from disk without a network.
+
+The component is plain JavaScript in `static/`. Data travels as JSON in a script tag that is never
+run, and reaches the screen as text only: no label can become markup. The page also forbids, by its
+content security policy, every script but our own and every request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorlens.views.labels import shorten, visible
+from tensorlens.views.record import MapView
+
+_STATIC = Path(__file__).parent / "static"
+_SCRIPTS = ("labels", "colours", "scores", "viewport", "axes", "heatmap", "text", "patches", "panels", "theme", "lens")
+_EXACT_UP_TO = 512
+_FALLBACK_TOKENS = 12
+
+
+def fragment(view: MapView) -> str:
+    """The map for a notebook cell: self-contained, with its style kept apart from the page around it.
+
+    Where scripts do not run (an untrusted notebook, a preview), the strongest inputs are still there as text.
+    """
+    start = "mountWaiting(document.currentScript?.getRootNode() ?? document);"
+    return f"{_host(view)}\n<script>{_isolated(start)}</script>"
+
+
+def page(views: Sequence[MapView], title: str) -> str:
+    """A complete HTML document with one map below the other."""
+    script = _isolated("mountWaiting(document);")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{_text(title)}</title>\n<style>{_read('page.css')}</style>\n</head>\n<body>",
+            *(_host(view) for view in views),
+            f"<script>{script}</script>\n</body>\n</html>\n",
+        ]
+    )
+
+
+@cache
+def component() -> str:
+    """The component's JavaScript: defines `mount(host, data)` and `mountWaiting(root)` in the scope it is put into."""
+    constants = f"const PALETTES = {_read('palettes.json')};\nconst STYLE = {_json(_read('component.css'))};"
+    return "\n".join([constants, *(_read(f"{name}.js") for name in (*_SCRIPTS, "mount"))])
+
+
+def payload(view: MapView) -> dict[str, Any]:
+    """What `mount` takes, as plain JSON values."""
+    bias = [float(share) if np.isfinite(share) else None for share in view.bias_share]
+    grid = view.grid
+    return {
+        "title": view.title,
+        "caption": [list(line) for line in view.caption],
+        "inTokens": list(view.in_tokens),
+        "outTokens": None if view.has_one_text else list(view.out_tokens),
+        "isSigned": view.is_signed,
+        "biasShare": bias,
+        "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},
+        "image": view.image,
+        "scores": _encode(view),
+    }
+
+
+def _encode(view: MapView) -> dict[str, Any]:
+    """Little-endian base64: single precision while it is small, half of it in units of the limit for long maps."""
+    is_small = max(view.scores.shape, default=0) <= _EXACT_UP_TO
+    in_range = 1e-30 < view.limit < 1e30
+    dtype, unit = ("<f4", 1.0) if is_small and in_range else ("<f4" if is_small else "<f2", view.limit)
+    data = (view.scores / unit).astype(dtype).tobytes()
+    name = "float32" if dtype == "<f4" else "float16"
+    return {"dtype": name, "unit": unit, "data": base64.b64encode(data).decode()}
+
+
+def _host(view: MapView) -> str:
+    data = f'<script type="application/json">{_json(payload(view))}</script>'
+    return f'<div data-tensorlens="map">\n{_fallback(view)}\n{data}\n</div>'
+
+
+def _fallback(view: MapView) -> str:
+    n_out, n_in = view.scores.shape
+    lines = [f"<strong>{_text(view.title)}</strong> {n_out} × {n_in}"]
+    if n_out and n_in:
+        row = view.scores[-1]
+        order = np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable")[:_FALLBACK_TOKENS]
+        pairs = (f"{_text(shorten(visible(view.in_tokens[j]), 24))} {row[j]:+.3g}" for j in order)
+        lines.append(f"Output {_text(shorten(visible(view.out_tokens[-1]), 24))} from: {', '.join(pairs)}")
+    return f"<p>{'<br>'.join(lines)}</p>"
+
+
+def _isolated(start: str) -> str:
+    return f"(() => {{\n'use strict';\n{component()}\n{start}\n}})();"
+
+
+def _json(value: Any) -> str:
+    """ASCII JSON in which nothing can end a script tag or open a comment."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _text(value: str) -> str:
+    return html.escape(visible(value))
+
+
+@cache
+def _read(name: str) -> str:
+    return (_STATIC / name).read_text("utf-8")

@@ -1,0 +1,175 @@
+// One map on the screen: the state (cursor, hover, scale, theme) and the parts that show it.
+
+class MapLens {
+  constructor(host, data) {
+    this.host = host;
+    this.data = { ...data, outTokens: data.outTokens ?? data.inTokens };
+    this.nOut = this.data.outTokens.length;
+    this.nIn = this.data.inTokens.length;
+    this.hasOneText = data.outTokens === null;
+    this.isSigned = data.isSigned;
+    this.scores = new Scores(data.scores, this.nOut, this.nIn);
+    this.cursor = { i: Math.max(this.nOut - 1, 0), j: 0 };
+    this.hovered = null;
+    this.perRow = false;
+    this.contrast = 1;
+    this.node = element("div", { class: "lens" });
+    this.build();
+    this.applyShade();
+    onShadeChange(() => this.applyShade());
+  }
+
+  share(i, j) {
+    return this.scores.share(i, j, this.perRow) * this.contrast;
+  }
+
+  build() {
+    const { title } = this.data;
+    const size = element("span", { class: "size", text: `${this.nOut} × ${this.nIn}` });
+    this.toggle = button("", "Light or dark", () => chooseShade(this.shade === "dark" ? "light" : "dark"));
+    this.toggle.className = "theme";
+    const header = element("header", {}, [element("h2", { text: visible(title) }), size, this.toggle]);
+    this.live = element("div", { class: "live", "aria-live": "polite" });
+    this.tooltip = tooltip(this);
+    this.caption = caption(this);
+    const isEmpty = !this.nOut || !this.nIn;
+    const body = isEmpty ? this.buildEmpty() : this.buildMap();
+    this.node.append(header, body, this.live, this.tooltip.node);
+  }
+
+  buildEmpty() {
+    const note = element("p", { class: "empty", text: "Nothing to show: this map has no scores." });
+    return element("div", { class: "body" }, [element("div", { class: "side" }, [note, this.caption.node])]);
+  }
+
+  buildMap() {
+    this.texts = [];
+    this.rowLegend = legend();
+    this.ranking = ranking(this);
+    this.reading = element("h3", { class: "reading" });
+    const side = element("div", { class: "side" }, [this.buildText(), this.ranking.node, this.caption.node]);
+    if (this.nOut > 1) this.heatmap = new HeatMap(this);
+    const columns = this.heatmap ? [this.buildFigure(), side] : [side];
+    return element("div", { class: this.heatmap ? "body" : "body single" }, columns);
+  }
+
+  buildFigure() {
+    this.mapLegend = legend();
+    const scale = element("select", { "aria-label": "Colour scale" }, [
+      element("option", { value: "map", text: "whole map" }),
+      element("option", { value: "row", text: "each row" }),
+    ]);
+    scale.addEventListener("change", () => this.rescale({ perRow: scale.value === "row" }));
+    const contrast = element("input", { type: "range", min: "0", max: "100", value: "0", "aria-label": "Contrast" });
+    contrast.addEventListener("input", () => this.rescale({ contrast: 20 ** (contrast.value / 100) }));
+    const zoom = element("span", { class: "zoom" }, [
+      button("−", "Zoom out", () => this.heatmap.zoomBy(1 / 1.6)),
+      button("+", "Zoom in", () => this.heatmap.zoomBy(1.6)),
+      button("Fit", "Show the whole map", () => this.heatmap.zoomBy(1e-9)),
+    ]);
+    const controls = element("div", { class: "controls" }, [
+      element("label", { class: "control" }, [element("span", { text: "Colours" }), scale]),
+      element("label", { class: "control" }, [element("span", { text: "Contrast" }), contrast]),
+      zoom,
+    ]);
+    return element("div", { class: "figure" }, [this.heatmap.node, this.mapLegend.node, controls]);
+  }
+
+  buildText() {
+    const { inTokens, outTokens, grid } = this.data;
+    const parts = [this.reading];
+    if (!this.hasOneText && this.nOut > 1) this.addText(parts, outTokens, { label: "Outputs", moves: "out", isColoured: false });
+    if (grid) {
+      this.picture = new PatchOverlay(this);
+      parts.push(this.picture.node);
+    } else {
+      const moves = this.hasOneText ? "out" : "in";
+      const label = this.hasOneText ? "Tokens; the selected one is the output" : "Inputs";
+      this.addText(parts, inTokens, { label, moves, isColoured: true });
+    }
+    return element("section", {}, [...parts, this.rowLegend.node]);
+  }
+
+  addText(parts, tokens, options) {
+    const text = new TokenText(this, tokens, options);
+    this.texts.push(text);
+    parts.push(text.node);
+  }
+
+  applyShade() {
+    this.shade = shadeAround();
+    this.host.dataset.shade = this.shade;
+    this.toggle.textContent = this.shade === "dark" ? "☀" : "☾";
+    this.colours = new Colours(this.isSigned, this.shade);
+    const style = (name) => getComputedStyle(this.host).getPropertyValue(name).trim();
+    this.inks = { ink: style("--ink"), label: style("--label"), muted: style("--muted"), accent: style("--accent") };
+    this.paint();
+  }
+
+  layout() {
+    const width = this.heatmap?.node.parentElement.clientWidth;
+    if (width) this.heatmap.layout(width);
+  }
+
+  rescale(change) {
+    Object.assign(this, change);
+    this.paint();
+  }
+
+  paint() {
+    this.heatmap?.redraw();
+    this.mapLegend?.update(this, this.scores.limit * this.scores.unit, this.contrast, "the map");
+    if (this.mapLegend && this.perRow) this.mapLegend.update(this, 1, this.contrast, "each row, as a share of its largest score");
+    this.paintRow();
+  }
+
+  paintRow() {
+    this.caption.update();
+    if (!this.texts) return;
+    const { i } = this.cursor;
+    this.reading.replaceChildren("What carries output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${i})`);
+    this.texts.forEach((text) => text.paint());
+    this.picture?.paint();
+    this.ranking.update();
+    this.rowLegend.update(this, this.scores.scaleOf(i, true), 1, "this row");
+    this.mark(true);
+  }
+
+  mark(isMoved = false) {
+    this.texts.forEach((text) => text.mark(isMoved));
+    this.picture?.mark();
+    if (!this.heatmap?.width) return;
+    if (isMoved) this.heatmap.reveal(this.cursor);
+    else this.heatmap.drawMarks();
+  }
+
+  hover(cell, event = null) {
+    const isSame = cell?.i === this.hovered?.i && cell?.j === this.hovered?.j;
+    this.hovered = cell;
+    this.tooltip.show(cell, event);
+    if (!isSame) this.mark();
+  }
+
+  select({ i, j }) {
+    const isOtherRow = i !== this.cursor.i;
+    this.cursor = { i, j };
+    if (isOtherRow) this.paintRow();
+    else this.mark(true);
+    const { outTokens, inTokens } = this.data;
+    this.live.textContent = `Output ${i} ${visible(outTokens[i])} from input ${j} ${visible(inTokens[j])}: ${formatNumber(this.scores.at(i, j), this.isSigned)}`;
+    this.host.dispatchEvent(new CustomEvent("tensorlens:select", { bubbles: true, composed: true, detail: { outToken: i, inToken: j } }));
+  }
+
+  // Arrow keys move along what has the focus: an output, an input, or both in the heat map. Shift changes the other one.
+  moveByKey(event, moves) {
+    const across = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity }[event.key];
+    const down = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if ((across ?? down) === undefined || event.ctrlKey || event.metaKey || event.altKey) return false;
+    const clamp = (at, n) => Math.min(Math.max(at, 0), n - 1);
+    const isOut = moves === "both" ? down !== undefined : (moves === "out") !== event.shiftKey;
+    const step = across ?? down;
+    const { i, j } = this.cursor;
+    this.select(isOut ? { i: clamp(i + step, this.nOut), j } : { i, j: clamp(j + step, this.nIn) });
+    return true;
+  }
+}

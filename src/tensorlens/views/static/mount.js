@@ -1,0 +1,22 @@
+// From a host element with its data to a living map. `TensorLens.mount` is for pages that make their own data.
+
+function mount(host, data) {
+  performance.mark("tensorlens:start");
+  const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
+  const lens = new MapLens(host, data);
+  root.replaceChildren(element("style", { text: STYLE }), lens.node);
+  lens.applyShade();
+  lens.layout();
+  new ResizeObserver(() => lens.layout()).observe(lens.node);
+  host.dataset.ready = "true";
+  performance.measure("tensorlens", "tensorlens:start");
+  return lens;
+}
+
+// A notebook may show one map twice and run the script once for each, so every waiting host is taken.
+function mountWaiting(root) {
+  for (const host of root.querySelectorAll("[data-tensorlens]:not([data-ready])")) {
+    const source = host.querySelector('script[type="application/json"]');
+    if (source) mount(host, JSON.parse(source.textContent));
+  }
+}

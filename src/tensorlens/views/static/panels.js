@@ -1,0 +1,87 @@
+// The small parts beside a map: colour legend, strongest inputs, caption, tooltip and buttons.
+
+function legend() {
+  const bar = element("div", { class: "bar" });
+  const ticks = element("div", { class: "ticks" });
+  const missing = element("div", { class: "missing", hidden: "" }, [element("i"), element("span", { text: "no value" })]);
+  const node = element("div", { class: "legend", role: "img" }, [bar, ticks, missing]);
+  const update = (lens, limit, contrast, text) => {
+    const top = formatNumber(limit / contrast, lens.isSigned);
+    const more = contrast > 1 ? "≥ " : "";
+    const less = contrast > 1 ? "≤ " : "";
+    const ends = lens.isSigned ? [less + formatNumber(-limit / contrast, true), "0", more + top] : ["0", more + top];
+    bar.style.background = lens.colours.gradient();
+    ticks.replaceChildren(...ends.map((end) => element("span", { text: end })));
+    missing.hidden = !lens.scores.hasMissing;
+    missing.firstChild.style.background = lens.colours.css(NaN);
+    node.setAttribute("aria-label", `Colours of ${text}, from ${ends[0]} to ${ends[ends.length - 1]}`);
+  };
+  return { node, update };
+}
+
+function ranking(lens) {
+  const list = element("ol", { class: "ranking" });
+  const node = element("section", {}, [element("h3", { text: "Strongest inputs" }), list]);
+  const update = () => {
+    const { i } = lens.cursor;
+    const limit = lens.scores.scaleOf(i, true);
+    list.replaceChildren(...lens.scores.strongest(i, 8).map((j) => rankingLine(lens, j, lens.scores.at(i, j), limit)));
+  };
+  return { node, update };
+}
+
+function rankingLine(lens, j, score, limit) {
+  const share = Math.min(Math.abs(score) / limit || 0, 1);
+  const fill = element("i", { class: score < 0 ? "fill below" : "fill" });
+  fill.style.width = `${share * (lens.isSigned ? 50 : 100)}%`;
+  fill.style.background = lens.colours.css(score < 0 ? -0.72 : lens.isSigned ? 0.72 : 0.6);
+  const line = element("li", {}, [
+    element("bdi", { class: "name", text: shorten(visible(lens.data.inTokens[j]), 28).trim(), title: `input ${j}` }),
+    element("span", { class: lens.isSigned ? "track signed" : "track" }, [fill]),
+    element("span", { class: "number", text: formatNumber(score, lens.isSigned) }),
+  ]);
+  line.addEventListener("pointermove", (event) => lens.hover({ i: lens.cursor.i, j }, event));
+  line.addEventListener("pointerleave", () => lens.hover(null));
+  return line;
+}
+
+function caption(lens) {
+  const bias = element("dd");
+  const rows = lens.data.caption.flatMap(([name, value]) => [
+    element("dt", { text: name }),
+    element("dd", { text: visible(value) }),
+  ]);
+  const node = element("dl", { class: "caption" }, [...rows, element("dt", { text: "Bias share" }), bias]);
+  const update = () => {
+    const share = lens.data.biasShare[lens.cursor.i];
+    bias.textContent = share === null || share === undefined ? "not known to this method" : `${(100 * share).toFixed(1)} % of this output`;
+  };
+  return { node, update };
+}
+
+function tooltip(lens) {
+  const pair = element("div", { class: "pair" });
+  const number = element("div", { class: "number" });
+  const node = element("div", { class: "tooltip", role: "tooltip", hidden: "" }, [number, pair]);
+  const name = (token) => element("bdi", { text: `“${shorten(visible(token), 60)}”` });
+  const show = (cell, event) => {
+    node.hidden = !cell || !event;
+    if (node.hidden) return;
+    number.textContent = formatNumber(lens.scores.at(cell.i, cell.j), lens.isSigned);
+    const { outTokens, inTokens } = lens.data;
+    pair.replaceChildren(name(outTokens[cell.i]), ` ${cell.i} ← ${cell.j} `, name(inTokens[cell.j]));
+    const box = lens.node.getBoundingClientRect();
+    const x = event.clientX - box.left;
+    const y = event.clientY - box.top;
+    const overRight = x + node.offsetWidth + 24 > box.width;
+    node.style.left = `${Math.max(0, overRight ? x - node.offsetWidth - 12 : x + 14)}px`;
+    node.style.top = `${y + 18}px`;
+  };
+  return { node, show };
+}
+
+function button(text, label, act) {
+  const node = element("button", { type: "button", "aria-label": label, title: label, text });
+  node.addEventListener("click", act);
+  return node;
+}

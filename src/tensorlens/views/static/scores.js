@@ -1,0 +1,100 @@
+// The matrix of scores: decoded once, read by row, and pooled for overviews.
+
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let k = 0; k < text.length; k++) bytes[k] = text.charCodeAt(k);
+  return bytes;
+}
+
+function halfToSingle(halves) {
+  const table = new Float32Array(65536);
+  for (let bits = 0; bits < 65536; bits++) {
+    const exponent = (bits >> 10) & 31;
+    const fraction = bits & 1023;
+    let value = exponent === 31 ? (fraction ? NaN : Infinity) : (1024 + fraction) * 2 ** (exponent - 25);
+    if (exponent === 0) value = fraction * 2 ** -24;
+    table[bits] = bits >> 15 ? -value : value;
+  }
+  return Float32Array.from(halves, (bits) => table[bits]);
+}
+
+class Scores {
+  constructor(encoded, nOut, nIn) {
+    const bytes = bytesOf(encoded.data);
+    this.values = encoded.dtype === "float16" ? halfToSingle(new Uint16Array(bytes.buffer)) : new Float32Array(bytes.buffer);
+    this.unit = encoded.unit;
+    this.nOut = nOut;
+    this.nIn = nIn;
+    this.limits = new Float32Array(nOut);
+    this.hasMissing = false;
+    this.findLimits();
+    this.pyramids = {};
+  }
+
+  findLimits() {
+    for (let i = 0; i < this.nOut; i++) {
+      let limit = 0;
+      for (let k = i * this.nIn; k < (i + 1) * this.nIn; k++) {
+        const size = Math.abs(this.values[k]);
+        if (size > limit && size !== Infinity) limit = size;
+        if (size !== size) this.hasMissing = true;
+      }
+      this.limits[i] = limit;
+    }
+    this.limit = this.limits.reduce((a, b) => Math.max(a, b), 0) || 1;
+  }
+
+  at(i, j) {
+    return this.values[i * this.nIn + j] * this.unit;
+  }
+
+  // What full colour stands for in row i: the largest score of the row, or of the map.
+  scaleOf(i, perRow) {
+    return (perRow ? this.limits[i] || 1 : this.limit) * this.unit;
+  }
+
+  share(i, j, perRow) {
+    return this.at(i, j) / this.scaleOf(i, perRow);
+  }
+
+  strongest(i, count) {
+    const strength = (j) => {
+      const size = Math.abs(this.at(i, j));
+      return size !== size ? -1 : size;
+    };
+    const order = Array.from({ length: this.nIn }, (_, j) => j);
+    return order.sort((a, b) => strength(b) - strength(a) || a - b).slice(0, count);
+  }
+
+  // Level k holds shares of 2^k × 2^k cells. The strongest cell stands for all, so that no line is lost in an overview.
+  level(k, perRow) {
+    const pyramid = (this.pyramids[perRow] ??= [this.shares(perRow)]);
+    while (pyramid.length <= k) pyramid.push(poolStrongest(pyramid[pyramid.length - 1]));
+    return pyramid[k];
+  }
+
+  shares(perRow) {
+    const values = new Float32Array(this.values.length);
+    for (let i = 0; i < this.nOut; i++) {
+      const factor = this.unit / this.scaleOf(i, perRow);
+      for (let k = i * this.nIn; k < (i + 1) * this.nIn; k++) values[k] = this.values[k] * factor;
+    }
+    return { values, nOut: this.nOut, nIn: this.nIn };
+  }
+}
+
+function poolStrongest({ values, nOut, nIn }) {
+  const pooled = { nOut: Math.ceil(nOut / 2), nIn: Math.ceil(nIn / 2) };
+  pooled.values = new Float32Array(pooled.nOut * pooled.nIn).fill(NaN);
+  for (let i = 0; i < nOut; i++) {
+    const target = (i >> 1) * pooled.nIn;
+    for (let j = 0; j < nIn; j++) {
+      const value = values[i * nIn + j];
+      const best = pooled.values[target + (j >> 1)];
+      if (best !== best || Math.abs(value) > Math.abs(best)) pooled.values[target + (j >> 1)] = value;
+    }
+  }
+  return pooled;
+}
