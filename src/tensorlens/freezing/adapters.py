@@ -1,0 +1,79 @@
+"""Semantic adapters: modules whose meaning is lost when their code is read one torch function at a time.
+
+An adapter is a function of the running pass, the module, its own forward and the call's arguments. Adapters go
+before the rules for torch functions; the first class in the module's ancestry that has one decides. They are keyed
+by the qualified name of the class, so that nothing has to be imported. Add your own with `adapter`:
+
+    @tl.adapter("my_package.layers.CubicActivation")
+    def cubic(run, module, forward, z):
+        return tl.activate(run, "cubic", z, lambda z: z**2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from tensorlens.freezing import gains
+from tensorlens.freezing.nonlinear import activate
+from tensorlens.freezing.traced import Interpreter, is_live
+
+Adapter = Callable[..., Any]
+ADAPTERS: dict[str, Adapter] = {}
+
+
+def adapter(*class_names: str) -> Callable[[Adapter], Adapter]:
+    """Register an adapter for module classes, named as ``package.module.Class``."""
+
+    def register(function: Adapter) -> Adapter:
+        ADAPTERS.update(dict.fromkeys(class_names, function))
+        return function
+
+    return register
+
+
+def find_adapter(module: nn.Module) -> Adapter | None:
+    """The adapter for a module's class or its nearest ancestor that has one."""
+    for cls in type(module).__mro__:
+        found = ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found
+    return None
+
+
+def _activation(gain: Callable[[Tensor], Tensor]) -> Adapter:
+    """An element-wise activation module with φ(0) = 0 and a gain in closed form."""
+
+    def run_activation(run: Interpreter, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
+        return activate(run, type(module).__name__, z, gain) if is_live(z) else forward(z)
+
+    return run_activation
+
+
+def _quotient_activation(run: Interpreter, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
+    """An element-wise activation module with φ(0) = 0 and no closed form."""
+    return activate(run, type(module).__name__, z, partial(gains.quotient, forward)) if is_live(z) else forward(z)
+
+
+# The GELUs that transformers spells out in Python: products of primitives, which the rules for torch functions would
+# take apart. Those that call one torch function need no entry.
+for _name, _gain in {
+    "NewGELUActivation": gains.gelu_tanh,
+    "FastGELUActivation": gains.gelu_tanh,
+    "AccurateGELUActivation": gains.gelu_tanh,
+    "QuickGELUActivation": gains.gelu_quick,
+    "GELUActivation": gains.gelu,
+    "GELUTanh": gains.gelu_tanh,
+    "PytorchGELUTanh": gains.gelu_tanh,
+    "MishActivation": gains.mish,
+}.items():
+    adapter(f"transformers.activations.{_name}")(_activation(_gain))
+
+adapter(
+    "transformers.activations.ClippedGELUActivation",
+    "transformers.activations.XIELUActivation",
+    "transformers.activations.ReLUSquaredActivation",
+)(_quotient_activation)

@@ -1,0 +1,114 @@
+r"""Activation gains $\varphi(z)/z$ in closed form (Eq. 13).
+
+No division by z: the forms below are finite everywhere and give the limit $\varphi'(0)$ at zero, so
+that a zero pre-activation is neither NaN nor wrong. Only activations with $\varphi(0) = 0$ belong
+here; the others (sigmoid, softplus, exp) have no finite ratio and are held as frozen gates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def gelu(z: Tensor, approximate: str = "none") -> Tensor:
+    r"""$\Phi(z)$, or its tanh approximation."""
+    if approximate == "tanh":
+        return gelu_tanh(z)
+    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
+
+
+def gelu_tanh(z: Tensor) -> Tensor:
+    r"""$\tfrac12\bigl(1 + \tanh(\sqrt{2/\pi}\,(z + 0.044715 z^3))\bigr)$."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def gelu_quick(z: Tensor) -> Tensor:
+    r"""$\sigma(1.702 z)$."""
+    return torch.sigmoid(1.702 * z)
+
+
+def silu(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\sigma(z)$."""
+    return torch.sigmoid(z)
+
+
+def relu(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\mathbb{1}[z > 0]$."""
+    return (z > 0).to(z.dtype)
+
+
+def leaky_relu(z: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """1 for positive z, the slope elsewhere."""
+    return torch.where(z > 0, 1.0, negative_slope).to(z.dtype)
+
+
+def mish(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\tanh(\mathrm{softplus}(z))$."""
+    return torch.tanh(torch.nn.functional.softplus(z))
+
+
+def hardswish(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\mathrm{clip}(z + 3, 0, 6)/6$."""
+    return (z + 3).clamp(0, 6) / 6
+
+
+def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    r"""$\varphi(z)/z$ for an activation without a closed form here, $\varphi'(0)$ where z vanishes.
+
+    Never adds ε to the denominator, which would be infinite at z = -ε and wrong by half at zero.
+    """
+    tiny = 4 * torch.finfo(z.dtype).tiny
+    vanishing = z.abs() < tiny
+    ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
+    if vanishing.any():
+        ratio = torch.where(vanishing, _slope_at_zero(activation, z), ratio)
+    return ratio
+
+
+def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    with torch.enable_grad():
+        zero = torch.zeros_like(z, requires_grad=True)
+        return torch.autograd.grad(activation(zero).sum(), zero)[0]
+
+
+CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {
+    "gelu": gelu,
+    "silu": silu,
+    "relu": relu,
+    "leaky_relu": leaky_relu,
+    "mish": mish,
+    "hardswish": hardswish,
+}
+"""Gains by the name of the torch function."""
+
+ODD_ACTIVATIONS = frozenset(
+    [
+        "tanh",
+        "erf",
+        "elu",
+        "selu",
+        "celu",
+        "hardtanh",
+        "relu6",
+        "softsign",
+        "tanhshrink",
+        "hardshrink",
+        "softshrink",
+        "threshold",
+        "prelu",
+        "rrelu",
+        "atan",
+        "arctan",
+        "asinh",
+        "arcsinh",
+        "sinh",
+        "sin",
+        "expm1",
+        "log1p",
+    ]
+)
+"""Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""

@@ -1,0 +1,202 @@
+"""One run of a model under the rules, and the thread-local, reversible interception that makes it possible.
+
+While a `Pass` is active in a thread, the forwards of the model's modules report to it. They are wrapped on the
+instances (never on classes), once for all threads that need them, and unwrapped when the last one leaves; a thread
+without a pass goes straight through.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import NotLinearError
+from tensorlens.freezing import nonlinear  # noqa: F401  (fills the table of rules)
+from tensorlens.freezing.adapters import find_adapter
+from tensorlens.freezing.functions import find_rule, linear, name_of
+from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.tape import Site, Tape
+from tensorlens.freezing.traced import active, raw, set_active, traced_in
+
+
+class Pass:
+    """The running pass: knows where in the model it is, holds factors, and gives torch functions their meaning.
+
+    Args:
+        names: Module paths by module identity.
+        tape: Filled while recording, read while replaying.
+        recording: Which of the two.
+        rules: The user's conventions.
+        grad: Whether the pass builds an autograd graph, also where the model switches it off.
+        heads: For each block named, a multiplier for each head's token mixing.
+    """
+
+    def __init__(
+        self, *, names: dict[int, str], tape: Tape, recording: bool, rules: Rules, grad: bool = False,
+        heads: dict[int, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.names, self.tape, self.recording, self.rules, self.grad = names, tape, recording, rules, grad
+        self.heads = heads or {}
+        self.block: int | None = None
+        self.place = "before block 0"
+        self.path: list[str] = []
+        self.conventions: dict[str, set[str]] = {}
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self.path[-1] if self.path else ""
+
+    def hold(self, operation: str, compute: Callable[[], Any]) -> Any:
+        """A factor held fixed: computed and kept while recording, looked up while replaying."""
+        key = (self.place, self.module, operation)
+        site = Site(*key, self._counts[key])
+        self._counts[key] += 1
+        return self.tape.put(site, compute()) if self.recording else self.tape.get(site)
+
+    def fire(self, rule: str) -> None:
+        """Note that `rule` was applied in the current module."""
+        if self.recording:
+            self.tape.rules[rule, self.module] += 1
+
+    def mix_heads(self, mixed: Tensor) -> Tensor:
+        """Silence the heads left out of what attention has mixed, (batch, head, token, channel)."""
+        if self.block is None:
+            return mixed
+        self.tape.n_heads.setdefault(self.block, mixed.shape[1])
+        multiplier = self.heads.get(self.block)
+        return mixed if multiplier is None else mixed * multiplier.to(mixed)[:, None, None]
+
+    def watch_product(self, convention: str, result: Tensor) -> None:
+        """Note a convention once a gradient really passes: most such products end in a softmax that holds them."""
+        if self.grad and raw(getattr, result, "requires_grad"):
+            module = self.module
+            raw(Tensor.register_hook, result, lambda _: self._note_convention(convention, module))
+
+    def _note_convention(self, convention: str, module: str) -> None:
+        self.conventions.setdefault(convention, set()).add(module)
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function that met a traced tensor, by its rule."""
+        if torch.is_grad_enabled() != self.grad:
+            with torch.set_grad_enabled(self.grad):
+                return self.call(function, args, kwargs)
+        name = name_of(function)
+        rule = find_rule(name)
+        if not any(source.live for source in traced_in((args, kwargs))):
+            writes = rule is not None and rule.__name__ in ("assign", "in_place", "describe")
+            return (rule if writes else linear)(self, function, args, kwargs)  # type: ignore[misc]
+        if rule is None:
+            raise NotLinearError(self._refusal(name))
+        return rule(self, function, args, kwargs)
+
+    def _refusal(self, operation: str) -> str:
+        return (
+            f"`{operation}` in `{self.module or 'the model'}` ({self.place}) has no rule that would make it "
+            "exactly linear. "
+            "Expected operations that are linear, or that the rules can hold fixed. Register an adapter for the "
+            "module's class "
+            "with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
+        )
+
+    def call_module(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module of the model: by its adapter if it has one and something live comes in."""
+        self.path.append(self.names[id(module)])
+        try:
+            live = any(source.live for source in traced_in((args, kwargs)))
+            adapter = find_adapter(module) if live else None
+            result = self.run_module(
+                module, functools.partial(adapter, self, module, forward) if adapter else forward, args, kwargs
+            )
+            if live and self.grad:
+                self._refuse_custom_backward(result)
+            return result
+        finally:
+            self.path.pop()
+
+    def run_module(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module's forward, or its adapter; subclasses step in here for the modules they care about."""
+        return forward(*args, **kwargs)
+
+    def _refuse_custom_backward(self, result: Any) -> None:
+        """A custom autograd function brings a derivative of its own, which no rule has seen."""
+        for tensor in _tensors(result):
+            node = raw(getattr, tensor, "grad_fn")
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                raise NotLinearError(self._refusal(f"the custom autograd function {type(node).__name__}"))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+# Interception --------------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_wrapped: dict[int, int] = {}
+"""How many running passes, in any thread, need the module with this identity wrapped."""
+
+
+@contextmanager
+def running(run: Pass, model: nn.Module) -> Iterator[None]:
+    """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
+    modules = list(model.modules())
+    before = active()
+    _wrap(modules)
+    set_active(run)
+    try:
+        yield
+    finally:
+        set_active(before)
+        _unwrap(modules)
+
+
+def _wrap(modules: list[nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            _wrapped[id(module)] = _wrapped.get(id(module), 0) + 1
+            if _wrapped[id(module)] == 1:
+                # Into the instance's own dictionary: `nn.Module.__setattr__` is slow, and the class stays untouched.
+                module.__dict__["forward"] = _reporting(module, module.forward, "forward" in module.__dict__)
+                module.__dict__["training"] = False  # T describes the model at inference
+
+
+def _unwrap(modules: list[nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            _wrapped[id(module)] -= 1
+            if _wrapped[id(module)] == 0:
+                del _wrapped[id(module)]
+                wrapper = module.__dict__.pop("forward")
+                module.__dict__["training"] = wrapper.was_training
+                if wrapper.was_on_instance:  # put there by somebody else, such as accelerate
+                    module.__dict__["forward"] = wrapper.__wrapped__
+
+
+def _reporting(module: nn.Module, forward: Callable[..., Any], was_on_instance: bool) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def report(*args: Any, **kwargs: Any) -> Any:
+        run = active()
+        if run is None or id(module) not in run.names:
+            return forward(*args, **kwargs)
+        return run.call_module(module, forward, args, kwargs)
+
+    report.was_on_instance = was_on_instance  # type: ignore[attr-defined]
+    report.was_training = module.training  # type: ignore[attr-defined]
+    return report

@@ -1,0 +1,112 @@
+"""A tensor that knows whether it still depends on the operator's input."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tensorlens.freezing.rules import Rules
+
+
+class Interpreter(Protocol):
+    """What gives torch functions their meaning in this thread: the running pass, as the rules see it."""
+
+    rules: Rules
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function`, one of whose arguments is traced, by the rules."""
+
+    def hold(self, operation: str, compute: Callable[[], Any]) -> Any:
+        """A factor held fixed: computed and kept while recording, looked up while replaying."""
+        ...
+
+    def fire(self, rule: str) -> None:
+        """Note that `rule` was applied in the current module."""
+
+    def mix_heads(self, mixed: Tensor) -> Tensor:
+        """Told what attention has mixed, (batch, head, token, channel), it silences the heads left out."""
+        ...
+
+    def watch_product(self, convention: str, result: Tensor) -> None:
+        """Told of a product of two live tensors whose roles are a convention and not a consequence."""
+
+
+_threads = threading.local()
+
+
+def active() -> Any:
+    """The interpreter of this thread, or None."""
+    return getattr(_threads, "interpreter", None)
+
+
+def set_active(interpreter: Interpreter | None) -> None:
+    """Put `interpreter` in charge of this thread."""
+    _threads.interpreter = interpreter
+
+
+class Traced(Tensor):
+    """A tensor computed from the operator's input.
+
+    `live`: it depends on the input, linearly. Otherwise it was computed from the input and then held fixed.
+    `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation) or
+    ``"attention"`` (out of a softmax).
+
+    Being a subclass, it takes its rules along wherever the model's code carries it: no mode and no flag on
+    the parameters is needed, other threads see nothing, and `torch.no_grad` inside a model loses nothing.
+    """
+
+    live: bool
+    role: str | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        interpreter = active()
+        if interpreter is None:
+            return raw(func, *args, **(kwargs or {}))
+        return interpreter.call(func, args, kwargs or {})
+
+
+def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with no rule applied; results are plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def mark(tensor: Tensor, *, live: bool, role: str | None = None) -> Traced:
+    """Make a fresh tensor traced, in place: an alias would add a node to the graph for each operation."""
+    tensor.__class__ = Traced
+    tensor.live = live  # type: ignore[attr-defined]
+    tensor.role = role  # type: ignore[attr-defined]
+    return tensor  # type: ignore[return-value]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same values as an ordinary tensor, still connected to the graph."""
+    return raw(Tensor.as_subclass, tensor, Tensor) if isinstance(tensor, Traced) else tensor
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """The values alone."""
+    return raw(Tensor.detach, tensor)
+
+
+def is_live(value: Any) -> bool:
+    """Whether `value` is a tensor that depends on the operator's input."""
+    return isinstance(value, Traced) and value.live
+
+
+def traced_in(values: Any) -> Iterator[Traced]:
+    """All traced tensors in nested tuples, lists and dictionaries."""
+    if isinstance(values, Traced):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from traced_in(value)
+    elif isinstance(values, dict):
+        yield from traced_in(list(values.values()))

@@ -1,0 +1,69 @@
+"""Collapses: from an attention tensor to a number for each pair of tokens. Mathematics only.
+
+Each function takes an operator and tensors and gives one row for each output asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.axes import Hidden, TensorSlice, TokenMatrix
+from tensorlens.errors import InputError
+from tensorlens.operators.base import TensorOperator
+
+NormKind = Literal["frobenius", "spectral"]
+
+
+def norm(T: TensorOperator, out_tokens: Sequence[int], kind: NormKind = "frobenius") -> TokenMatrix:
+    r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), one dense slice at a time.
+
+    Convention: the paper writes $\lVert·\rVert_2$ of a D×D block, which may mean either norm. Frobenius is the default;
+    spectral is what Proposition 1 speaks of.
+    """
+    if kind not in ("frobenius", "spectral"):
+        raise InputError(f"`norm` must be 'frobenius' or 'spectral'; got {kind!r}.")
+    return torch.stack([slice_norm(T.rows(i), kind) for i in out_tokens])
+
+
+def slice_norm(rows: TensorSlice, kind: NormKind = "frobenius") -> Float[Tensor, " in_token"]:
+    """The norm of each D×D block of a slice T[i]."""
+    if kind == "frobenius":
+        return torch.linalg.vector_norm(rows, dim=(0, 2))
+    return torch.linalg.matrix_norm(rows.transpose(0, 1), ord=2)
+
+
+def in_out(T: TensorOperator, x_in: Hidden, x_out: Hidden, out_tokens: Sequence[int]) -> TokenMatrix:
+    r"""$T^{IO}_{i←j} = X^N_{[i]} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 22): one backward pass for each output.
+
+    Rows sum to $⟨X^N_i, X^N_i - B_i⟩$.
+    """
+    cotangents = x_out.new_zeros(len(out_tokens), *x_out.shape)
+    for row, i in enumerate(out_tokens):
+        cotangents[row, i] = x_out[i]
+    return weigh(T.adjoint(cotangents), x_in)
+
+
+def weigh(pulled: Float[Tensor, "row token channel"], x_in: Hidden) -> TokenMatrix:
+    r"""$⟨(T^\top u)_j, x_j⟩$ for each row and input token."""
+    return (pulled * x_in).sum(-1)
+
+
+def contribution(T: TensorOperator, x_in: Hidden, out_tokens: Sequence[int]) -> TokenMatrix:
+    r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token that is there.
+
+    One replay for each input token gives all outputs.
+    """
+    alone = torch.diag_embed(x_in.T).permute(1, 2, 0)  # (in_token, token, channel): each token by itself
+    parts = [T.apply(part)[:, list(out_tokens)].norm(dim=-1) for part in alone.split(32)]
+    return torch.cat(parts).T
+
+
+def bias_share(x_out: Hidden, bias: Hidden, out_tokens: Sequence[int]) -> Float[Tensor, " out_token"]:
+    r"""$⟨X^N_i, B_i⟩ / \lVert X^N_i \rVert^2$: how much of each output the bias carries."""
+    rows = list(out_tokens)
+    return (x_out[rows] * bias[rows]).sum(-1) / x_out[rows].square().sum(-1)

@@ -1,0 +1,172 @@
+"""`METHODS`: every map by name. The one place that knows both the operator and the model behind it.
+
+A method is data: a name, a sentence, and a function from a `Question` to an `Answer`. The command line, the explorer
+and the studies iterate over this table, so none of them can forget one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError, MethodError
+from tensorlens.maps import collapse
+from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.operators.matrix_free import FrozenOperator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a method.
+
+    Attributes:
+        operator: The attention tensor, with the frozen model behind it.
+        out_tokens: The outputs asked for, one row each.
+        target: What In+Class explains; None for the model's own prediction at each output.
+        classes: Names of the classes, or None for a model without a head.
+        norm: Which norm `tensor.norm` takes of a block.
+    """
+
+    operator: FrozenOperator
+    out_tokens: tuple[int, ...]
+    target: Target | None = None
+    classes: Classes | None = None
+    norm: collapse.NormKind = "frobenius"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a method found: one row for each output.
+
+    Attributes:
+        scores: (row, in_token).
+        bias_share: Share of the bias in each row; NaN where a method has no such thing.
+        row_labels: Names of the rows, where they are not the output tokens.
+        notes: More for the map's `meta`.
+    """
+
+    scores: Tensor
+    bias_share: Tensor
+    row_labels: tuple[str, ...] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to make a map."""
+
+    name: str
+    summary: str
+    compute: Callable[[Question], Answer]
+    takes_target: bool = False
+
+
+METHODS: dict[str, Method] = {}
+"""Every map by name."""
+
+
+def method(
+    name: str, summary: str, *, takes_target: bool = False
+) -> Callable[[Callable[[Question], Answer]], Callable[[Question], Answer]]:
+    """Register a function from `Question` to `Answer` as a method."""
+
+    def register(compute: Callable[[Question], Answer]) -> Callable[[Question], Answer]:
+        METHODS[name] = Method(name=name, summary=summary, compute=compute, takes_target=takes_target)
+        return compute
+
+    return register
+
+
+def answer(name: str, question: Question) -> Answer:
+    """Ask one method."""
+    if name not in METHODS:
+        near = get_close_matches(name, METHODS, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise MethodError(f"There is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
+    if question.target is not None and not METHODS[name].takes_target:
+        raise MethodError(
+            f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."
+        )
+    return METHODS[name].compute(question)
+
+
+def _share(question: Question) -> Tensor:
+    operator = question.operator
+    return collapse.bias_share(operator.output, operator.bias, question.out_tokens)
+
+
+@method("tensor.norm", "Norm of each D×D block of T: how strongly an input can move an output")
+def _norm(question: Question) -> Answer:
+    scores = collapse.norm(question.operator, question.out_tokens, question.norm)
+    return Answer(scores=scores, bias_share=_share(question), notes={"norm": question.norm})
+
+
+@method("tensor.in_out", "What each input contributes along the output that came out; signed")
+def _in_out(question: Question) -> Answer:
+    operator = question.operator
+    scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
+    return Answer(scores=scores, bias_share=_share(question))
+
+
+@method("tensor.contribution", "Length of what each input contributes to the output")
+def _contribution(question: Question) -> Answer:
+    operator = question.operator
+    return Answer(
+        scores=collapse.contribution(operator, operator.input, question.out_tokens), bias_share=_share(question)
+    )
+
+
+@method(
+    "tensor.in_class", "What each input contributes to a logit, or to the difference of two; signed", takes_target=True
+)
+def _in_class(question: Question) -> Answer:
+    r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
+
+    Rows sum to the logit less what the biases give.
+    """
+    operator, classes = question.operator, question.classes
+    frozen, start = operator.frozen, operator.span.start
+    if classes is None or frozen.readout is None:
+        raise no_head(frozen.anatomy.model)
+    if operator.span.stop != frozen.n_blocks:
+        raise MethodError(
+            f"`tensor.in_class` needs a range of blocks that ends at the last one ({frozen.n_blocks}); got "
+            f"{operator.span.stop}."
+        )
+    positions = (0,) if frozen.pools else question.out_tokens
+    chosen = [
+        classes.weights(_prediction(frozen, i) if question.target is None else question.target) for i in positions
+    ]
+    weights = torch.zeros(len(positions), classes.n_classes, dtype=operator.dtype, device=operator.device)
+    for row, by_class in enumerate(chosen):
+        for index, weight in by_class.items():
+            weights[row, index] = weight
+    pulled = frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads)
+    zero = torch.zeros_like(operator.input)[None]
+    at_zero = torch.stack([frozen.push_logits(zero, i, start, operator.heads)[0] for i in positions])
+    at_x = torch.stack([frozen.logits(i) for i in positions])
+    names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
+    logits = (weights * at_x).sum(1)
+    return Answer(
+        scores=collapse.weigh(pulled, operator.input),
+        bias_share=(weights * at_zero).sum(1) / logits,
+        row_labels=names if frozen.pools else None,
+        notes={"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()},
+    )
+
+
+def _prediction(frozen: Any, out_token: int) -> int:
+    return int(frozen.logits(out_token).argmax())
+
+
+def check_out_token(question_token: int | None, pools: bool, name: str) -> None:
+    """A head that pools has one row, whatever the token."""
+    if pools and question_token is not None and name == "tensor.in_class":
+        raise InputError(
+            "This model's head reads the whole input at once, so `tensor.in_class` has one row. Leave `out_token` out."
+        )

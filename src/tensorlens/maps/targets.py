@@ -1,0 +1,90 @@
+"""Targets: a token, a class or a contrast of two, made into weights on logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tensorlens.errors import InputError, MethodError
+
+Target = str | int | tuple[str | int, str | int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """What a model can be asked about, and by which names.
+
+    Attributes:
+        n_classes: Number of logits.
+        tokenizer: For a language model, what turns text into ids.
+        labels: For a classifier, the names of the classes.
+    """
+
+    n_classes: int
+    tokenizer: Any = None
+    labels: dict[int, str] | None = None
+
+    def weights(self, target: Target) -> dict[int, float]:
+        """Weights on logits: +1 for the target, and -1 for the other one of a pair."""
+        if isinstance(target, (tuple, list)):
+            if len(target) != 2:
+                raise InputError(f"A contrast is a pair (target, other); got {len(target)} of them.")
+            first, second = (self.index(one) for one in target)
+            if first == second:
+                raise InputError(f"The two targets of a contrast must differ; both are {self.name(first)!r}.")
+            return {first: 1.0, second: -1.0}
+        return {self.index(target): 1.0}
+
+    def index(self, target: str | int) -> int:
+        """The class behind a token string, a class label or a number."""
+        if isinstance(target, int) and not isinstance(target, bool):
+            if not 0 <= target < self.n_classes:
+                raise InputError(f"`target` must be from 0 to {self.n_classes - 1}; got {target}.")
+            return target
+        if not isinstance(target, str):
+            raise InputError(
+                f"`target` must be a token string, a class label, a number, or a pair; got {type(target).__name__}."
+            )
+        if self.labels is not None:
+            return self._label_index(target)
+        return self._token_index(target)
+
+    def name(self, index: int) -> str:
+        """What class `index` is called."""
+        if self.labels is not None:
+            return str(self.labels.get(index, index))
+        return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
+
+    def _label_index(self, target: str) -> int:
+        assert self.labels is not None
+        for index, label in self.labels.items():
+            if str(label).lower() == target.lower():
+                return int(index)
+        known = ", ".join(str(label) for label in list(self.labels.values())[:8])
+        raise InputError(
+            f"`target` must be a class of the model ({known}{', …' if len(self.labels) > 8 else ''}); got {target!r}."
+        )
+
+    def _token_index(self, target: str) -> int:
+        if self.tokenizer is None:
+            raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
+        ids = self.tokenizer(target, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1:
+            return int(ids[0])
+        exact = self.tokenizer.convert_tokens_to_ids(target)
+        if isinstance(exact, int) and exact != self.tokenizer.unk_token_id:
+            return exact
+        pieces = [self.tokenizer.decode([i]) for i in ids]
+        hint = "" if target.startswith(" ") else f" Most words begin with a space: try {' ' + target!r}."
+        raise InputError(
+            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} Or pass one token's id."
+        )
+
+
+def no_head(model: Any) -> MethodError:
+    """The error for a question about classes asked of a model that has none."""
+    return MethodError(
+        f"`{type(model).__name__}` has no head that gives logits, so it has no classes to explain. Use "
+        "`tensor.in_out` or `tensor.norm`, "
+        "or load the model with its head."
+    )

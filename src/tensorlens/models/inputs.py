@@ -1,0 +1,298 @@
+"""What a user may pass to a lens, made into what a model takes.
+
+Text, token ids, images, embeddings and the output of a tokenizer or processor all become a `ModelInput`: the keyword
+arguments of one forward pass on one sample, and what is known of its tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import InputError, missing_extra
+from tensorlens.models.labels import patch_labels, token_labels
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """One sample, ready for a forward pass.
+
+    Attributes:
+        arguments: Keyword arguments of the model's forward, with a batch axis of 1.
+        kind: What it was: ``text``, ``ids``, ``embeddings``, ``image`` or ``processed``.
+        text: The text, if there was one.
+        image: The picture as a data URI, if there was one.
+    """
+
+    arguments: dict[str, Any]
+    kind: str
+    text: str | None = None
+    image: str | None = field(default=None, repr=False)
+
+    def labels(self, n_tokens: int, model: nn.Module, processor: Any) -> tuple[str, ...]:
+        """A label for each of the `n_tokens` tokens that entered the first block."""
+        ids = self.arguments.get("input_ids")
+        if ids is not None and ids.shape[-1] == n_tokens:
+            tokenizer = tokenizer_of(processor)
+            return token_labels(ids[0].tolist(), tokenizer) if tokenizer else tuple(str(i) for i in ids[0].tolist())
+        grid = self.grid(model)
+        if grid is not None and grid[0] * grid[1] <= n_tokens:
+            return patch_labels(n_tokens, *grid, special=_special_patches(model))
+        return tuple(str(position) for position in range(n_tokens))
+
+    def grid(self, model: nn.Module) -> tuple[int, int] | None:
+        """Rows and columns of patches, for an image."""
+        pixels = self.arguments.get("pixel_values")
+        patch = getattr(getattr(model, "config", None), "patch_size", None)
+        if pixels is None or pixels.dim() != 4 or patch is None:
+            return None
+        height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
+        return pixels.shape[-2] // height, pixels.shape[-1] // width
+
+
+def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInput:
+    """Make a `ModelInput` of anything a user may pass.
+
+    Args:
+        value: A text, token ids, an image (PIL, path or pixel array), embeddings (L, D), or a processor's output.
+        model: The model it is for.
+        processor: Tokenizer or image processor.
+    """
+    if isinstance(value, Mapping):
+        return _from_mapping(value, model)
+    if isinstance(value, (str, Path)) and Path(str(value)).suffix.lower() in IMAGE_SUFFIXES:
+        return _from_image(_open_image(Path(value)), model, processor)
+    if isinstance(value, str):
+        return _from_text(value, model, processor)
+    if _is_image(value):
+        return _from_image(value, model, processor)
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _from_array(torch.as_tensor(value), model)
+    if isinstance(value, Sequence) and all(isinstance(item, (int, np.integer)) for item in value):
+        return _from_ids(torch.tensor(list(value), dtype=torch.long), model)
+    raise InputError(
+        "Expected a text, a list of token ids, an image (PIL image, path or pixel array), embeddings of shape "
+        "(token, channel), "
+        f"or the output of a processor; got {type(value).__name__}."
+    )
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer in a tokenizer or in a processor that has one."""
+    if processor is None:
+        return None
+    inner = getattr(processor, "tokenizer", None)
+    return inner if inner is not None else processor if hasattr(processor, "convert_ids_to_tokens") else None
+
+
+def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
+    tokenizer = tokenizer_of(processor)
+    if tokenizer is None:
+        raise InputError(
+            "Got a text, but this lens has no tokenizer. Pass one, `tensorlens.Lens(model, tokenizer)`, or pass "
+            "token ids."
+        )
+    if not text.strip():
+        raise InputError(f"Expected some text; got {text!r}, which holds no words.")
+    ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise InputError(f"The tokenizer made no tokens of {text!r}. Pass some other text.")
+    return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text)
+
+
+def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:
+    return ModelInput(arguments=_id_arguments(ids, model), kind="ids")
+
+
+def _id_arguments(ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    ids = ids.reshape(1, -1)
+    if ids.numel() == 0:
+        raise InputError("Expected at least one token; got an empty list of ids.")
+    vocabulary = _embedding_size(model)
+    if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+        bad = next(int(i) for i in ids[0] if not 0 <= int(i) < vocabulary)
+        raise InputError(f"Token ids must be from 0 to {vocabulary - 1}, the model's vocabulary; got {bad}.")
+    _check_length(ids.shape[1], model)
+    return {"input_ids": ids.to(_device(model))}
+
+
+def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
+    if (
+        not array.is_floating_point()
+        and array.dim() == 1
+        or array.dim() == 2
+        and array.shape[0] == 1
+        and not array.is_floating_point()
+    ):
+        return _from_ids(array.long(), model)
+    if array.dim() in (3, 4) and "pixel_values" in forward_parameters(model):
+        pixels = array if array.dim() == 4 else array[None]
+        _check_numbers(pixels, "pixels")
+        return ModelInput(arguments={"pixel_values": pixels.to(_device(model), _dtype(model))}, kind="image")
+    return _from_embeddings(array, model)
+
+
+def _from_embeddings(embeddings: Tensor, model: nn.Module) -> ModelInput:
+    if embeddings.dim() == 3 and embeddings.shape[0] == 1:
+        embeddings = embeddings[0]
+    width = _embedding_width(model)
+    if embeddings.dim() != 2 or embeddings.shape[0] == 0 or width is not None and embeddings.shape[1] != width:
+        raise InputError(
+            f"Embeddings must have shape (token, {width or 'channel'}); got {tuple(embeddings.shape)}. "
+            "Token ids are passed as a list of whole numbers."
+        )
+    if not embeddings.is_floating_point():
+        raise InputError(f"Embeddings must be floating-point numbers; got {embeddings.dtype}.")
+    _check_numbers(embeddings, "embeddings")
+    _check_length(embeddings.shape[0], model)
+    if "inputs_embeds" not in forward_parameters(model):
+        raise InputError(f"`{type(model).__name__}` does not take embeddings; pass what its processor makes.")
+    return ModelInput(
+        arguments={"inputs_embeds": embeddings[None].to(_device(model), _dtype(model))}, kind="embeddings"
+    )
+
+
+def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
+    device = _device(model)
+    arguments: dict[str, Any] = {
+        name: torch.as_tensor(value).to(device) if isinstance(value, (Tensor, np.ndarray, list)) else value
+        for name, value in processed.items()
+        if name != "labels"
+    }
+    ids = arguments.get("input_ids")
+    if ids is not None:
+        arguments["input_ids"] = _id_arguments(ids, model)["input_ids"] if ids.dim() == 1 or len(ids) == 1 else ids
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.dim() and name != "input_ids" and ids is not None and value.dim() == 1:
+            arguments[name] = value[None]
+        if isinstance(value, Tensor) and value.is_floating_point():
+            _check_numbers(value, name)
+            arguments[name] = arguments[name].to(_dtype(model))
+    sizes = {len(value) for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1}
+    if sizes - {1}:
+        raise InputError(
+            f"Expected one sample, a batch axis of 1; got {max(sizes)}. Pass the samples one at a time, or as a list."
+        )
+    return ModelInput(arguments=arguments, kind="processed")
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+
+def _is_image(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.")
+
+
+def _open_image(path: Path) -> Any:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise missing_extra("Reading an image", "pillow", "explore") from None
+    try:
+        with Image.open(path) as opened:
+            return opened.convert("RGB")
+    except FileNotFoundError:
+        raise InputError(f"There is no image at {str(path)!r}. To map that text itself, pass token ids.") from None
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise InputError(
+            f"{str(path)!r} cannot be read as an image: {error}. Expected a PNG, JPEG or similar file."
+        ) from error
+
+
+def _from_image(image: Any, model: nn.Module, processor: Any) -> ModelInput:
+    if "pixel_values" not in forward_parameters(model):
+        raise InputError(f"Got an image, but `{type(model).__name__}` takes no pixels. Pass a text or token ids.")
+    if processor is None:
+        raise InputError(
+            "Got an image, but this lens has no image processor. Pass one, `tensorlens.Lens(model, processor)`, "
+            "or pass pixels."
+        )
+    image = image.convert("RGB")
+    pixels = processor(images=image, return_tensors="pt")["pixel_values"]
+    return ModelInput(
+        arguments={"pixel_values": pixels.to(_device(model), _dtype(model))}, kind="image", image=_data_uri(image)
+    )
+
+
+def _data_uri(image: Any, longest: int = 448) -> str:
+    small = image.copy()
+    small.thumbnail((longest, longest))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _special_patches(model: nn.Module) -> tuple[str, ...]:
+    distilled = any(name.endswith("distillation_token") for name, _ in model.named_parameters())
+    return ("[CLS]", "[DIST]") if distilled else ("[CLS]",)
+
+
+# What a model says of itself -----------------------------------------------------------------------------------------
+
+
+def forward_parameters(model: nn.Module) -> set[str]:
+    """Names of the arguments that a model's forward takes."""
+    return set(inspect.signature(model.forward).parameters)
+
+
+def max_tokens(model: nn.Module) -> int | None:
+    """The longest input that the model has positions for."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if limit is None or limit <= 0:
+        return None
+    # RoBERTa and its kin count positions from the padding index on.
+    offset = getattr(config, "pad_token_id", None) if _positions_are_offset(model) else None
+    return limit - (offset + 1) if offset is not None else limit
+
+
+def _positions_are_offset(model: nn.Module) -> bool:
+    return any(
+        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        for name, module in model.named_modules()
+    )
+
+
+def _check_length(n_tokens: int, model: nn.Module) -> None:
+    limit = max_tokens(model)
+    if limit is not None and n_tokens > limit:
+        raise InputError(f"The model takes at most {limit} tokens; got {n_tokens}. Shorten the input.")
+
+
+def _check_numbers(values: Tensor, name: str) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise InputError(f"The {name} must be finite numbers; found NaN or infinity.")
+
+
+def _input_embedding(model: nn.Module) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _embedding_size(model: nn.Module) -> int | None:
+    return getattr(_input_embedding(model), "num_embeddings", None)
+
+
+def _embedding_width(model: nn.Module) -> int | None:
+    return getattr(_input_embedding(model), "embedding_dim", None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return getattr(model, "device", None) or next(model.parameters()).device
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return getattr(model, "dtype", None) or next(model.parameters()).dtype

@@ -1,0 +1,69 @@
+"""Labels that a person can read for tokens and patches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+
+def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
+    """The text of each token: byte-level markers decoded, word-piece marks (``##``) left visible.
+
+    A word-initial token keeps its space, so that the label is what one would pass as a target. A piece of a character
+    that is no text by itself is shown as its bytes, ``⟨E2⟩⟨82⟩``.
+    """
+    pieces = tokenizer.convert_ids_to_tokens(list(ids))
+    return tuple(_readable(piece, tokenizer) for piece in pieces)
+
+
+def _readable(piece: Any, tokenizer: Any) -> str:
+    piece = piece.decode("utf-8", "replace") if isinstance(piece, bytes) else str(piece)
+    if piece in tokenizer.all_special_tokens or piece.startswith("##"):
+        return piece
+    if piece.startswith("▁"):
+        return " " + piece[1:].replace("▁", " ")
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return _bytes(bytes([int(piece[3:5], 16)]))
+    text = tokenizer.convert_tokens_to_string([piece])
+    if "�" not in text:
+        return text or piece
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in piece):
+        return _bytes(bytes(alphabet[character] for character in piece))
+    return piece
+
+
+def _bytes(values: bytes) -> str:
+    try:
+        return values.decode("ascii") if values.isascii() else "".join(f"⟨{value:02X}⟩" for value in values)
+    except UnicodeDecodeError:
+        return "".join(f"⟨{value:02X}⟩" for value in values)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary.
+
+    Printable bytes stand for themselves, the others are numbered from U+0100 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+
+
+def patch_labels(n_tokens: int, rows: int, columns: int, special: Sequence[str] = ("[CLS]",)) -> tuple[str, ...]:
+    """Labels for an image: the special tokens in front, then the patches by row and column."""
+    n_special = n_tokens - rows * columns
+    names = [*special[:n_special], *(f"[REG{k + 1}]" for k in range(n_special - len(special[:n_special])))]
+    return (*names, *(f"patch {row},{column}" for row in range(rows) for column in range(columns)))
+
+
+def distinct(labels: Sequence[str]) -> tuple[str, ...]:
+    """The labels with the second and later occurrence of each marked: ``the``, ``the₂``."""
+    seen: Counter[str] = Counter()
+    marked = []
+    for label in labels:
+        seen[label] += 1
+        count = "".join("₀₁₂₃₄₅₆₇₈₉"[int(digit)] for digit in str(seen[label]))
+        marked.append(label if seen[label] == 1 else label + count)
+    return tuple(marked)

@@ -1,0 +1,150 @@
+"""The contract of an attention tensor: a few primitives, everything else derived."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.axes import FullTensor, HiddenBatch, TensorSlice
+from tensorlens.errors import InputError, SizeError
+
+
+class TensorOperator(ABC):
+    r"""A linear map $T \in R^{L×D×L×D}$ on hidden states, with a bias: $F(X) = T·X + B$.
+
+    Abstract. A subclass gives `shape`, `bias`, `dtype`, `device`, and the actions on a batch; nothing here stores the
+    tensor.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """Output tokens, output channels, input tokens, input channels."""
+
+    @property
+    @abstractmethod
+    def bias(self) -> Float[Tensor, "out_token out_channel"]:
+        """B, what the map adds at zero. Never computed as F(X) - T·X, which would make every check void."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where inputs are expected and results are given."""
+
+    @abstractmethod
+    def _apply(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
+        """T·x for a batch."""
+
+    @abstractmethod
+    def _adjoint(self, u: Float[Tensor, "batch out_token out_channel"]) -> Float[Tensor, "batch in_token in_channel"]:
+        """Tᵀ·u for a batch."""
+
+    @abstractmethod
+    def _rows(self, out_token: int) -> TensorSlice:
+        """T[i] for a position that exists."""
+
+    @property
+    def n_tokens(self) -> int:
+        """L, the number of input tokens."""
+        return self.shape[2]
+
+    @property
+    def n_channels(self) -> int:
+        """D, the number of input channels."""
+        return self.shape[3]
+
+    def apply(self, x: HiddenBatch) -> HiddenBatch:
+        """T·x (Eq. 4) for x of shape (L, D) or (batch, L, D). Linear: the bias is not added."""
+        batch = self._checked(x, self.shape[2:], "apply")
+        return self._apply(batch).reshape(*x.shape[:-2], *self.shape[:2])
+
+    def adjoint(self, u: HiddenBatch) -> HiddenBatch:
+        """Tᵀ·u, shapes as in `apply`: the gradient of ⟨u, T·x⟩ by x."""
+        batch = self._checked(u, self.shape[:2], "adjoint")
+        return self._adjoint(batch).reshape(*u.shape[:-2], *self.shape[2:])
+
+    def rows(self, out_token: int) -> TensorSlice:
+        """The dense slice T[i] of shape (out_channel, in_token, in_channel) for one output (Eq. 20)."""
+        return self._rows(check_token(out_token, self.shape[0]))
+
+    def dense(self) -> FullTensor:
+        """The whole tensor. Refused with its size when it does not fit into the memory that is free."""
+        check_fits(self.shape, self.dtype, self.device)
+        return torch.stack([self._rows(i) for i in range(self.shape[0])])
+
+    @property
+    def T(self) -> Transposed:  # noqa: N802
+        """The transpose: `T.T @ u` is `T.adjoint(u)`."""
+        return Transposed(self)
+
+    def __matmul__(self, x: HiddenBatch) -> HiddenBatch:
+        """`T @ x` is `T.apply(x)`."""
+        return self.apply(x)
+
+    def _checked(self, x: Tensor, expected: tuple[int, ...], action: str) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 2 or tuple(x.shape[-2:]) != tuple(expected):
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"`{action}` expected a tensor of shape (…, {expected[0]}, {expected[1]}) (token, channel); got {got}."
+            )
+        if not x.is_floating_point():
+            raise InputError(f"`{action}` expected floating-point numbers; got {x.dtype}. Convert with `.float()`.")
+        return x.to(device=self.device, dtype=self.dtype).reshape(-1, *expected)
+
+
+class Transposed:
+    """Tᵀ as something to multiply with."""
+
+    def __init__(self, operator: TensorOperator) -> None:
+        self.operator = operator
+        self.shape = operator.shape[2:] + operator.shape[:2]
+
+    def __matmul__(self, u: HiddenBatch) -> HiddenBatch:
+        """Tᵀ·u."""
+        return self.operator.adjoint(u)
+
+    @property
+    def T(self) -> TensorOperator:  # noqa: N802
+        """Back again."""
+        return self.operator
+
+
+def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
+    """A position as a number from 0; negative ones count from the end."""
+    if not isinstance(token, int) or not -n_tokens <= token < n_tokens:
+        raise InputError(
+            f"`{name}` must be a position from {-n_tokens} to {n_tokens - 1} ({n_tokens} tokens); got {token!r}."
+        )
+    return token % n_tokens
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        import os
+
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a tensor that would take more than four fifths of the free memory."""
+    needed, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
+    if needed > 0.8 * free:
+        raise SizeError(
+            f"The dense tensor of shape {tuple(shape)} in {dtype} takes {needed / 2**30:.1f} GiB; "
+            f"{free / 2**30:.1f} GiB are free on {device}. "
+            "Use `rows(i)` for one output, `apply`/`adjoint`, or a map, none of which stores it."
+        )

@@ -1,0 +1,235 @@
+"""`AttentionTensor`: the operator of one model at one input, as the user holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.axes import TensorSlice
+from tensorlens.errors import InputError, MethodError
+from tensorlens.freezing.frozen_model import Span
+from tensorlens.maps.collapse import NormKind
+from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
+from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.operators.base import TensorOperator, check_token
+from tensorlens.operators.certificate import Certificate, certify
+from tensorlens.operators.matrix_free import FrozenOperator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a map should say of where it came from, and how classes are called.
+
+    Attributes:
+        tokens: A label for each input token.
+        classes: Names of the classes, or None for a model without a head.
+        meta: Model, versions and picture, for the map's `meta`.
+    """
+
+    tokens: tuple[str, ...]
+    classes: Classes | None
+    meta: dict[str, Any]
+
+
+class Prediction(NamedTuple):
+    """One of the classes a model ranks highest."""
+
+    name: str
+    index: int  # type: ignore[assignment]
+    logit: float
+    probability: float
+
+
+class AttentionTensor(TensorOperator):
+    r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
+
+    Matrix-free, frozen at the input, cheap to hold: the hidden states and the held factors of one forward pass. Made
+    by calling a `Lens`.
+    """
+
+    def __init__(self, operator: FrozenOperator, context: Context) -> None:
+        self.operator, self.context = operator, context
+
+    def __repr__(self) -> str:
+        """One line: model, sizes, blocks."""
+        start, stop = self.operator.span
+        size = f"{self.n_tokens} tokens × {self.n_channels} channels"
+        return f"AttentionTensor({self.context.meta.get('model')}, {size}, blocks {start}:{stop})"
+
+    # The contract of an operator, by the frozen model -------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Output tokens, output channels, input tokens, input channels."""
+        return self.operator.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the hidden states."""
+        return self.operator.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the hidden states."""
+        return self.operator.device
+
+    @property
+    def input(self) -> Float[Tensor, "in_token in_channel"]:
+        """X⁰: the state entering the first block."""
+        return self.operator.input
+
+    @property
+    def output(self) -> Float[Tensor, "out_token out_channel"]:
+        """X^N: the state after the last block, and after the final norm if there is one."""
+        return self.operator.output
+
+    @property
+    def bias(self) -> Float[Tensor, "out_token out_channel"]:
+        """B: what the frozen model gives at zero."""
+        return self.operator.bias
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """A label for each input token."""
+        return self.context.tokens
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks in the range of this operator."""
+        return self.operator.span.stop - self.operator.span.start
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self.operator.apply(x)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return self.operator.adjoint(u)
+
+    def _rows(self, out_token: int) -> TensorSlice:
+        return self.operator.rows(out_token)
+
+    # Parts --------------------------------------------------------------------------------------------------------
+
+    def blocks(self, start: int, stop: int) -> AttentionTensor:
+        """The operator of blocks `start` … `stop` - 1 only, frozen at the same pass.
+
+        `T.blocks(a, c)` is `T.blocks(b, c)` after `T.blocks(a, b)`.
+        """
+        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= self.n_blocks):
+            raise InputError(
+                f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
+            )
+        first = self.operator.span.start
+        return self._part(FrozenOperator(self.operator.frozen, Span(first + start, first + stop), self.operator.heads))
+
+    def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
+        """Only the named heads' token mixing, in the blocks named; other blocks stay whole.
+
+        With the residual and the biases held, the parts add up to the whole: for block b with H heads,
+        Σ_h T.heads({b: [h]}) - (H - 1)·T.heads({b: []}) = T.
+        """
+        return self._with_heads(chosen, keep=True)
+
+    def without_heads(self, left_out: Mapping[int, Iterable[int]]) -> AttentionTensor:
+        """All but the named heads' token mixing, in the blocks named."""
+        return self._with_heads(left_out, keep=False)
+
+    def _with_heads(self, chosen: Mapping[int, Iterable[int]], *, keep: bool) -> AttentionTensor:
+        multipliers = dict(self.operator.heads)
+        for block, heads in chosen.items():
+            if not (isinstance(block, int) and 0 <= block < self.n_blocks):
+                raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
+            index = self.operator.span.start + block
+            multiplier = self._head_multiplier(index, list(heads), keep=keep)
+            multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
+        return self._part(FrozenOperator(self.operator.frozen, self.operator.span, multipliers))
+
+    def _head_multiplier(self, index: int, heads: list[int], *, keep: bool) -> Tensor:
+        n_heads = self.operator.frozen.tape.n_heads.get(index)
+        if n_heads is None:
+            raise MethodError(f"Block {index} has no attention heads that could be told apart; use `blocks` instead.")
+        wrong = [head for head in heads if not (isinstance(head, int) and 0 <= head < n_heads)]
+        if wrong:
+            raise InputError(f"Block {index} has heads 0 to {n_heads - 1}; got {wrong[0]!r}.")
+        multiplier = torch.full((n_heads,), 0.0 if keep else 1.0)
+        multiplier[heads] = 1.0 if keep else 0.0
+        return multiplier
+
+    def _part(self, operator: FrozenOperator) -> AttentionTensor:
+        return AttentionTensor(operator, self.context)
+
+    # Questions ----------------------------------------------------------------------------------------------------
+
+    def map(
+        self, method: str = "tensor.in_out", out_token: int | None = None, target: Target | None = None, *,
+        norm: NormKind = "frobenius",
+    ) -> TokenMap:  # fmt: skip
+        """A token map: how much each input carries of each output.
+
+        Args:
+            method: A name in `METHODS`.
+            out_token: The output to explain, or None for every one.
+            target: For `tensor.in_class`: a token string, an id, a class label, or a pair of them for a contrast;
+                None explains
+                the model's own prediction.
+            norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
+        """
+        check_out_token(out_token, self.operator.frozen.pools, method)
+        every = range(self.shape[0]) if out_token is None else (check_token(out_token, self.shape[0]),)
+        found = answer(
+            method,
+            Question(
+                operator=self.operator, out_tokens=tuple(every), target=target, classes=self.context.classes, norm=norm
+            ),
+        )
+        return TokenMap(
+            scores=found.scores,
+            out_tokens=found.row_labels or tuple(self.tokens[i] for i in every),
+            in_tokens=self.tokens,
+            method=method,
+            bias_share=found.bias_share,
+            meta=self._meta(tuple(every)) | found.notes,
+        )
+
+    def _meta(self, out_tokens: tuple[int, ...]) -> dict[str, Any]:
+        certificate = self.__dict__.get("_certificate")
+        heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}
+        verdict = None if certificate is None else {"passed": certificate.passed, "errors": certificate.errors}
+        return {
+            **self.context.meta,
+            "out_positions": list(out_tokens),
+            "blocks": list(self.operator.span),
+            "heads": heads or None,
+            "rules": self.operator.frozen.rules.as_dict(),
+            "certificate": verdict,
+        }
+
+    def certificate(self) -> Certificate:
+        """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied."""
+        return self._certificate
+
+    @cached_property
+    def _certificate(self) -> Certificate:
+        return certify(self.operator)
+
+    def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
+        """The `k` classes or next tokens that the model ranks highest at one output.
+
+        Logits are those straight out of the unembedding; the probabilities are their softmax.
+        """
+        frozen, classes = self.operator.frozen, self.context.classes
+        if classes is None or frozen.readout is None:
+            raise no_head(frozen.anatomy.model)
+        logits = frozen.logits(check_token(out_token, self.shape[0]))
+        probabilities = logits.softmax(-1)
+        best = logits.topk(min(k, len(logits))).indices.tolist()
+        return [Prediction(classes.name(i), i, float(logits[i]), float(probabilities[i])) for i in best]
+
+
+__all__ = ["METHODS", "AttentionTensor", "Context", "Prediction"]
