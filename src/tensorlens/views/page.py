@@ -22,7 +22,7 @@ from tensorlens.views.labels import shorten, visible
 from tensorlens.views.record import MapView
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPTS = ("labels", "colours", "scores", "viewport", "axes", "heatmap", "text", "patches", "panels", "theme", "lens")
+_SCRIPTS = ("labels", "colours", "scores", "viewport", "axes", "heatmap", "text", "patches", "panels", "shade", "lens")
 _EXACT_UP_TO = 512
 _FALLBACK_TOKENS = 12
 
@@ -67,8 +67,10 @@ def payload(view: MapView) -> dict[str, Any]:
     return {
         "title": view.title,
         "caption": [list(line) for line in view.caption],
+        "rowCaption": [[name, list(values)] for name, values in view.row_caption],
         "inTokens": list(view.in_tokens),
         "outTokens": None if view.has_one_text else list(view.out_tokens),
+        "outPositions": None if view.out_positions is None else list(view.out_positions),
         "isSigned": view.is_signed,
         "biasShare": bias,
         "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},

@@ -19,7 +19,8 @@ import numpy as np
 from tensorlens.errors import InputError
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
-_NOT_IN_CAPTION = {"grid", "image", "standard_error"}
+_NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions"}
+_MOST_LISTED = 12
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
 
 
@@ -42,6 +43,8 @@ class MapView:
     """What is drawn: numbers, labels and caption lines; no tensor, no model.
 
     `scores` is (out, in), `bias_share` is (out,) and may be NaN; both are copied as float arrays.
+    `caption` holds names and values for the whole map, `row_caption` names with one value for each output.
+    `out_positions` says which tokens of the text the outputs are, where they are not simply all of them.
     `image` is a base64 data URI of a PNG, JPEG, GIF or WebP, and needs a `grid`.
     """
 
@@ -51,8 +54,10 @@ class MapView:
     title: str
     bias_share: np.ndarray
     caption: tuple[tuple[str, str], ...] = ()
+    row_caption: tuple[tuple[str, tuple[str, ...]], ...] = ()
     grid: PatchGrid | None = None
     image: str | None = None
+    out_positions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that numbers, labels, grid and image fit together."""
@@ -83,16 +88,36 @@ class MapView:
         finite = np.abs(self.scores[np.isfinite(self.scores)])
         return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
 
+    def position(self, out_token: int) -> int:
+        """Where output `out_token` stands in the text."""
+        return out_token if self.out_positions is None else self.out_positions[out_token]
 
-def caption_lines(method: str, meta: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+
+BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")
+"""Keys of `meta` that may hold a list with one entry for each output."""
+
+
+def is_by_output(key: str, value: Any, n_out: int) -> bool:
+    """Whether `value` is a list of one entry for each output."""
+    return key in BY_OUTPUT and isinstance(value, (list, tuple)) and len(value) == n_out
+
+
+def row_caption_lines(meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Names with one printed value for each output."""
+    keys = [key for key in meta if is_by_output(key, meta[key], n_out) and key not in _NOT_IN_CAPTION]
+    return tuple((_title(key), tuple(_plain(value) for value in meta[key])) for key in keys)
+
+
+def caption_lines(method: str, meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, str], ...]:
     """Names and values to print beside a map: the method first, then what is known of its origin."""
+    meta = {key: value for key, value in meta.items() if not is_by_output(key, value, n_out)}
     known = [key for key in _FIRST_IN_CAPTION if key in meta]
     others = [key for key in meta if key not in _FIRST_IN_CAPTION and key not in _NOT_IN_CAPTION]
     lines = [("Method", method)]
     for key in known + others:
-        text = _plain(meta[key])
+        text = _verdict(meta[key]) if key == "certificate" else _plain(meta[key])
         if text:
-            lines.append((key.replace("_", " ").capitalize(), text))
+            lines.append((_title(key), text))
     return tuple(lines)
 
 
@@ -103,16 +128,35 @@ def palette(name: str, shade: str) -> tuple[str, ...]:
     return tuple(stops[name][shade])
 
 
+def _title(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
+def _verdict(certificate: Any) -> str:
+    if certificate is None:
+        return "not checked"
+    if not isinstance(certificate, Mapping) or "passed" not in certificate:
+        return _plain(certificate)
+    numbers = _plain(certificate.get("errors"))
+    return ("passed" if certificate["passed"] else "FAILED") + (f" ({numbers})" if numbers else "")
+
+
 def _plain(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+        has_lists = any(isinstance(inner, (list, tuple)) for inner in value.values())
+        between, after = ("; ", ":") if has_lists else (", ", "")
+        return between.join(f"{key}{after} {_plain(inner)}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(_plain(inner) for inner in value)
+        if len(value) > 2 and all(type(k) is int for k in value) and value == [*range(value[0], value[0] + len(value))]:
+            return f"{value[0]} to {value[-1]}"
+        more = f", … ({len(value)} in all)" if len(value) > _MOST_LISTED else ""
+        return ", ".join(_plain(inner) for inner in value[:_MOST_LISTED]) + more
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"“{text}”" if text != text.strip() else text
 
 
 def _check_grid(grid: PatchGrid, n_in: int) -> None:

@@ -48,7 +48,9 @@ def _body(view: MapView, width: int) -> RenderableType:
 def _heading(view: MapView) -> Text:
     n_out, n_in = view.scores.shape
     heading = Text(visible(view.title), style="bold")
-    outputs = f"output {_label(view.out_tokens[0], 24).strip()}" if n_out == 1 else f"{n_out} outputs"
+    outputs = (
+        f"output {view.position(0)} {_label(view.out_tokens[0], 24).strip()}" if n_out == 1 else f"{n_out} outputs"
+    )
     heading.append(f"   {outputs} × {n_in} input{'s'[: n_in != 1]}", style="dim")
     return heading
 
@@ -132,12 +134,14 @@ def _patches(row: np.ndarray, grid: PatchGrid, view: MapView) -> Text:
 def _strongest(view: MapView) -> RenderableType:
     """For a long map: some outputs, each with the inputs that carry most of it."""
     n_out = len(view.out_tokens)
-    shown = range(n_out) if n_out <= _SUMMED_OUTPUTS else np.linspace(0, n_out - 1, _SUMMED_OUTPUTS).astype(int)
+    shown = (
+        range(n_out) if n_out <= _SUMMED_OUTPUTS else np.linspace(0, n_out - 1, _SUMMED_OUTPUTS).astype(int).tolist()
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("output", no_wrap=True, justify="right")
     table.add_column("strongest inputs", overflow="fold")
     for i in shown:
-        table.add_row(Text(f"{i}  {_label(view.out_tokens[i], _LABEL_WIDTH)}"), _inputs_of(view, int(i)))
+        table.add_row(Text(f"{view.position(i)}  {_label(view.out_tokens[i], _LABEL_WIDTH)}"), _inputs_of(view, i))
     note = f"{len(shown)} of {n_out} outputs. For one of them: .show(out_token=…); for all: .save('map.html')."
     return Padding(Group(table, Text(), Text(note, style="dim")), (1, 0))
 
@@ -156,7 +160,8 @@ def _caption(view: MapView) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (*view.caption, *_bias_line(view.bias_share)):
+    of_row = [(name, values[0]) for name, values in view.row_caption if len(values) == 1]
+    for name, value in (*view.caption, *of_row, *_bias_line(view.bias_share)):
         table.add_row(Text(name), Text(visible(value)))
     return table
 

@@ -1,11 +1,20 @@
 // Around the heat map: token labels where they fit, positions where they do not, and the overview of a zoomed map.
 
+const LARGEST_LABEL = 12.5;
+
 function labelFont(size) {
   return `${size}px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif`;
 }
 
 function axisLabel(token) {
   return shorten(visible(token), 18).trim();
+}
+
+// The label cut to `width` pixels; squeezed letters would be harder to read than missing ones.
+function fitted(pen, token, width) {
+  let text = axisLabel(token);
+  while (text.length > 2 && pen.measureText(text).width > width) text = shorten(text, Array.from(text).length - 1);
+  return text;
 }
 
 function drawAxes(pen, map) {
@@ -16,16 +25,16 @@ function drawAxes(pen, map) {
   const down = { tokens: lens.data.outTokens, cell: view.cellHeight, start: view.top, end: view.top + view.nOut / view.zoom };
   for (const { at, text, size } of ticks(down)) {
     pen.font = labelFont(size);
-    pen.fillText(text, map.left - 7, map.top + view.yOf(at + 0.5), map.left - 26);
+    pen.fillText(fitted(pen, text, map.left - 28), map.left - 8, map.top + view.yOf(at + 0.5));
   }
   pen.textAlign = "left";
   const across = { tokens: lens.data.inTokens, cell: view.cellWidth, start: view.left, end: view.left + view.nIn / view.zoom };
   for (const { at, text, size } of ticks(across)) {
     pen.save();
-    pen.translate(map.left + view.xOf(at + 0.5), map.top - 7);
+    pen.translate(map.left + view.xOf(at + 0.5), map.top - 8);
     pen.rotate(-Math.PI / 2);
     pen.font = labelFont(size);
-    pen.fillText(text, 0, 0, map.top - 26);
+    pen.fillText(fitted(pen, text, map.top - 28), 0, 0);
     pen.restore();
   }
   drawTitles(pen, map);
@@ -34,10 +43,10 @@ function drawAxes(pen, map) {
 function ticks({ tokens, cell, start, end }) {
   const isLabelled = cell >= LABELS_FROM;
   const step = isLabelled ? 1 : tickStep(cell, 34);
-  const size = isLabelled ? Math.min(12.5, Math.max(9, cell * 0.62)) : 10.5;
+  const size = isLabelled ? Math.min(LARGEST_LABEL, Math.max(9, cell * 0.62)) : 10.5;
   const found = [];
   for (let at = Math.ceil((start - 0.5) / step) * step; at + 0.5 <= end; at += step) {
-    if (at in tokens) found.push({ at, text: isLabelled ? axisLabel(tokens[at]) : String(at), size });
+    if (at in tokens) found.push({ at, text: isLabelled ? tokens[at] : String(at), size });
   }
   return found;
 }
@@ -85,7 +94,7 @@ class Overview {
     if (view.isWhole) return;
     const width = Math.min(120, view.width / 3);
     const height = Math.max(16, Math.min(120, (width * view.height) / view.width));
-    Object.assign(this.node.style, { width: `${width}px`, height: `${height}px` });
+    Object.assign(this.node.style, { width: `${width}px`, height: `${height}px`, top: `${this.map.top + 8}px` });
     this.node.width = Math.round(width * ratio);
     this.node.height = Math.round(height * ratio);
     const k = Math.max(0, Math.floor(Math.log2(Math.max(view.nIn, view.nOut) / (120 * ratio))));

@@ -23,7 +23,7 @@ class HeatMap {
 
   layout(width) {
     const pen = this.base.getContext("2d");
-    pen.font = labelFont(11);
+    pen.font = labelFont(LARGEST_LABEL);
     const longest = (tokens) => Math.max(0, ...tokens.slice(0, 400).map((token) => pen.measureText(axisLabel(token)).width));
     this.left = Math.ceil(Math.min(longest(this.lens.data.outTokens), 118)) + 30;
     this.top = Math.ceil(Math.min(longest(this.lens.data.inTokens), 96)) + 30;
@@ -40,6 +40,7 @@ class HeatMap {
     }
     this.node.style.width = `${this.width}px`;
     this.draw();
+    return { left: this.left, width: this.view.width };
   }
 
   pen(canvas) {
@@ -112,7 +113,6 @@ class HeatMap {
   drawMarks() {
     const pen = this.pen(this.marks);
     const { view, lens } = this;
-    const { i, j } = lens.hovered ?? lens.cursor;
     const outline = (x, y, width, height, weight, colour) => {
       pen.strokeStyle = colour;
       pen.lineWidth = weight;
@@ -124,8 +124,16 @@ class HeatMap {
     pen.rect(this.left - 2, this.top - 2, view.width + 4, view.height + 4);
     pen.clip();
     const height = Math.max(view.cellHeight, 2);
-    const { ink, accent } = lens.inks;
+    const { accent } = lens.inks;
     outline(this.left - 0.5, this.top + view.yOf(lens.cursor.i) - 0.5, view.width + 1, height + 1, 2, accent);
+    const pointed = lens.hovered ?? (this.hasFocus ? lens.cursor : null);
+    if (pointed) this.drawCross(outline, pointed, height, pen);
+    pen.restore();
+  }
+
+  drawCross(outline, { i, j }, height, pen) {
+    const { view, lens } = this;
+    const { ink } = lens.inks;
     const x = this.left + view.xOf(j);
     const y = this.top + view.yOf(i);
     pen.globalAlpha = 0.35;
@@ -133,7 +141,6 @@ class HeatMap {
     if (i !== lens.cursor.i) outline(this.left, y, view.width, height, 1, ink);
     pen.globalAlpha = 1;
     outline(x - 0.5, y - 0.5, Math.max(view.cellWidth, 4) + 1, Math.max(view.cellHeight, 4) + 1, 2, ink);
-    pen.restore();
   }
 
   listen() {
@@ -161,6 +168,8 @@ class HeatMap {
     marks.addEventListener("wheel", (event) => this.wheel(event, point(event)), { passive: false });
     marks.addEventListener("dblclick", (event) => this.zoomBy(2.5, point(event)));
     marks.addEventListener("keydown", (event) => this.key(event));
+    marks.addEventListener("focus", () => this.setFocus(marks.matches(":focus-visible")));
+    marks.addEventListener("blur", () => this.setFocus(false));
   }
 
   labelAt(x, y) {
@@ -207,7 +216,13 @@ class HeatMap {
     else this.drawMarks();
   }
 
+  setFocus(hasFocus) {
+    this.hasFocus = hasFocus;
+    this.drawMarks();
+  }
+
   key(event) {
+    this.hasFocus = true;
     const zoom = { "+": 1.6, "=": 1.6, "-": 1 / 1.6, 0: 1e-9 }[event.key];
     if (zoom && !event.ctrlKey && !event.metaKey) this.zoomBy(zoom);
     else if (!this.lens.moveByKey(event, "both")) return;

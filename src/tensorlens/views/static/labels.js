@@ -36,12 +36,15 @@ function directionOf(tokens) {
   return "ltr";
 }
 
-function formatNumber(value, isSigned) {
+// Three digits of the number itself, or as many decimals as show three digits of `like`, for numbers in one column.
+function formatNumber(value, isSigned, like = value) {
   if (Number.isNaN(value)) return "no value";
   if (!Number.isFinite(value)) return value > 0 ? "+∞" : "−∞";
-  const size = Math.abs(value);
-  const digits = size !== 0 && (size < 1e-3 || size >= 1e5) ? size.toExponential(2) : size.toPrecision(3);
   if (value === 0) return "0";
+  const size = Math.abs(value);
+  const magnitude = Math.floor(Math.log10(Math.abs(like)));
+  const isPlain = magnitude >= -3 && magnitude <= 5;
+  const digits = isPlain ? size.toFixed(Math.max(2 - magnitude, 0)) : size.toExponential(2);
   return (value < 0 ? "−" : isSigned ? "+" : "") + digits;
 }
 

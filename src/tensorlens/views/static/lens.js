@@ -1,4 +1,9 @@
-// One map on the screen: the state (cursor, hover, scale, theme) and the parts that show it.
+// One map on the screen: the state (cursor, hover, scale, shade) and the parts that show it.
+
+// As in component.css: padding at both sides, the width from which there are two columns, the part of the figure.
+const SIDES = 48;
+const WIDE = 732;
+const FIGURE_PART = 0.54;
 
 class MapLens {
   constructor(host, data) {
@@ -19,6 +24,11 @@ class MapLens {
     onShadeChange(() => this.applyShade());
   }
 
+  // Where output i stands in the text, for a map that has only some of its rows.
+  position(i) {
+    return this.data.outPositions?.[i] ?? i;
+  }
+
   share(i, j) {
     return this.scores.share(i, j, this.perRow) * this.contrast;
   }
@@ -26,8 +36,8 @@ class MapLens {
   build() {
     const { title } = this.data;
     const size = element("span", { class: "size", text: `${this.nOut} × ${this.nIn}` });
-    this.toggle = button("", "Light or dark", () => chooseShade(this.shade === "dark" ? "light" : "dark"));
-    this.toggle.className = "theme";
+    this.toggle = button("", "Switch between light and dark", () => chooseShade(this.shade === "dark" ? "light" : "dark"));
+    this.toggle.className = "shade";
     const header = element("header", {}, [element("h2", { text: visible(title) }), size, this.toggle]);
     this.live = element("div", { class: "live", "aria-live": "polite" });
     this.tooltip = tooltip(this);
@@ -50,7 +60,8 @@ class MapLens {
     const side = element("div", { class: "side" }, [this.buildText(), this.ranking.node, this.caption.node]);
     if (this.nOut > 1) this.heatmap = new HeatMap(this);
     const columns = this.heatmap ? [this.buildFigure(), side] : [side];
-    return element("div", { class: this.heatmap ? "body" : "body single" }, columns);
+    const kind = this.heatmap ? "body" : this.picture ? "body single pictured" : "body single";
+    return element("div", { class: kind }, columns);
   }
 
   buildFigure() {
@@ -72,13 +83,16 @@ class MapLens {
       element("label", { class: "control" }, [element("span", { text: "Contrast" }), contrast]),
       zoom,
     ]);
-    return element("div", { class: "figure" }, [this.heatmap.node, this.mapLegend.node, controls]);
+    this.below = element("div", {}, [this.mapLegend.node, controls]);
+    return element("div", { class: "figure" }, [this.heatmap.node, this.below]);
   }
 
   buildText() {
     const { inTokens, outTokens, grid } = this.data;
     const parts = [this.reading];
-    if (!this.hasOneText && this.nOut > 1) this.addText(parts, outTokens, { label: "Outputs", moves: "out", isColoured: false });
+    if (!this.hasOneText && this.nOut > 1) {
+      this.addText(parts, outTokens, { label: "Outputs", moves: "out", isColoured: false });
+    }
     if (grid) {
       this.picture = new PatchOverlay(this);
       parts.push(this.picture.node);
@@ -99,7 +113,7 @@ class MapLens {
   applyShade() {
     this.shade = shadeAround();
     this.host.dataset.shade = this.shade;
-    this.toggle.textContent = this.shade === "dark" ? "☀" : "☾";
+    this.toggle.textContent = this.shade === "dark" ? "Light" : "Dark";
     this.colours = new Colours(this.isSigned, this.shade);
     const style = (name) => getComputedStyle(this.host).getPropertyValue(name).trim();
     this.inks = { ink: style("--ink"), label: style("--label"), muted: style("--muted"), accent: style("--accent") };
@@ -107,8 +121,12 @@ class MapLens {
   }
 
   layout() {
-    const width = this.heatmap?.node.parentElement.clientWidth;
-    if (width) this.heatmap.layout(width);
+    const width = this.node.clientWidth - SIDES;
+    if (!this.heatmap || width <= 0) return;
+    const { left, width: plot } = this.heatmap.layout(width >= WIDE ? width * FIGURE_PART : width);
+    this.mapLegend.node.style.width = `${Math.min(Math.max(plot, 160), 340)}px`;
+    this.below.style.marginInlineStart = `${width >= WIDE ? left : 0}px`;
+    this.below.style.width = `${width >= WIDE ? Math.max(plot, 240) : width}px`;
   }
 
   rescale(change) {
@@ -127,7 +145,7 @@ class MapLens {
     this.caption.update();
     if (!this.texts) return;
     const { i } = this.cursor;
-    this.reading.replaceChildren("What carries output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${i})`);
+    this.reading.replaceChildren("What carries output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`);
     this.texts.forEach((text) => text.paint());
     this.picture?.paint();
     this.ranking.update();
@@ -153,10 +171,11 @@ class MapLens {
   select({ i, j }) {
     const isOtherRow = i !== this.cursor.i;
     this.cursor = { i, j };
+    this.hover(null);
     if (isOtherRow) this.paintRow();
     else this.mark(true);
     const { outTokens, inTokens } = this.data;
-    this.live.textContent = `Output ${i} ${visible(outTokens[i])} from input ${j} ${visible(inTokens[j])}: ${formatNumber(this.scores.at(i, j), this.isSigned)}`;
+    this.live.textContent = `Output ${this.position(i)} ${visible(outTokens[i])} from input ${j} ${visible(inTokens[j])}: ${formatNumber(this.scores.at(i, j), this.isSigned)}`;
     this.host.dispatchEvent(new CustomEvent("tensorlens:select", { bubbles: true, composed: true, detail: { outToken: i, inToken: j } }));
   }
 

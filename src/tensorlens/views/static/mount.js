@@ -1,7 +1,6 @@
-// From a host element with its data to a living map. `TensorLens.mount` is for pages that make their own data.
+// From a host element with its data to a living map. `mount` alone is for pages that bring their own data.
 
 function mount(host, data) {
-  performance.mark("tensorlens:start");
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
   const lens = new MapLens(host, data);
   root.replaceChildren(element("style", { text: STYLE }), lens.node);
@@ -9,7 +8,6 @@ function mount(host, data) {
   lens.layout();
   new ResizeObserver(() => lens.layout()).observe(lens.node);
   host.dataset.ready = "true";
-  performance.measure("tensorlens", "tensorlens:start");
   return lens;
 }
 
@@ -17,6 +15,9 @@ function mount(host, data) {
 function mountWaiting(root) {
   for (const host of root.querySelectorAll("[data-tensorlens]:not([data-ready])")) {
     const source = host.querySelector('script[type="application/json"]');
-    if (source) mount(host, JSON.parse(source.textContent));
+    if (!source) continue;
+    performance.mark("tensorlens:start");
+    mount(host, JSON.parse(source.textContent));
+    performance.measure("tensorlens", "tensorlens:start");
   }
 }

@@ -25,20 +25,32 @@ function ranking(lens) {
   const update = () => {
     const { i } = lens.cursor;
     const limit = lens.scores.scaleOf(i, true);
-    list.replaceChildren(...lens.scores.strongest(i, 8).map((j) => rankingLine(lens, j, lens.scores.at(i, j), limit)));
+    const lines = lens.scores.strongest(i, 8).map((j) => {
+      const score = lens.scores.at(i, j);
+      return { j, score, share: Math.max(-1, Math.min(score / limit, 1)) || 0 };
+    });
+    // The bars share one zero, placed so that the longest on each side just fits.
+    const below = -Math.min(0, ...lines.map(({ share }) => share));
+    const above = Math.max(0, ...lines.map(({ share }) => share));
+    const span = below + above || 1;
+    list.replaceChildren(...lines.map((line) => rankingLine(lens, line, below / span, span, limit)));
+    if (!lines.length) list.append(element("li", { class: "empty", text: "All scores of this output are zero." }));
   };
   return { node, update };
 }
 
-function rankingLine(lens, j, score, limit) {
-  const share = Math.min(Math.abs(score) / limit || 0, 1);
+function rankingLine(lens, { j, score, share }, zero, span, limit) {
   const fill = element("i", { class: score < 0 ? "fill below" : "fill" });
-  fill.style.width = `${share * (lens.isSigned ? 50 : 100)}%`;
+  const width = Math.abs(share) / span;
+  fill.style.width = `${100 * width}%`;
+  fill.style.left = `${100 * (score < 0 ? zero - width : zero)}%`;
   fill.style.background = lens.colours.css(score < 0 ? -0.72 : lens.isSigned ? 0.72 : 0.6);
+  const axis = element("i", { class: "zero" });
+  axis.style.left = `${100 * zero}%`;
   const line = element("li", {}, [
     element("bdi", { class: "name", text: shorten(visible(lens.data.inTokens[j]), 28).trim(), title: `input ${j}` }),
-    element("span", { class: lens.isSigned ? "track signed" : "track" }, [fill]),
-    element("span", { class: "number", text: formatNumber(score, lens.isSigned) }),
+    element("span", { class: "track" }, [axis, fill]),
+    element("span", { class: "number", text: formatNumber(score, lens.isSigned, limit) }),
   ]);
   line.addEventListener("pointermove", (event) => lens.hover({ i: lens.cursor.i, j }, event));
   line.addEventListener("pointerleave", () => lens.hover(null));
@@ -46,14 +58,16 @@ function rankingLine(lens, j, score, limit) {
 }
 
 function caption(lens) {
+  const line = (name, value) => [element("dt", { text: visible(name) }), value];
+  const fixed = lens.data.caption.flatMap(([name, text]) => line(name, element("dd", { text: visible(text) })));
+  const byRow = lens.data.rowCaption.map(([name, texts]) => ({ name, texts, value: element("dd") }));
   const bias = element("dd");
-  const rows = lens.data.caption.flatMap(([name, value]) => [
-    element("dt", { text: name }),
-    element("dd", { text: visible(value) }),
-  ]);
-  const node = element("dl", { class: "caption" }, [...rows, element("dt", { text: "Bias share" }), bias]);
+  const rows = [...byRow.flatMap(({ name, value }) => line(name, value)), ...line("Bias share", bias)];
+  const node = element("dl", { class: "caption" }, [...fixed, ...rows]);
   const update = () => {
-    const share = lens.data.biasShare[lens.cursor.i];
+    const { i } = lens.cursor;
+    for (const { texts, value } of byRow) value.textContent = visible(texts[i] ?? "");
+    const share = lens.data.biasShare[i];
     bias.textContent = share === null || share === undefined ? "not known to this method" : `${(100 * share).toFixed(1)} % of this output`;
   };
   return { node, update };
@@ -69,7 +83,7 @@ function tooltip(lens) {
     if (node.hidden) return;
     number.textContent = formatNumber(lens.scores.at(cell.i, cell.j), lens.isSigned);
     const { outTokens, inTokens } = lens.data;
-    pair.replaceChildren(name(outTokens[cell.i]), ` ${cell.i} ← ${cell.j} `, name(inTokens[cell.j]));
+    pair.replaceChildren(name(outTokens[cell.i]), ` ${lens.position(cell.i)} ← ${cell.j} `, name(inTokens[cell.j]));
     const box = lens.node.getBoundingClientRect();
     const x = event.clientX - box.left;
     const y = event.clientY - box.top;

@@ -17,7 +17,9 @@ function halfToSingle(halves) {
     if (exponent === 0) value = fraction * 2 ** -24;
     table[bits] = bits >> 15 ? -value : value;
   }
-  return Float32Array.from(halves, (bits) => table[bits]);
+  const singles = new Float32Array(halves.length);
+  for (let k = 0; k < halves.length; k++) singles[k] = table[halves[k]];
+  return singles;
 }
 
 class Scores {
@@ -34,10 +36,11 @@ class Scores {
   }
 
   findLimits() {
+    const { values, nIn } = this;
     for (let i = 0; i < this.nOut; i++) {
       let limit = 0;
-      for (let k = i * this.nIn; k < (i + 1) * this.nIn; k++) {
-        const size = Math.abs(this.values[k]);
+      for (let k = i * nIn; k < (i + 1) * nIn; k++) {
+        const size = Math.abs(values[k]);
         if (size > limit && size !== Infinity) limit = size;
         if (size !== size) this.hasMissing = true;
       }
@@ -59,12 +62,13 @@ class Scores {
     return this.at(i, j) / this.scaleOf(i, perRow);
   }
 
+  // Inputs by size of their score, the largest first; zeros carry nothing and are left out.
   strongest(i, count) {
     const strength = (j) => {
       const size = Math.abs(this.at(i, j));
       return size !== size ? -1 : size;
     };
-    const order = Array.from({ length: this.nIn }, (_, j) => j);
+    const order = Array.from({ length: this.nIn }, (_, j) => j).filter((j) => strength(j) !== 0);
     return order.sort((a, b) => strength(b) - strength(a) || a - b).slice(0, count);
   }
 
@@ -76,25 +80,26 @@ class Scores {
   }
 
   shares(perRow) {
-    const values = new Float32Array(this.values.length);
-    for (let i = 0; i < this.nOut; i++) {
+    const { values, nOut, nIn } = this;
+    const shares = new Float32Array(values.length);
+    for (let i = 0; i < nOut; i++) {
       const factor = this.unit / this.scaleOf(i, perRow);
-      for (let k = i * this.nIn; k < (i + 1) * this.nIn; k++) values[k] = this.values[k] * factor;
+      for (let k = i * nIn; k < (i + 1) * nIn; k++) shares[k] = values[k] * factor;
     }
-    return { values, nOut: this.nOut, nIn: this.nIn };
+    return { values: shares, nOut, nIn };
   }
 }
 
 function poolStrongest({ values, nOut, nIn }) {
   const pooled = { nOut: Math.ceil(nOut / 2), nIn: Math.ceil(nIn / 2) };
-  pooled.values = new Float32Array(pooled.nOut * pooled.nIn).fill(NaN);
+  const strongest = new Float32Array(pooled.nOut * pooled.nIn).fill(NaN);
   for (let i = 0; i < nOut; i++) {
     const target = (i >> 1) * pooled.nIn;
     for (let j = 0; j < nIn; j++) {
       const value = values[i * nIn + j];
-      const best = pooled.values[target + (j >> 1)];
-      if (best !== best || Math.abs(value) > Math.abs(best)) pooled.values[target + (j >> 1)] = value;
+      const best = strongest[target + (j >> 1)];
+      if (best !== best || Math.abs(value) > Math.abs(best)) strongest[target + (j >> 1)] = value;
     }
   }
-  return pooled;
+  return { ...pooled, values: strongest };
 }

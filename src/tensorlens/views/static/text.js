@@ -7,9 +7,11 @@ class TokenText {
     this.lens = lens;
     this.isColoured = isColoured;
     this.moves = moves;
+    // Word pieces carry no spaces of their own.
+    const isApart = !isColoured || !tokens.some((token) => token.startsWith(" "));
     this.spans = tokens.map((token, k) => this.span(token, k));
     this.node = element("div", {
-      class: tokens.some((token) => token.startsWith(" ")) ? "text" : "text apart",
+      class: `text ${moves} ${isColoured ? "row" : "strip"} ${isApart ? "apart" : ""}`,
       role: "listbox",
       tabindex: "0",
       "aria-label": label,

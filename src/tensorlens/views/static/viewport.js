@@ -1,6 +1,6 @@
 // Which part of the matrix is seen, and how large a cell is on the screen. Pure numbers, no drawing.
 
-const LARGEST_CELL = 34;
+const LARGEST_CELL = 40;
 const SMALLEST_ROW = 18;
 
 class Viewport {
@@ -10,9 +10,8 @@ class Viewport {
 
   // Cells are square where possible; a map with few outputs keeps rows high enough to point at.
   fit(width, height) {
-    const gutter = 1e-6;
-    this.baseWidth = Math.min(LARGEST_CELL, width / (this.nIn + gutter));
-    this.baseHeight = Math.min(LARGEST_CELL, height / (this.nOut + gutter), Math.max(this.baseWidth, SMALLEST_ROW));
+    this.baseWidth = Math.min(LARGEST_CELL, width / this.nIn);
+    this.baseHeight = Math.min(LARGEST_CELL, height / this.nOut, Math.max(this.baseWidth, SMALLEST_ROW));
     this.width = this.baseWidth * this.nIn;
     this.height = this.baseHeight * this.nOut;
     this.moveTo(this.left, this.top);
@@ -31,7 +30,7 @@ class Viewport {
   }
 
   get largestZoom() {
-    return Math.max(1, 28 / Math.min(this.baseWidth, this.baseHeight));
+    return Math.max(1, LARGEST_CELL / Math.min(this.baseWidth, this.baseHeight));
   }
 
   moveTo(left, top) {

@@ -1,11 +1,11 @@
-// Light or dark: the reader's choice first, then the notebook's theme, then the system's.
+// Light or dark: the reader's choice first, then the notebook's, then the system's.
 
-const THEME_EVENT = "tensorlens:theme";
+const SHADE_EVENT = "tensorlens:shade";
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
 function shadeAround() {
   const { dataset } = document.documentElement;
-  if (dataset.tensorlensTheme) return dataset.tensorlensTheme;
+  if (dataset.tensorlensShade) return dataset.tensorlensShade;
   const jupyter = document.body.dataset.jpThemeLight;
   if (jupyter) return jupyter === "false" ? "dark" : "light";
   const code = document.body.dataset.vscodeThemeKind;
@@ -14,12 +14,12 @@ function shadeAround() {
 }
 
 function chooseShade(shade) {
-  document.documentElement.dataset.tensorlensTheme = shade;
-  document.dispatchEvent(new Event(THEME_EVENT));
+  document.documentElement.dataset.tensorlensShade = shade;
+  document.dispatchEvent(new Event(SHADE_EVENT));
 }
 
 function onShadeChange(act) {
-  document.addEventListener(THEME_EVENT, act);
+  document.addEventListener(SHADE_EVENT, act);
   dark.addEventListener("change", act);
   new MutationObserver(act).observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
 }

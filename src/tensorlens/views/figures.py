@@ -1,0 +1,270 @@
+"""Figures for print with matplotlib: a heat map, a row over the text, a row over the picture.
+
+Each function returns a `Figure` that belongs to nobody else: no pyplot, no global state. Lengths
+are inches and the size is that of a paper column; all but pictures and very large maps is vector.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tensorlens.errors import InputError, missing_extra
+from tensorlens.views.glyphs import drawable, families, text_width
+from tensorlens.views.labels import shorten, visible
+from tensorlens.views.record import MapView, palette
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMN_WIDTH = 3.35
+"""Inches: one column of a two-column paper."""
+
+_MARGIN = 0.05
+_LEGEND = 0.36
+_TITLE = 0.17
+_LARGEST_CELL = 0.3
+_LABEL_SIZE = 7.5
+_SMALLEST_LABEL = 4.0
+_TEXT_SIZE = 8.5
+_LINE = 0.21
+_MOST_VECTOR_CELLS = 10_000
+_INK, _MUTED, _EDGE = "#222930", "#5b6570", "#d7dbe0"
+_SAVING = threading.Lock()
+
+
+class _Colouring(NamedTuple):
+    """Colours and their limits; the matplotlib objects behind a legend."""
+
+    colours: Any
+    scale: Any
+
+    def of(self, score: float) -> Any:
+        return self.colours(self.scale(score)) if score == score else _missing()
+
+
+def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
+    """The whole matrix: outputs down, inputs across; labels where they are readable, positions where not."""
+    _check_not_empty(view)
+    n_out, n_in = view.scores.shape
+    size = min(_LABEL_SIZE, 0.85 * 72 * (width - 0.6) / max(n_in, n_out / 1.35))
+    left, top = (_TITLE + _gutter(tokens, size) for tokens in (view.out_tokens, view.in_tokens))
+    cell_width = min(_LARGEST_CELL, (width - left - _MARGIN) / n_in)
+    lowest = 0.1 if 4 * n_out <= n_in else cell_width
+    cell_height = min(_LARGEST_CELL, 1.35 * width / n_out, max(cell_width, lowest))
+    plot_width, plot_height = n_in * cell_width, n_out * cell_height
+    height = top + plot_height + _LEGEND
+    figure = _figure(width, height)
+    axes = figure.add_axes((left / width, _LEGEND / height, plot_width / width, plot_height / height))
+    colouring = _colouring(view, view.limit)
+    _draw_cells(axes, view.scores, colouring, min(cell_width, cell_height))
+    _label_axis(axes.xaxis, view.in_tokens, min(size, 0.85 * 72 * cell_width))
+    _label_axis(axes.yaxis, view.out_tokens, min(size, 0.85 * 72 * cell_height))
+    axes.tick_params(axis="x", top=False, bottom=False, labeltop=True, labelbottom=False, labelrotation=90)
+    figure.text(left / width, 1 - 0.02 / height, "input →", fontsize=_LABEL_SIZE, color=_MUTED, va="top")
+    place = (0.02 / width, 1 - top / height)
+    figure.text(*place, "← output", fontsize=_LABEL_SIZE, color=_MUTED, rotation=90, va="top", ha="left")
+    _add_legend(figure, colouring, left, min(max(plot_width, 0.8), 1.6))
+    return figure
+
+
+def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH) -> Figure:
+    """The input text, each token on the colour of its score for one output."""
+    row = _row(view, out_token)
+    boxes, depth = _place_tokens(view.in_tokens, width)
+    height = depth + _LEGEND + 0.02
+    figure = _figure(width, height)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_axis_off()
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    colouring = _colouring(view, _limit(row))
+    for box, score in zip(boxes, row, strict=True):
+        _draw_token(axes, box, colouring.of(float(score)))
+    _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
+    return figure
+
+
+def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH, opacity: float = 0.65) -> Figure:
+    """The picture with its patches coloured by their score for one output; without a picture, the patches alone."""
+    row = _row(view, out_token)
+    grid = view.grid
+    if grid is None:
+        raise InputError("Expected a map of image patches, got one of text. Use heat_map or row_over_text.")
+    patches = _finite(row[grid.first : grid.first + grid.n_patches].reshape(grid.rows, grid.columns), _limit(row))
+    side = width - 2 * _MARGIN
+    height = side * grid.rows / grid.columns + _LEGEND + _MARGIN
+    figure = _figure(width, height)
+    axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + _MARGIN) / height))
+    extent = (0.0, float(grid.columns), float(grid.rows), 0.0)
+    colouring = _colouring(view, _limit(row))
+    alpha = np.ones_like(patches)
+    if view.image is not None:
+        axes.imshow(_picture(view.image), extent=extent, interpolation="antialiased", aspect="auto")
+        # Weak patches let the picture through, as in the page's overlay.
+        strength = np.nan_to_num(np.abs(patches) / _limit(row))
+        alpha = opacity * ((1 - opacity**2) * strength + opacity**2)
+    image = {"cmap": colouring.colours, "norm": colouring.scale, "alpha": alpha}
+    axes.imshow(patches, extent=extent, interpolation="nearest", aspect="auto", **image)
+    axes.set(xticks=[], yticks=[])
+    _thin_frame(axes)
+    _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
+    return figure
+
+
+def figure_of(view: MapView) -> Figure:
+    """The figure that suits the map: picture, row or matrix."""
+    if view.scores.shape[0] == 1:
+        return row_over_text(view) if view.grid is None else patch_overlay(view)
+    return heat_map(view)
+
+
+def write(view: MapView, path: Path, kind: str) -> None:
+    """Write `figure_of(view)` as "png", "svg" or "pdf"; the same map gives the same bytes."""
+    figure = figure_of(view)
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    import matplotlib
+
+    # Publishers refuse Type 3 fonts; the setting is matplotlib's own and global, so it is held for the write only.
+    with _SAVING, matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "tensorlens"}):
+        figure.savefig(path, format=kind, dpi=300, metadata=dates)
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("Saving a figure", "matplotlib", "plot") from error
+    return Figure(figsize=(width, height), dpi=150)
+
+
+def _colouring(view: MapView, limit: float) -> _Colouring:
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    stops = palette("signed" if view.is_signed else "unsigned", "light")
+    colours = LinearSegmentedColormap.from_list("tensorlens", list(stops), N=511).with_extremes(bad=_missing())
+    return _Colouring(colours, Normalize(-limit if view.is_signed else 0.0, limit, clip=True))
+
+
+def _limit(row: np.ndarray) -> float:
+    finite = np.abs(row[np.isfinite(row)])
+    return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
+
+
+def _finite(scores: np.ndarray, limit: float) -> np.ndarray:
+    """Infinities at the end of the scale; NaN stays, and is drawn as missing."""
+    return np.clip(scores, -limit, limit)
+
+
+def _missing() -> str:
+    return palette("missing", "light")[0]
+
+
+def _row(view: MapView, out_token: int) -> np.ndarray:
+    _check_not_empty(view)
+    n_out = view.scores.shape[0]
+    if not -n_out <= out_token < n_out:
+        raise InputError(f"Expected an output between {-n_out} and {n_out - 1}, got {out_token}. Pass one of these.")
+    return view.scores[out_token]
+
+
+def _check_not_empty(view: MapView) -> None:
+    if not view.scores.size:
+        raise InputError(f"Expected a map with scores to draw, got {view.scores.shape}. Save it as .json instead.")
+
+
+def _draw_cells(axes: Axes, scores: np.ndarray, colouring: _Colouring, cell: float) -> None:
+    n_out, n_in = scores.shape
+    numbers = _finite(scores, colouring.scale.vmax)
+    image = {"cmap": colouring.colours, "norm": colouring.scale}
+    if scores.size <= _MOST_VECTOR_CELLS:
+        line = 0.5 if cell >= 0.08 else 0.0
+        masked = np.ma.masked_invalid(numbers)
+        axes.pcolormesh(masked, edgecolors="white" if line else "face", linewidth=line or 0.1, **image)
+    else:
+        axes.imshow(numbers, extent=(0, n_in, n_out, 0), interpolation="nearest", aspect="auto", **image)
+    axes.set(xlim=(0, n_in), ylim=(n_out, 0))
+    _thin_frame(axes)
+
+
+def _gutter(tokens: tuple[str, ...], size: float) -> float:
+    if size < _SMALLEST_LABEL:
+        return text_width(str(len(tokens)), _LABEL_SIZE - 1) + 0.06
+    return max(text_width(_label(token), size) for token in tokens) + 0.06
+
+
+def _label_axis(axis: Any, tokens: tuple[str, ...], size: float) -> None:
+    """Tokens when a cell holds a readable line, otherwise a few positions."""
+    axis.set_tick_params(length=0, pad=2, labelcolor=_INK, labelsize=max(size, _LABEL_SIZE - 1))
+    if size < _SMALLEST_LABEL:
+        step = next(step for step in (10, 20, 50, 100, 200, 500, 1000, 10**9) if len(tokens) / step <= 8)
+        axis.set_ticks(np.arange(0, len(tokens), step) + 0.5, [str(k) for k in range(0, len(tokens), step)])
+        return
+    labels = [_label(token) for token in tokens]
+    axis.set_ticks(np.arange(len(tokens)) + 0.5, labels, fontsize=size, family=families(), parse_math=False)
+
+
+def _label(token: str) -> str:
+    return shorten(drawable(visible(token)), 16).strip()
+
+
+def _place_tokens(tokens: tuple[str, ...], width: float) -> tuple[list[tuple[float, float, float, str]], float]:
+    """Left edge, top, width and text of each token, broken into lines; and the depth of all lines."""
+    boxes, x, y = [], _MARGIN, _MARGIN
+    for token in tokens:
+        text = shorten(drawable(visible(token)), 40).replace(" ", "\u00a0")
+        box_width = text_width(text, _TEXT_SIZE) + 0.03
+        if x + box_width > width - _MARGIN and x > _MARGIN:
+            x, y = _MARGIN, y + _LINE
+        boxes.append((x, y, box_width, text))
+        x += box_width + 0.01
+        if "\n" in token:
+            x, y = _MARGIN, y + _LINE
+    return boxes, y + _LINE
+
+
+def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import FancyBboxPatch
+
+    x, y, width, text = box
+    rounded = "round,pad=0,rounding_size=0.025"
+    axes.add_patch(FancyBboxPatch((x, y), width, _LINE - 0.03, boxstyle=rounded, facecolor=colour, edgecolor="none"))
+    red, green, blue = (part**2.2 for part in to_rgb(colour))
+    ink = "#111418" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#ffffff"
+    style = {"fontsize": _TEXT_SIZE, "family": families(), "color": ink, "parse_math": False}
+    axes.text(x + 0.015, y + 0.13, text, **style)
+
+
+def _add_legend(figure: Figure, colouring: _Colouring, left: float, length: float) -> None:
+    from matplotlib.cm import ScalarMappable
+
+    width, height = figure.get_size_inches()
+    place = figure.add_axes((left / width, 0.2 / height, length / width, 0.065 / height))
+    bar = figure.colorbar(ScalarMappable(colouring.scale, colouring.colours), cax=place, orientation="horizontal")
+    low, high = colouring.scale.vmin, colouring.scale.vmax
+    ends = [f"−{high:.3g}", "0", f"+{high:.3g}"] if low < 0 else ["0", f"{high:.3g}"]
+    bar.set_ticks([low, 0.0, high] if low < 0 else [low, high], labels=ends)
+    labels = bar.ax.get_xticklabels()
+    labels[0].set_horizontalalignment("left")
+    labels[-1].set_horizontalalignment("right")
+    bar.ax.tick_params(length=0, labelsize=_LABEL_SIZE - 0.5, pad=2, labelcolor=_MUTED)
+    bar.outline.set(linewidth=0.3, edgecolor=_EDGE)
+
+
+def _thin_frame(axes: Axes) -> None:
+    for spine in axes.spines.values():
+        spine.set(linewidth=0.4, color=_EDGE)
+
+
+def _picture(image: str) -> np.ndarray:
+    from PIL import Image
+
+    data = base64.b64decode(image.partition(",")[2])
+    with Image.open(io.BytesIO(data)) as picture:
+        return np.asarray(picture.convert("RGB"))
