@@ -19,7 +19,7 @@ from torch import Tensor
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError
 from tensorlens.maps import files
-from tensorlens.views.record import MapView, PatchGrid, caption_lines
+from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,8 @@ class TokenMap:
         method: name in `METHODS`.
         bias_share: how much of each output the bias B carries; NaN where the method knows no bias.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
-            `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI.
+            `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
+            `standard_error` and `out_positions` may be lists with one entry for each output.
     """
 
     scores: TokenMatrix
@@ -72,7 +73,8 @@ class TokenMap:
 
     def __repr__(self) -> str:
         """One line: method, size and target."""
-        target = f", target={self.meta['target']!r}" if self.meta.get("target") is not None else ""
+        target = self.meta.get("target")
+        target = f", target={target!r}" if isinstance(target, str) else ""
         return f"TokenMap({self.method}, {self.shape[0]} × {self.shape[1]}{target})"
 
     def _repr_html_(self) -> str:
@@ -97,10 +99,8 @@ class TokenMap:
             InputError: there is no such output.
         """
         i = self._position(out_token)
-        meta = dict(self.meta)
-        error = meta.get("standard_error")
-        if isinstance(error, list) and len(error) == self.shape[0]:
-            meta["standard_error"] = [error[i]]
+        n_out = self.shape[0]
+        meta = {k: [v[i]] if is_by_output(k, v, n_out) else v for k, v in self.meta.items()}
         return replace(
             self,
             scores=self.scores[i : i + 1],
@@ -143,9 +143,11 @@ class TokenMap:
             in_tokens=self.in_tokens,
             title=self.method,
             bias_share=_array(self.bias_share),
-            caption=caption_lines(self.method, self.meta),
+            caption=caption_lines(self.method, self.meta, self.shape[0]),
+            row_caption=row_caption_lines(self.meta, self.shape[0]),
             grid=None if grid is None else PatchGrid(**grid),
             image=self.meta.get("image"),
+            out_positions=self._out_positions(),
         )
 
     def save(self, path: str | Path) -> Path:
@@ -186,6 +188,10 @@ class TokenMap:
             return cls(**read(path))
         except InputError as error:
             raise InputError(f"Could not load {path.name!r}. {error}") from error
+
+    def _out_positions(self) -> tuple[int, ...] | None:
+        positions = self.meta.get("out_positions")
+        return tuple(positions) if is_by_output("out_positions", positions, self.shape[0]) else None
 
     def _position(self, out_token: int) -> int:
         n_out = self.shape[0]
