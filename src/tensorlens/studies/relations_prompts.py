@@ -1,0 +1,206 @@
+"""Prompts of a relation: few-shot text, tokens, where the subject is, which facts align, and how they are split.
+
+A mean over attention tensors needs prompts of one length with the subject in one place (METHOD.md 4.3), so facts are
+kept by token length before anything is computed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tensorlens.errors import InputError
+from tensorlens.studies.relations_data import PLACEHOLDER, Fact, Problem, Relation
+
+DOCUMENT_START = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A text that ends where the object is to be said.
+
+    Attributes:
+        text: Examples, one a line, then the query.
+        ids: Its tokens, with what opens a document.
+        subject_tokens: Positions of the query's subject among them; the last one is where LRE reads.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    subject_tokens: tuple[int, ...]
+
+    @property
+    def layout(self) -> tuple[int, tuple[int, ...]]:
+        """Length and places of the subject: what must agree for a mean to make sense."""
+        return len(self.ids), self.subject_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Facts to estimate on and facts to test on, no subject in both."""
+
+    train: tuple[Fact, ...]
+    test: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aligned:
+    """The facts of a relation that share the most common token lengths.
+
+    Attributes:
+        facts: Those kept.
+        n_before: How many there were.
+        subject_length: Tokens of a subject.
+        line_length: Tokens of a whole example.
+    """
+
+    facts: tuple[Fact, ...]
+    n_before: int
+    subject_length: int
+    line_length: int
+
+
+class Tokens:
+    """A tokenizer as this study needs it: texts to ids, characters to positions.
+
+    Args:
+        tokenizer: Any tokenizer of transformers; fast ones know where each token lies in the text.
+        opening: What to put before every text: ``"auto"`` is nothing if the tokenizer opens texts itself, else the
+            token that separates documents, as LRE does for GPT-type models; otherwise a token, or an empty text.
+    """
+
+    def __init__(self, tokenizer: Any, opening: str = "auto") -> None:
+        if tokenizer is None:
+            raise InputError("Relation decoding needs a tokenizer; got a lens without one. Use `Lens(model, tokenizer)`.")
+        self.tokenizer, self.opening = tokenizer, opening
+
+    @cached_property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Ids put before every text."""
+        if self.opening != "auto":
+            return tuple(self.tokenizer(self.opening, add_special_tokens=False)["input_ids"]) if self.opening else ()
+        own = self.tokenizer("a")["input_ids"]
+        if own and own[0] in (self.tokenizer.all_special_ids or ()):
+            return ()
+        vocabulary = self.tokenizer.get_vocab()
+        start = vocabulary.get(DOCUMENT_START, self.tokenizer.bos_token_id)
+        return () if start is None else (start,)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a text, opened."""
+        return (*self.opening_ids, *self.tokenizer(text)["input_ids"])
+
+    def positions(self, text: str, start: int, stop: int) -> tuple[int, ...]:
+        """Positions of the tokens that hold any of the characters `start` to `stop` - 1 of a text."""
+        shift = len(self.opening_ids)
+        if getattr(self.tokenizer, "is_fast", False):
+            offsets = self.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+            return tuple(shift + i for i, (a, b) in enumerate(offsets) if a < stop and b > start)
+        before, within = (len(self.tokenizer(text[:end])["input_ids"]) for end in (start, stop))
+        return tuple(range(shift + before, shift + within))
+
+    def first_token(self, query: str, answer: str) -> int:
+        """The token the model would have to say first to say `answer` after `query` and a space."""
+        before, after = self.encode(query), self.encode(f"{query} {answer}")
+        if after[: len(before)] == before and len(after) > len(before):
+            return after[len(before)]
+        return self.tokenizer(f" {answer}", add_special_tokens=False)["input_ids"][0]
+
+    def decode(self, token: int) -> str:
+        """The text of one token."""
+        return self.tokenizer.decode([token])
+
+
+def query_text(template: str, subject: str) -> str:
+    """A template with its subject."""
+    return template.replace(PLACEHOLDER, subject)
+
+
+def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject: str) -> Prompt:
+    """A few-shot prompt: lines of "query object", then the query (METHOD.md 4.2).
+
+    The subject is looked for at the last place the template gives it, which is its last occurrence in the text unless
+    the template's own words repeat it.
+    """
+    lines = [f"{query_text(template, fact.subject)} {fact.object}" for fact in examples]
+    before = template[: template.rindex(PLACEHOLDER)]
+    text = "\n".join([*lines, query_text(template, subject)])
+    start = len(text) - len(query_text(template, subject)) + len(query_text(before, subject))
+    return Prompt(text=text, ids=tokens.encode(text), subject_tokens=tokens.positions(text, start, start + len(subject)))
+
+
+def align(relation: Relation, tokens: Tokens) -> Aligned:
+    """The facts of the most common (subject, query, line) length; of equally common ones the shortest."""
+    by_length: dict[tuple[int, int, int], list[Fact]] = {}
+    for fact in relation.facts:
+        prompt = make_prompt(tokens, relation.template, (), fact.subject)
+        line = tokens.encode(f"{prompt.text} {fact.object}")
+        by_length.setdefault((len(prompt.subject_tokens), len(prompt.ids), len(line)), []).append(fact)
+    lengths = min(by_length, key=lambda key: (-len(by_length[key]), key))
+    return Aligned(
+        facts=tuple(by_length[lengths]),
+        n_before=len(relation.facts),
+        subject_length=lengths[0],
+        line_length=lengths[2],
+    )
+
+
+def long_objects(relation: Relation, tokens: Tokens) -> list[Problem]:
+    """A note on the objects of several tokens: of those only the first token can be compared."""
+    long = []
+    for i, fact in enumerate(relation.facts):
+        query = query_text(relation.template, fact.subject)
+        if len(tokens.encode(f"{query} {fact.object}")) - len(tokens.encode(query)) > 1:
+            long.append((i, fact.object))
+    if not long:
+        return []
+    place = f"objects such as {long[0][1]!r} of {relation.facts[long[0][0]].subject!r}"
+    message = f"{len(long)} of {len(relation.facts)} have several tokens; only the first is compared"
+    return [Problem(path=relation.path, place=place, message=message, is_fatal=False)]
+
+
+def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> Split:
+    """Shuffle, then take objects in turn, so that training covers as many of them as it can (as LRE's code does)."""
+    order = list(facts)
+    random.Random(seed).shuffle(order)
+    by_object: dict[str, list[Fact]] = {}
+    for fact in order:
+        by_object.setdefault(fact.object, []).append(fact)
+    turns = max(map(len, by_object.values()), default=0)
+    covering = [group[turn] for turn in range(turns) for group in by_object.values() if turn < len(group)]
+    return Split(train=tuple(covering[:n_train]), test=tuple(covering[n_train:]))
+
+
+def training_prompts(tokens: Tokens, template: str, train: Sequence[Fact]) -> list[Prompt]:
+    """For each training fact its query after the other m - 1 facts."""
+    return [
+        make_prompt(tokens, template, [other for other in train if other is not fact], fact.subject) for fact in train
+    ]
+
+
+def testing_prompts(tokens: Tokens, template: str, split: Split) -> list[Prompt]:
+    """For each test fact its query after the first m - 1 training facts, so that lengths agree with training."""
+    return [make_prompt(tokens, template, split.train[:-1], fact.subject) for fact in split.test]
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+def is_prefix_match(said: str, expected: str) -> bool:
+    """Whether a token, stripped and in lower case, is a non-empty beginning of the object (LRE's faithfulness)."""
+    said, expected = said.strip().lower(), expected.strip().lower()
+    return bool(said) and expected.startswith(said)
+
+
+def chance(answers: Sequence[int]) -> float:
+    r"""$\sum_o (n_o/n)^2$: how often a guess drawn from the answers themselves is right."""
+    return sum(count**2 for count in Counter(answers).values()) / max(len(answers), 1) ** 2
+
+
+def majority(answers: Sequence[int]) -> float:
+    """The share of the most common answer: what the best constant guess scores. Never below `chance`."""
+    return max(Counter(answers).values(), default=0) / max(len(answers), 1)
