@@ -377,6 +377,8 @@ def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn
     q, k = _hold(run, "attention.query", query), _hold(run, "attention.key", key)
     if any(traced_in(attn_mask)):
         attn_mask = _hold(run, "attention.mask", attn_mask)  # type: ignore[arg-type]
+    # By reference, so that A can be formed from the tape alone (see `held_attention`).
+    run.hold("attention.options", lambda: (attn_mask, is_causal, scale))
     batch = value.shape[0]
     q, k = (x if x.shape[0] == batch else x.expand(batch, *x.shape[1:]) for x in (q, k))
     mixed = F.scaled_dot_product_attention(
