@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from tensorlens.freezing.rules import Rules
 
 
+@runtime_checkable
 class Interpreter(Protocol):
     """What gives torch functions their meaning in this thread: the running pass, as the rules see it."""
 
