@@ -1,0 +1,120 @@
+"""Converted checkpoints, kept so that a conversion happens once.
+
+A finished copy is a folder under `cache_folder()`, named by its content. It appears by one rename, so that a reader
+sees a whole copy or none. Nothing here knows what is being converted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tensorlens.errors import LoadError
+
+FORMAT = 1
+"""Raise this when converted copies of earlier versions must not be read any more."""
+
+_WAIT_SECONDS = 1800.0
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+
+
+def cache_folder() -> Path:
+    """The folder of converted copies: `TENSORLENS_CACHE`, or the platform's place for caches."""
+    if chosen := os.environ.get("TENSORLENS_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "tensorlens"
+
+
+def cache_key(name: str, files: Sequence[Path], *, pinned: bool = False) -> str:
+    """A folder name for what `files` convert to.
+
+    It changes with the content, with transformers, which writes the copy (its reading of a `.gguf` tokenizer changed
+    between minor versions), and with `FORMAT`.
+
+    Args:
+        name: Begins the key, for people who look into the folder.
+        files: The files that are converted, in order.
+        pinned: The files come from a package of an exact version, whose date says nothing.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        state = file.stat()
+        digest.update(f"{state.st_size}:{0 if pinned else state.st_mtime_ns};".encode())
+        digest.update(_samples(file, state.st_size))
+    slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
+    release = ".".join(importlib.metadata.version("transformers").split(".")[:2])
+    return f"{slug[:60]}-{digest.hexdigest()[:16]}-tf{release}-v{FORMAT}"
+
+
+def convert_once(key: str, make: Callable[[Path], None]) -> Path:
+    """The finished copy `key`, made by `make` if it is not there yet.
+
+    Processes that want the same copy at the same time wait for the first. A failure leaves nothing behind.
+
+    Args:
+        key: Name of the copy, from `cache_key`.
+        make: Writes the copy into the empty folder it is given.
+
+    Raises:
+        LoadError: The cache cannot be written, or another process holds the copy for too long.
+    """
+    done = cache_folder() / key
+    if done.is_dir():
+        return done
+    work = done.with_name(f".{key}.partial")
+    try:
+        done.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(done.with_name(f".{key}.lock"), timeout=_WAIT_SECONDS)
+        lock.acquire()
+    except Timeout:
+        raise LoadError(
+            f"Waited {_WAIT_SECONDS / 60:.0f} minutes for another process to convert {key}. If none is running, "
+            f"remove {done.with_name(f'.{key}.lock')}, or choose another folder with TENSORLENS_CACHE."
+        ) from None
+    except OSError as error:
+        raise LoadError(
+            f"Converted weights are kept in {done.parent}, which cannot be written ({error}). "
+            "Choose another folder with the environment variable TENSORLENS_CACHE."
+        ) from error
+    try:
+        if not done.is_dir():
+            _make(work, done, make)
+    finally:
+        lock.release()
+    return done
+
+
+def _make(work: Path, done: Path, make: Callable[[Path], None]) -> None:
+    # What a killed process left is ours to remove, since we hold the lock.
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        make(work)
+        work.rename(done)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _samples(file: Path, size: int) -> bytes:
+    """Some bytes from all over the file: two fine-tunings share size and head, but not everything between."""
+    step = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for start in range(0, size, step):
+            stream.seek(start)
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()

@@ -1,0 +1,144 @@
+"""The cache of converted copies: once, whole or not at all, also with two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tensorlens.errors import LoadError
+from tensorlens.models import cache
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TENSORLENS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_answer(target: Path) -> None:
+    (target / "answer").write_text("42")
+
+
+def copies(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def test_a_copy_is_made_once(folder: Path):
+    calls = []
+
+    def make(target: Path) -> None:
+        calls.append(target)
+        write_answer(target)
+
+    first, second = cache.convert_once("key", make), cache.convert_once("key", make)
+    assert first == second == folder / "key"
+    assert (first / "answer").read_text() == "42"
+    assert len(calls) == 1
+
+
+def test_a_failure_leaves_nothing_and_the_next_attempt_works(folder: Path):
+    def fail(target: Path) -> None:
+        write_answer(target)
+        raise ValueError("disk of cheese")
+
+    with pytest.raises(ValueError, match="cheese"):
+        cache.convert_once("key", fail)
+    assert copies(folder) == []
+    assert (cache.convert_once("key", write_answer) / "answer").exists()
+
+
+def test_what_a_killed_process_left_is_replaced(folder: Path):
+    half = folder / ".key.partial"
+    half.mkdir(parents=True)
+    (half / "half").write_text("4")
+    done = cache.convert_once("key", write_answer)
+    assert copies(folder) == ["key"]
+    assert [file.name for file in done.iterdir()] == ["answer"]
+
+
+def test_two_processes_make_one_copy(folder: Path, tmp_path: Path):
+    log = tmp_path / "log"
+    program = textwrap.dedent(
+        f"""
+        import time
+        from pathlib import Path
+        from tensorlens.models.cache import convert_once
+
+        def make(target):
+            with Path({str(log)!r}).open("a") as stream:
+                stream.write("made\\n")
+            (target / "part1").write_text("1")
+            time.sleep(0.5)
+            (target / "part2").write_text("2")
+
+        print(*sorted(file.name for file in convert_once("key", make).iterdir()))
+        """
+    )
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
+    assert [run.communicate(timeout=60)[0].split() for run in runs] == [["part1", "part2"]] * 2
+    assert log.read_text() == "made\n"
+    assert copies(folder) == ["key"]
+
+
+def test_waiting_has_an_end(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "_WAIT_SECONDS", 0.05)
+
+    def same_copy_from_inside(target: Path) -> None:
+        cache.convert_once("key", write_answer)
+
+    with pytest.raises(LoadError, match="TENSORLENS_CACHE"):
+        cache.convert_once("key", same_copy_from_inside)
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TENSORLENS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(LoadError, match="TENSORLENS_CACHE"):
+        cache.convert_once("key", write_answer)
+
+
+def test_the_key_follows_the_content(tmp_path: Path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(5_000_000))
+    key = cache.cache_key("My Model!", [file])
+    assert key.startswith("my-model-")
+    content = bytearray(5_000_000)
+    content[4_999_999] = 1
+    file.write_bytes(content)
+    assert cache.cache_key("My Model!", [file]) != key
+
+
+def test_the_date_counts_unless_the_version_is_pinned(tmp_path: Path):
+    file = tmp_path / "weights"
+    file.write_bytes(b"abc")
+    loose, pinned = cache.cache_key("m", [file]), cache.cache_key("m", [file], pinned=True)
+    os.utime(file, (1, 1))
+    assert cache.cache_key("m", [file]) != loose
+    assert cache.cache_key("m", [file], pinned=True) == pinned
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "expected"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, Path("/x/tensorlens")),
+        ("linux", {}, Path.home() / ".cache" / "tensorlens"),
+        ("darwin", {}, Path.home() / "Library" / "Caches" / "tensorlens"),
+        ("win32", {"LOCALAPPDATA": "/l"}, Path("/l/tensorlens")),
+        ("linux", {"TENSORLENS_CACHE": "/mine"}, Path("/mine")),
+    ],
+)
+def test_the_folder_follows_the_platform(
+    platform: str, variables: dict[str, str], expected: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("TENSORLENS_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cache.sys, "platform", platform)
+    assert cache.cache_folder() == expected
