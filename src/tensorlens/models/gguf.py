@@ -1,0 +1,106 @@
+"""Quantised `.gguf` files, dequantised once into a folder of safetensors.
+
+The copy is float32: the blocks of a quantised file are products of a half-precision scale and small integers, which
+neither float16 nor bfloat16 holds without rounding again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorlens.errors import LoadError, missing_extra
+from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.gguf_tokenizer import read_tokenizer
+
+_MAGIC = b"GGUF"
+
+
+def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> Path:
+    """The folder a `.gguf` file converts to, made on first use.
+
+    Args:
+        name: For messages and the name of the copy.
+        parts: The file, or the pieces it was cut into, in order.
+        pinned: See `cache_key`.
+
+    Raises:
+        LoadError: The file is not GGUF, or its architecture is one transformers cannot read.
+        MissingExtraError: `gguf` or `accelerate` is not installed.
+    """
+    with parts[0].open("rb") as stream:
+        head = stream.read(len(_MAGIC))
+    if head != _MAGIC:
+        raise LoadError(
+            f"{name}: a GGUF file begins with {_MAGIC!r}, but {parts[0].name} begins with {head!r}. "
+            "Check that the file was downloaded completely and is no link or web page."
+        )
+
+    def make(target: Path) -> None:
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise missing_extra("Reading a .gguf file", package, "gguf")
+        try:
+            with _one_file(parts, target) as file, _progress_for_people():
+                _dequantise(file, target)
+        except LoadError:
+            raise
+        except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+            raise LoadError(
+                f"{name}: the .gguf file could not be converted ({error}). transformers reads a part of the GGUF "
+                "architectures only; load the original checkpoint from its folder or hub id instead."
+            ) from error
+
+    return convert_once(cache_key(name, parts, pinned=pinned), make)
+
+
+@contextlib.contextmanager
+def _one_file(parts: Sequence[Path], target: Path) -> Iterator[Path]:
+    """The file itself, or its pieces put together beside the copy for as long as the conversion takes."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    whole = target / "assembled.gguf"
+    with whole.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as piece:
+                shutil.copyfileobj(piece, out, 1 << 20)
+    yield whole
+    whole.unlink()
+
+
+@contextlib.contextmanager
+def _progress_for_people() -> Iterator[None]:
+    """Show the bar of the conversion, which takes up to a minute, in a terminal only: it cannot be switched off."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def _dequantise(file: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    read_tokenizer(file).save_pretrained(target)
+    reader: Any = AutoModelForCausalLM
+    model, info = reader.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise LoadError(
+            f"{file.name}: every weight of a {type(model).__name__} was expected, but {missing[:5]} are missing "
+            f"({len(missing)} in all). Load the original checkpoint from its folder or hub id instead."
+        )
+    # What is saved is no longer quantised, and must not be taken for it when read.
+    model.config.quantization_config = None
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(target)
