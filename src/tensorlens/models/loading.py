@@ -1,0 +1,309 @@
+"""A checkpoint made ready for a lens: on its device, in evaluation mode, without gradients of its weights.
+
+What a name means is in `resolving`; here is which class reads it, with which options, and how it fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorlens.errors import LoadError, missing_extra
+from tensorlens.models.bundled import BUNDLED
+from tensorlens.models.resolving import Location, near_names, resolve
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_AUTO_CLASSES = {
+    "none": "AutoModel",
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+HEADS = ("auto", *_AUTO_CLASSES)
+"""What `head=` takes: the checkpoint's own head (`auto`), none, or a named one."""
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+# Parts that no hidden state passes through, so that a checkpoint without them is whole to us.
+_UNUSED_PARTS = ("pooler", "mask_token")
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model ready for a lens, with what turns text or images into its inputs.
+
+    Attributes:
+        model: In evaluation mode, its parameters without gradients.
+        processor: Tokenizer or image processor; None if the checkpoint has none.
+        name: What the user called it.
+    """
+
+    model: PreTrainedModel
+    processor: Any | None
+    name: str
+
+
+def load_pretrained(
+    name: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    head: str = "auto",
+) -> Loaded:
+    """Load a model with its tokenizer or image processor.
+
+    Args:
+        name: Bundled short name, `.gguf` file, local folder or hub id, looked up in this order.
+        device: Where to put the model; by default the first GPU if there is one.
+        dtype: Precision of the weights, or "auto" for that of the checkpoint; float32 by default.
+        device_map: How to spread a large model over devices, as in transformers; excludes `device`.
+        attention: Attention implementation, "eager" or "sdpa"; by default transformers chooses.
+        trust_remote_code: Allow code that comes with a hub checkpoint.
+        head: Output head; by default the checkpoint's own, or none if its weights are not there.
+
+    Raises:
+        LoadError: The model cannot be found or read, or an option is unknown.
+    """
+    options = _options(device, dtype, device_map, attention, trust_remote_code, head)
+    with _quiet():
+        place = resolve(name)
+        config = _load_config(name, place, trust_remote_code)
+        model = _load_model(name, place, config, head, options)
+        processor = _load_processor(name, place, model, trust_remote_code)
+    if device_map is None:
+        model = model.to(_device(device))  # pyright: ignore[reportArgumentType]
+    return Loaded(model=model.eval().requires_grad_(False), processor=processor, name=str(name))
+
+
+def _options(
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    device_map: str | dict[str, Any] | None,
+    attention: str | None,
+    trust_remote_code: bool,
+    head: str,
+) -> dict[str, Any]:
+    """Keyword arguments for `from_pretrained`, all checked before anything is read."""
+    if head not in HEADS:
+        raise LoadError(f"head= takes {', '.join(HEADS)}; got {head!r}. Leave it out for the checkpoint's own.")
+    if device_map is not None and device is not None:
+        raise LoadError(f"Either device= or device_map= places a model; got {device!r} and {device_map!r}. Drop one.")
+    _device(device)
+    options: dict[str, Any] = {"dtype": _dtype(dtype), "trust_remote_code": trust_remote_code}
+    if attention is not None:
+        options["attn_implementation"] = _attention(attention)
+    if device_map is not None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise missing_extra("device_map=", "accelerate", "studies")
+        options["device_map"] = device_map
+    return options
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise LoadError(f'device= takes names such as "cpu", "cuda" or "cuda:1"; got {device!r}.') from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise LoadError(
+            f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs. "
+            'Use device="cpu", or install a torch build for your GPU.'
+        )
+    return chosen
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32
+    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    if dtype in _DTYPES:
+        return _DTYPES[str(dtype)]
+    raise LoadError(f"dtype= takes {', '.join(_DTYPES)}, auto or a floating torch dtype; got {dtype!r}.")
+
+
+def _attention(attention: str) -> str:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    if attention not in known:
+        raise LoadError(f'attention= takes "eager" or "sdpa" (registered: {", ".join(known)}); got {attention!r}.')
+    return attention
+
+
+def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if place.is_local:
+            raise LoadError(f"{name}: config.json could not be read: {error}") from error
+        raise _not_on_hub(str(name), error) from error
+
+
+def _not_on_hub(name: str, error: BaseException) -> LoadError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return LoadError(f"The hub holds {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        what = "the hub has no public model of this name"
+    elif isinstance(error, OSError):
+        what = "the hub could not be reached or has no such model"
+    else:
+        what = f"its configuration could not be read ({error})"
+    near = near_names(name.split("/")[-1])
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return LoadError(
+        f"{name!r} is neither a bundled model ({', '.join(BUNDLED)}) nor a folder here, and {what}. {hint}"
+        "Hub ids look like organisation/name; check the name and the network, or pass a folder."
+    )
+
+
+def _load_model(
+    name: str | Path, place: Location, config: PretrainedConfig, head: str, options: dict[str, Any]
+) -> PreTrainedModel:
+    """The model with its head; without it where `auto` finds no weights for one."""
+    import transformers
+
+    model_class = _own_class(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
+    model, missing = _read(name, place, model_class, options)
+    if head == "auto" and missing:
+        prefix = f"{model.base_model_prefix}."
+        if model.base_model is not model and not any(key.startswith(prefix) for key in missing):
+            model, missing = _read(name, place, transformers.AutoModel, options)
+    if missing:
+        raise LoadError(
+            f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
+            f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''} ({len(missing)} in all), which would be "
+            'random. Choose another head=, for instance "none", or complete the checkpoint.'
+        )
+    return model
+
+
+def _own_class(config: PretrainedConfig) -> Any:
+    """The class the checkpoint was saved from, with the head it was trained with."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    remote = getattr(config, "auto_map", None) or {}
+    for auto_class in _AUTO_CLASSES.values():
+        if auto_class != "AutoModel" and remote.get(auto_class, "").endswith(f".{architecture}"):
+            return getattr(transformers, auto_class)
+    if architecture.endswith("ForPreTraining") and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return transformers.AutoModelForMaskedLM
+    own = getattr(transformers, architecture, None) if architecture else None
+    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
+        return own
+    return transformers.AutoModel
+
+
+def _read(name: str | Path, place: Location, model_class: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The model and the weights that were not in the checkpoint."""
+    try:
+        model, info = model_class.from_pretrained(place.path, output_loading_info=True, **options)
+    except ImportError as error:
+        raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise LoadError(f"{name}: {model_class.__name__} could not read the checkpoint: {error}") from error
+    missing = [key for key in info["missing_keys"] if not any(part in key for part in _UNUSED_PARTS)]
+    return model, sorted(missing)
+
+
+def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:
+    """The tokenizer or image processor of the checkpoint, the one of the model's main input first."""
+    readers = [(_TOKENIZER_FILES, _read_tokenizer), (_IMAGE_FILES, _read_image_processor)]
+    if model.main_input_name == "pixel_values":
+        readers.reverse()
+    for files, read in readers:
+        if any(_has_file(place, file) for file in files):
+            try:
+                return read(place.path, trust_remote_code)
+            except ImportError as error:
+                if isinstance(error, LoadError):
+                    raise
+                raise LoadError(f"{name}: the tokenizer needs a package that is not installed. {error}") from error
+            except (OSError, ValueError, KeyError) as error:
+                raise LoadError(f"{name}: the tokenizer or image processor could not be read: {error}") from error
+    return None
+
+
+def _read_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _read_image_processor(path: str, trust_remote_code: bool) -> Any:
+    if importlib.util.find_spec("PIL") is None:
+        raise missing_extra("Reading images", "pillow", "demo")
+    import transformers
+
+    # The PIL variant gives the same pixels with and without torchvision; older versions of `AutoImageProcessor` need
+    # torchvision even to name it.
+    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(path)
+    kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    kind = kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
+    pil_class = getattr(transformers, f"{kind}Pil", None)
+    if pil_class is not None:
+        return pil_class.from_pretrained(path)
+    return transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
+
+
+def _has_file(place: Location, file: str) -> bool:
+    if place.is_local:
+        return (Path(place.path) / file).is_file()
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        place.path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return found is not None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings and no bars of transformers inside, except for downloads."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if had_bars:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
