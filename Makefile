@@ -4,8 +4,9 @@
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := $(VENV)/bin
-# Every install is held by constraints.txt: one without it may replace torch under our feet.
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-script-location -c constraints.txt
+# Every install is held by constraints.txt: one without it may replace torch under our feet. The packages of weights
+# declare dependencies we leave out on purpose, so conflicts are expected and not worth a page of warnings.
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
