@@ -139,7 +139,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 def _name(document: dict[str, Any]) -> str:
     name = document.get("name")
-    if not _is_text(name):
+    if not isinstance(name, str) or not name.strip():
         raise _Malformed("name", f"expected some text; got {_shown(document, 'name')}")
     return name
 
@@ -148,7 +148,7 @@ def _category(document: dict[str, Any], path: Path, root: Path) -> str:
     inside = path.parent.relative_to(root).parts
     properties = document.get("properties")
     declared = properties.get("relation_type") if isinstance(properties, dict) else None
-    return inside[0] if inside else declared if _is_text(declared) else "other"
+    return inside[0] if inside else declared if isinstance(declared, str) and declared else "other"
 
 
 def _template(document: dict[str, Any]) -> str:

@@ -75,7 +75,9 @@ class Tokens:
 
     def __init__(self, tokenizer: Any, opening: str = "auto") -> None:
         if tokenizer is None:
-            raise InputError("Relation decoding needs a tokenizer; got a lens without one. Use `Lens(model, tokenizer)`.")
+            raise InputError(
+                "Relation decoding needs a tokenizer; got a lens without one. Use `Lens(model, tokenizer)`."
+            )
         self.tokenizer, self.opening = tokenizer, opening
 
     @cached_property
@@ -130,7 +132,9 @@ def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject
     before = template[: template.rindex(PLACEHOLDER)]
     text = "\n".join([*lines, query_text(template, subject)])
     start = len(text) - len(query_text(template, subject)) + len(query_text(before, subject))
-    return Prompt(text=text, ids=tokens.encode(text), subject_tokens=tokens.positions(text, start, start + len(subject)))
+    return Prompt(
+        text=text, ids=tokens.encode(text), subject_tokens=tokens.positions(text, start, start + len(subject))
+    )
 
 
 def align(relation: Relation, tokens: Tokens) -> Aligned:

@@ -1,0 +1,83 @@
+"""A run's `report.html`: one page without links to anywhere, made of text, Markdown tables and figures."""
+
+from __future__ import annotations
+
+import html
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tensorlens.studies.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222930 }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; display: block; overflow-x: auto }
+th, td { border-bottom: 1px solid #d7dbe0; padding: .25rem .6rem; text-align: left; white-space: nowrap }
+svg { max-width: 100%; height: auto } pre { white-space: pre-wrap; font-size: 13px } .muted { color: #5b6570 }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of a page.
+
+    Attributes:
+        title: Its heading.
+        text: Plain text, line breaks kept.
+        tables: Markdown tables.
+        pictures: SVG documents.
+    """
+
+    title: str
+    text: str = ""
+    tables: list[str] | tuple[str, ...] = ()
+    pictures: list[str] | tuple[str, ...] = ()
+
+
+def figure_svg(figure: Figure) -> str:
+    """A figure as an SVG document, the same bytes each time."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "tensorlens"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def write_page(run: Run, title: str, sections: list[Section]) -> None:
+    """Write `report.html` into the folder of a run."""
+    config = run.config
+    origin = f"{config['versions']}, {config['origin']['device']}, commit {config['origin']['commit']}"
+    body = "".join(_section(section) for section in sections)
+    run.write_text(
+        "report.html",
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>"
+        f'<p class="muted">{html.escape(origin)}</p>{body}</html>\n',
+    )
+
+
+def _section(section: Section) -> str:
+    text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
+    pictures = "".join(picture[picture.index("<svg") :] for picture in section.pictures)
+    tables = "".join(map(_table, section.tables))
+    return f"<h2>{html.escape(section.title)}</h2>{text}{pictures}{tables}"
+
+
+def _table(markdown: str) -> str:
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown.splitlines()]
+    return f"<table>{_row(rows[0], 'th')}{''.join(_row(row, 'td') for row in rows[2:])}</table>"
+
+
+def _row(cells: list[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of records with the same keys."""
+    head = list(rows[0]) if rows else []
+    lines = [head, ["---"] * len(head), *([str(row[key]) for key in head] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

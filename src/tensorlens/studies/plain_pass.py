@@ -1,0 +1,172 @@
+"""The user's model left to itself, with hidden states read or replaced at the borders of its blocks.
+
+Studies compare the frozen model with the true one: F at other inputs, its Jacobian, its own head on a predicted state.
+Nothing here knows about freezing. Hooks are put on for one pass and taken off again, whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tensorlens.errors import MethodError
+from tensorlens.freezing.frozen_model import FrozenModel, Span, find_state, put_state
+from tensorlens.models.anatomy import Anatomy
+
+READ_CHUNK = 64
+"""Predicted states read out at a time: a row of logits each, which may be a megabyte."""
+
+
+@dataclass
+class PlainStates:
+    """What a pass met.
+
+    Attributes:
+        entering: By block, the state that entered it, (batch, token, channel).
+        leaving: The state that left the last block, before any final norm.
+        embedded: What the token embedding gave, before positions and scale outside it.
+        final: The state after the model's body, final norm included.
+        output: What the model returned.
+    """
+
+    entering: dict[int, Tensor] = field(default_factory=dict)
+    leaving: Tensor | None = None
+    embedded: Tensor | None = None
+    final: Tensor | None = None
+    output: Any = None
+
+
+def plain_pass(
+    anatomy: Anatomy, inputs: Mapping[str, Any], *, read: Collection[int] = (),
+    put: Mapping[int, Tensor] | None = None, leave: Tensor | None = None, n_blocks: int | None = None,
+    grad: bool = False, body: nn.Module | None = None,
+) -> PlainStates:  # fmt: skip
+    """Run the model once.
+
+    Args:
+        anatomy: The model and its blocks.
+        inputs: Keyword arguments of its forward.
+        read: Blocks whose incoming state is wanted.
+        put: By block, the state to enter it with instead of its own.
+        leave: The state to leave the last block with instead of its own.
+        n_blocks: Number of blocks counted by call; needed with `leave` where blocks share weights.
+        grad: Whether to build an autograd graph, from the token embedding on.
+        body: The module whose output is the final state; the anatomy's by default.
+    """
+    watch = _Watch(PlainStates(), frozenset(read), put or {}, leave, n_blocks or len(anatomy.blocks), grad)
+    with ExitStack() as stack:
+        stack.enter_context(_at_inference(anatomy.model))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        if grad:  # the fused kernels have neither a batched nor a second derivative
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        for handle in watch.hooks(anatomy, body or anatomy.body):
+            stack.callback(handle.remove)
+        watch.states.output = anatomy.model(**inputs)
+    return watch.states
+
+
+def true_function(frozen: FrozenModel, span: Span, x: Float[Tensor, "token channel"], *, grad: bool = False) -> Tensor:
+    """F over the blocks of `span` at another state `x`: the model itself, nothing held."""
+    inside = span.stop < frozen.n_blocks
+    states = plain_pass(
+        frozen.anatomy,
+        frozen.inputs,
+        put={span.start: x[None]},
+        read=(span.stop,) if inside else (),
+        n_blocks=frozen.n_blocks,
+        grad=grad,
+        body=frozen.anatomy.model.get_submodule(frozen.body),
+    )
+    found = states.entering.get(span.stop) if inside else states.final
+    if not inside and not frozen.rules.include_final_norm:
+        found = states.leaving
+    assert found is not None, "a pass through the blocks meets these states"
+    return found[0]
+
+
+def read_out(anatomy: Anatomy, states: Float[Tensor, "sample channel"]) -> Float[Tensor, "sample class"]:
+    """Logits of a language model from states as they leave the last block: its own final norm and unembedding.
+
+    The states go in as the tokens of one pass, since what follows the last block looks at each token alone.
+    """
+    if anatomy.unembedding is None:
+        raise MethodError(
+            f"`{type(anatomy.model).__name__}` has no unembedding, so that a state has no next token. "
+            "Load it as a language model (AutoModelForCausalLM)."
+        )
+    device = anatomy.unembedding.weight.device
+    one_token = {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device), "use_cache": False}
+    logits = (plain_pass(anatomy, one_token, leave=part[None]).output.logits for part in states.split(READ_CHUNK))
+    # Not [0]: GPT-2 folds what comes after its blocks into the shape of its input, here one token a sample.
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in logits])
+
+
+class _Watch:
+    """The hooks of one pass and what they share: which block is being called."""
+
+    def __init__(
+        self, states: PlainStates, read: frozenset[int], put: Mapping[int, Tensor], leave: Tensor | None,
+        n_blocks: int, grad: bool,
+    ) -> None:  # fmt: skip
+        self.states, self.read, self.put, self.leave, self.n_blocks = states, read, put, leave, n_blocks
+        self.grad, self.n_entered = grad, 0
+
+    def hooks(self, anatomy: Anatomy, body: nn.Module) -> Iterator[Any]:
+        for block in {id(block): block for block in anatomy.blocks}.values():
+            yield block.register_forward_pre_hook(self.enter, with_kwargs=True)
+            yield block.register_forward_hook(self.depart)
+        embedding = getattr(anatomy.model, "get_input_embeddings", lambda: None)()
+        if isinstance(embedding, nn.Module):
+            yield embedding.register_forward_hook(self.embed)
+        yield body.register_forward_hook(self.finish)
+
+    def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if self.grad and not self.put:
+            output = output.detach().requires_grad_()
+        self.states.embedded = output
+        return output
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        n, self.n_entered = self.n_entered, self.n_entered + 1
+        if n in self.put:
+            args, kwargs = put_state(args, kwargs, self.put[n])
+        if n in self.read:
+            self.states.entering[n] = find_state(args, kwargs)
+        return args, kwargs
+
+    def depart(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.n_entered < self.n_blocks:
+            return None
+        self.states.leaving = self.leave if self.leave is not None else _first(output)
+        return None if self.leave is None else _with_first(output, self.leave)
+
+    def finish(self, module: nn.Module, args: Any, output: Any) -> None:
+        state = getattr(output, "last_hidden_state", None)
+        self.states.final = state if state is not None else _first(output)
+
+
+@contextmanager
+def _at_inference(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else _first(output[0])
+
+
+def _with_first(output: Any, state: Tensor) -> Any:
+    return state if isinstance(output, Tensor) else type(output)((_with_first(output[0], state), *output[1:]))

@@ -1,0 +1,206 @@
+r"""Decode one split of a relation: the mean affine operator, LRE and the controls, on the same prompts.
+
+The tensor's prediction is $\hat z = \bar T·X + \bar B$ at the last token (Eq. 26), ending before the final norm; the
+model's own final norm and unembedding read it out, as for LRE. `Predictor` is what all of them have in common: a term
+that a scale may multiply, and a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.errors import InputError
+from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.inputs import forward_parameters
+from tensorlens.operators.mean import MeanTensor
+from tensorlens.studies.lre import LinearRelation, LocalLinear
+from tensorlens.studies.plain_pass import plain_pass, read_out
+from tensorlens.tensor import AttentionTensor
+
+FORWARD_CHUNK = 32
+ROWS_FROM = 0.5
+"""Samples per channel from which the dense slice, once made, is cheaper than a replay for each sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    r"""Predictions $\hat z = \beta\,v + b$ of one method, with what is needed to choose β on training examples alone.
+
+    Attributes:
+        linear: v for each test sample.
+        constant: b.
+        held_out_linear: For each training example, v from the other examples.
+        held_out_constant: The same for b.
+    """
+
+    linear: Float[Tensor, "sample channel"]
+    constant: Float[Tensor, "channel"]  # noqa: UP037
+    held_out_linear: Float[Tensor, "example channel"]
+    held_out_constant: Float[Tensor, "example channel"]
+
+    def at(self, scale: float) -> Float[Tensor, "sample channel"]:
+        """The predictions with one scale."""
+        return scale * self.linear + self.constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestStates:
+    """What the model itself does on the test prompts.
+
+    Attributes:
+        entering: By start block, the states that enter it.
+        embedded: The token embeddings.
+        logits: At the last token.
+    """
+
+    entering: dict[int, Float[Tensor, "sample token channel"]]
+    embedded: Float[Tensor, "sample token channel"]
+    logits: Float[Tensor, "sample class"]
+
+
+def run_prompts(anatomy: Anatomy, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> TestStates:
+    """One plain pass over prompts of one length."""
+    device = next(anatomy.model.parameters()).device
+    entering: dict[int, list[Tensor]] = {start: [] for start in starts}
+    embedded, logits = [], []
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in forward_parameters(anatomy.model) else {}
+    for chunk in torch.tensor([list(ids) for ids in prompts], device=device).split(FORWARD_CHUNK):
+        states = plain_pass(anatomy, {"input_ids": chunk, "use_cache": False} | last_only, read=starts)
+        assert states.embedded is not None, "token ids go through their embedding"
+        for start in starts:
+            entering[start].append(states.entering[start])
+        embedded.append(states.embedded)
+        logits.append(states.output.logits[:, -1])
+    return TestStates(
+        entering={start: torch.cat(parts) for start, parts in entering.items()},
+        embedded=torch.cat(embedded),
+        logits=torch.cat(logits),
+    )
+
+
+class RelationOperator:
+    r"""The mean affine operator of a relation at the last token, $\bar T_{[L]}$ and $\bar B_{[L]}$ (Eq. 26).
+
+    Holds the tensors, which are cheap, and for many samples one dense slice, the running mean of the examples'.
+
+    Args:
+        tensors: One for each training example, all of one length, ending before the final norm.
+    """
+
+    def __init__(self, tensors: Sequence[AttentionTensor]) -> None:
+        self.tensors, self.mean = tuple(tensors), MeanTensor(tensors)
+        self.bias = self.mean.bias[-1]
+        self._slice: Tensor | None = None
+
+    def linear_part(self, x: Float[Tensor, "sample token channel"]) -> Float[Tensor, "sample out_channel"]:
+        r"""$\bar T_{[L]}·x$ of each sample."""
+        if self._slice is None and len(x) < ROWS_FROM * self.mean.n_channels:
+            return self.mean.apply(x)[:, -1]
+        if self._slice is None:
+            self._slice = self.mean.rows(-1)
+        return torch.einsum("dje,sje->sd", self._slice, x.to(self._slice))
+
+    def across(self, x: Float[Tensor, "example token channel"]) -> Float[Tensor, "example example out_channel"]:
+        """[i, k]: the operator of example k alone on the state of example i."""
+        return torch.stack([tensor.apply(x)[:, -1] for tensor in self.tensors], dim=1)
+
+
+def tensor_predictors(
+    tensors: Sequence[AttentionTensor], test: Float[Tensor, "sample token channel"], subject_tokens: Sequence[int]
+) -> dict[str, Predictor]:
+    r"""`full`, which sees the whole prompt, and `subject`, which sees the subject's tokens alone.
+
+    For the second, all else is in the constant: $\bar b = \tfrac1m\sum_i F(X_i) - T_i[subj]\,x_{subj}$, which is
+    what LRE does with one token.
+    """
+    operator = RelationOperator(tensors)
+    own = torch.stack([tensor.input for tensor in tensors])
+    outputs = torch.stack([tensor.output[-1] for tensor in tensors])
+    biases = torch.stack([tensor.bias[-1] for tensor in tensors])
+    n_test = len(test)
+    both = operator.linear_part(torch.cat([test, only_tokens(test, subject_tokens)]))
+    across = operator.across(torch.cat([own, only_tokens(own, subject_tokens)]))
+    full, subject = across.split(len(own))
+    rests = outputs - _diagonal(subject)
+    return {
+        "full": _predictor(both[:n_test], biases, full),
+        "subject": _predictor(both[n_test:], rests, subject),
+    }
+
+
+def lre_predictor(
+    expansions: Sequence[LocalLinear], own: Float[Tensor, "example channel"], test: Float[Tensor, "sample channel"]
+) -> Predictor:
+    """LRE from one start, for the states of the subject's last token."""
+    relation = LinearRelation.mean(expansions)
+    across = torch.stack([own @ part.weight.T for part in expansions], dim=1)
+    biases = torch.stack([part.bias for part in expansions])
+    return _predictor(test @ relation.weight.T, biases, across)
+
+
+def only_tokens(x: Float[Tensor, "sample token channel"], tokens: Sequence[int]) -> Tensor:
+    """States with every other token set to zero."""
+    kept = torch.zeros_like(x)
+    kept[:, list(tokens)] = x[:, list(tokens)]
+    return kept
+
+
+def _predictor(linear: Tensor, constants: Tensor, across: Tensor) -> Predictor:
+    """With each example's prediction from the others; of a single example, from itself, as there is no other."""
+    n = len(constants)
+    others = torch.ones(n, n).fill_diagonal_(0) / (n - 1) if n > 1 else torch.ones(1, 1)
+    others = others.to(across)
+    return Predictor(
+        linear=linear,
+        constant=constants.mean(0),
+        held_out_linear=torch.einsum("ik,ikd->id", others, across),
+        held_out_constant=others @ constants,
+    )
+
+
+def _diagonal(across: Tensor) -> Tensor:
+    return across[torch.arange(len(across)), torch.arange(len(across))]
+
+
+# Choices that look at training examples only -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """A scale and how well it does on the training examples, each predicted from the others.
+
+    Attributes:
+        scale: β.
+        agreement: Share of the examples where the prediction is the model's own.
+        log_probability: Mean of what the model's own answer gets.
+    """
+
+    scale: float
+    agreement: float
+    log_probability: float
+
+
+def tune_scale(anatomy: Anatomy, predictor: Predictor, answers: Sequence[int], grid: Sequence[float]) -> Tuned:
+    """The scale that agrees most often with the model on held-out training examples; ties by probability.
+
+    Args:
+        anatomy: The model, to read predictions out.
+        predictor: Of one method.
+        answers: The model's own answer on each training prompt.
+        grid: Scales to choose from.
+    """
+    if not grid:
+        raise InputError("The grid of scales is empty; expected at least one number, such as 1.0.")
+    scales = torch.tensor(list(grid)).to(predictor.linear)
+    states = scales[:, None, None] * predictor.held_out_linear + predictor.held_out_constant
+    logits = read_out(anatomy, states.flatten(0, 1)).float()
+    expected = torch.tensor(list(answers), device=logits.device).repeat(len(grid))
+    right = (logits.argmax(-1) == expected).float().reshape(len(grid), -1).mean(1)
+    said = logits.log_softmax(-1).gather(1, expected[:, None]).reshape(len(grid), -1).mean(1)
+    best = max(range(len(grid)), key=lambda i: (float(right[i]), float(said[i])))
+    return Tuned(scale=float(grid[best]), agreement=float(right[best]), log_probability=float(said[best]))

@@ -1,0 +1,97 @@
+"""Figures of a relation run, from its summary alone: bars by relation, curves over the starting block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensorlens.errors import missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BARS = {
+    "tensor.full.beta1@0": ("Tensor", "#2b6cb0"),
+    "tensor.subject.tuned@0": ("Tensor, subject only, β tuned", "#90cdf4"),
+    "lre.fixed@embedding": ("LRE, β fixed", "#dd6b20"),
+    "lre.tuned@embedding": ("LRE, β tuned", "#fbd38d"),
+    "control.mean_output": ("mean output (no subject)", "#a0aec0"),
+}
+CURVES = {
+    "tensor.full.beta1": ("Tensor", "#2b6cb0", "-"),
+    "tensor.subject.beta1": ("Tensor, subject only", "#63b3ed", "-"),
+    "tensor.subject.tuned": ("Tensor, subject only, β tuned", "#63b3ed", "--"),
+    "lre.beta1": ("LRE, β = 1", "#dd6b20", "-"),
+    "lre.fixed": ("LRE, β fixed", "#dd6b20", ":"),
+    "lre.tuned": ("LRE, β tuned", "#dd6b20", "--"),
+}
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra("Drawing a figure", "matplotlib", "plot") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def relation_bars(summary: dict[str, Any], metric: str = "agreement") -> Figure:
+    """Accuracy by relation, one panel a category, deviations over splits, chance and majority as dashes."""
+    by_category = {name: keys for name, keys in summary["survived"].items() if keys}
+    n_relations = max(len(keys) for keys in by_category.values())
+    figure = _figure(max(5.0, 0.55 * n_relations + 1.5), 2.6 * len(by_category))
+    axes = figure.subplots(len(by_category), 1, squeeze=False)[:, 0]
+    for panel, (category, keys) in zip(axes, by_category.items(), strict=True):
+        _bars(panel, [summary["relations"][key] for key in keys], metric)
+        labels = [key.split("/")[-1].replace("_", " ") for key in keys]
+        panel.set_xticks(range(len(keys)), labels, rotation=35, ha="right", fontsize=7)
+        panel.set(ylabel=_label(metric), title=category, ylim=(0, 1.05))
+    axes[0].legend(fontsize=7, ncol=3, frameon=False)
+    return figure
+
+
+def _bars(panel: Any, relations: list[dict[str, Any]], metric: str) -> None:
+    names = [name for name in BARS if all(name in r["methods"] for r in relations)]
+    width = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        label, colour = BARS[name]
+        scores = [r["methods"][name][metric] for r in relations]
+        places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(relations))]
+        heights, errors = [s["mean"] for s in scores], [s["std"] for s in scores]
+        panel.bar(places, heights, width, yerr=errors, color=colour, label=label, error_kw={"lw": 0.6})
+    for j, relation in enumerate(relations):
+        panel.hlines(relation["chance"][metric], j - 0.45, j + 0.45, colors="black", linestyles="--", lw=0.8)
+        panel.hlines(relation["majority"][metric], j - 0.45, j + 0.45, colors="black", linestyles=":", lw=0.8)
+
+
+def start_curves(summary: dict[str, Any], metric: str = "agreement") -> Figure:
+    """Accuracy over the block to start from, one panel a category, with intervals over relations."""
+    categories = summary["categories"]
+    figure = _figure(3.0 * len(categories), 3.0)
+    axes = figure.subplots(1, len(categories), squeeze=False, sharey=True)[0]
+    for panel, (category, found) in zip(axes, categories.items(), strict=True):
+        for family, (label, colour, style) in CURVES.items():
+            points = start_points(found["methods"], family, metric)
+            if points:
+                starts, middle, low, high = zip(*points, strict=True)
+                panel.plot(starts, middle, style, color=colour, marker=".", label=label)
+                panel.fill_between(starts, low, high, color=colour, alpha=0.08, lw=0)
+        panel.axhline(found["majority"][metric], color="black", ls=":", lw=0.8)
+        panel.axhline(found["chance"][metric], color="black", ls="--", lw=0.8)
+        panel.set(title=f"{category} ({found['n_relations']})", xlabel="first block", ylim=(0, 1.02))
+    axes[0].set_ylabel(_label(metric))
+    axes[0].legend(fontsize=6, frameon=False)
+    return figure
+
+
+def start_points(methods: dict[str, Any], family: str, metric: str) -> list[tuple[int, float, float, float]]:
+    """Start, mean and interval of one family of methods, by start."""
+    found = []
+    for name, scores in methods.items():
+        prefix, _, start = name.partition("@")
+        if prefix == family and start.isdigit():
+            found.append((int(start), scores[metric]["mean"], scores[metric]["low"], scores[metric]["high"]))
+    return sorted(found)
+
+
+def _label(metric: str) -> str:
+    return {"agreement": "agreement with the model", "match": "match with the object"}[metric]

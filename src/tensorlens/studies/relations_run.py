@@ -1,0 +1,296 @@
+"""Relation decoding as a run: every relation, every split, every method, the paper's second evaluation (section 4.2).
+
+One sample of the run is one split of one relation. What a method is called says where it starts: ``tensor.full@0`` is
+the mean operator of the whole model, ``lre.fixed@embedding`` is LRE on the token embedding as in the paper.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.lens import Lens
+from tensorlens.models.inputs import tokenizer_of
+from tensorlens.studies.lre import EMBEDDING, LocalLinear, Start, expand
+from tensorlens.studies.plain_pass import read_out
+from tensorlens.studies.relations_data import Fact, Problem, Relation, load_relations
+from tensorlens.studies.relations_decoding import (
+    Predictor,
+    Tuned,
+    lre_predictor,
+    run_prompts,
+    tensor_predictors,
+    tune_scale,
+)
+from tensorlens.studies.relations_prompts import (
+    Aligned,
+    Prompt,
+    Split,
+    Tokens,
+    align,
+    chance,
+    is_prefix_match,
+    long_objects,
+    majority,
+    query_text,
+    split_facts,
+    testing_prompts,
+    training_prompts,
+)
+from tensorlens.studies.relations_report import write_report
+from tensorlens.studies.relations_summary import summarise
+from tensorlens.studies.runs import Run
+
+SCALES = tuple(i / 4 for i in range(21))
+"""LRE's grid: 21 points on [0, 5]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelationOptions:
+    """Everything a relation run depends on besides model and data.
+
+    Attributes:
+        n_train: m, examples that the mean is taken over; a prompt holds the other m - 1.
+        n_splits: Splits into training and test, each with a seed of its own.
+        seed: Of the first split.
+        top_k: Test facts are kept if the object's first token is among the model's `top_k`.
+        min_test: Test facts a split needs to be scored, and half of the splits must be.
+        max_test: At most so many test facts a split, drawn at random.
+        starts: Blocks to start from; 0 is the whole model.
+        lre_scale: The fixed β.
+        scales: The grid that a tuned β is chosen from.
+        opening: What opens a prompt; see `Tokens`.
+        with_lre: Whether to run LRE, which costs as much as the slices.
+    """
+
+    n_train: int = 3
+    n_splits: int = 6
+    seed: int = 0
+    top_k: int = 20
+    min_test: int = 3
+    max_test: int = 100
+    starts: tuple[int, ...] = (0,)
+    lre_scale: float = 2.5
+    scales: tuple[float, ...] = SCALES
+    opening: str = "auto"
+    with_lre: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("n_train", "n_splits", "top_k", "min_test", "max_test"):
+            if getattr(self, name) < 1:
+                raise InputError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        if not self.starts:
+            raise InputError("`starts` must name at least one block to start from, such as (0,); got none.")
+
+
+def relations(
+    lens: Lens, data: str | Path, out: str | Path, *, limit: int | None = None,
+    categories: Collection[str] | None = None, options: RelationOptions | None = None, progress: bool | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Decode relations with the mean attention tensor, LRE and controls, and write a run.
+
+    Args:
+        lens: A causal language model with its tokenizer.
+        data: Folder of relation files, by category.
+        out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
+        limit: Only so many relations of each category.
+        categories: Only these.
+        options: Splits, filters, starts, scales.
+        progress: Whether to show a bar; None shows it in a terminal.
+
+    Returns:
+        The summary: accuracies by relation and category, what was left out and why.
+    """
+    options = options or RelationOptions()
+    found, problems = load_relations(data, categories)
+    found = _limited(found, limit)
+    decoder = _Decoder(lens, options)
+    settings = {"model": lens.name, "relations": [r.key for r in found], "rules": lens.rules.as_dict()}
+    run = Run(out, "relations", settings | {"dtype": str(decoder.dtype), "options": asdict(options)})
+    plan = [(relation, split) for relation in found for split in range(options.n_splits)]
+    run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
+    for relation in found:
+        problems += long_objects(relation, decoder.tokens)
+    summary = run.complete(len(plan), lambda records: summarise(records, _plain(problems), options.min_test))
+    if run.processes.is_first:
+        write_report(run, summary)
+    return summary
+
+
+def _limited(relations: list[Relation], limit: int | None) -> list[Relation]:
+    kept: dict[str, list[Relation]] = {}
+    for relation in relations:
+        kept.setdefault(relation.category, []).append(relation)
+    return [relation for group in kept.values() for relation in group[:limit]]
+
+
+def _plain(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """Problems without the folder of the data, which differs from machine to machine."""
+    return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in problems]
+
+
+class _Decoder:
+    """Measures one split of one relation."""
+
+    def __init__(self, lens: Lens, options: RelationOptions) -> None:
+        rules = replace(lens.rules, include_final_norm=False)
+        self.lens = Lens(lens.model, lens.processor, rules=rules, blocks=lens.anatomy.stack, name=lens.name)
+        self.anatomy, self.options = self.lens.anatomy, options
+        self.tokens = Tokens(tokenizer_of(lens.processor), options.opening)
+        self._aligned: dict[str, Aligned] = {}
+        n_blocks = len(self.anatomy.blocks)
+        if max(options.starts) >= n_blocks or min(options.starts) < 0:
+            raise InputError(f"`starts` must be blocks from 0 to {n_blocks - 1}; got {options.starts}.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.lens.model.parameters()).dtype
+
+    def measure(self, relation: Relation, split: int) -> dict[str, Any]:
+        """The record of one split; what cannot be measured is said, and the run goes on."""
+        if relation.key not in self._aligned:
+            self._aligned[relation.key] = align(relation, self.tokens)
+        aligned = self._aligned[relation.key]
+        head = {"relation": relation.key, "category": relation.category, "split": split}
+        head |= {"n_facts": aligned.n_before, "n_aligned": len(aligned.facts)}
+        try:
+            return head | self._decode(relation, aligned, split)
+        except _Skip as skip:
+            return head | {"skipped": str(skip)}
+        except TensorLensError as error:
+            return head | {"skipped": f"{type(error).__name__}: {error}"}
+
+    def _decode(self, relation: Relation, aligned: Aligned, split: int) -> dict[str, Any]:
+        options = self.options
+        needed = options.n_train + options.min_test
+        if len(aligned.facts) < needed:
+            raise _Skip(f"{len(aligned.facts)} facts of one token length; {needed} are needed")
+        facts = split_facts(aligned.facts, options.n_train, options.seed + split)
+        train = training_prompts(self.tokens, relation.template, facts.train)
+        if len({prompt.layout for prompt in train}) > 1:
+            raise _Skip("the training prompts have different token lengths")
+        test = self._known(relation, facts, train[0], options.seed + split)
+        if len(test.facts) < options.min_test:
+            raise _Skip(f"{len(test.facts)} test facts known to the model; {options.min_test} are needed")
+        answers = run_prompts(self.anatomy, [prompt.ids for prompt in train], ()).logits.argmax(-1).tolist()
+        predictors, constant = self._predictors(train, test)
+        return {
+            "n_candidates": test.n_candidates,
+            "n_tokens": len(train[0].ids),
+            "subject_tokens": list(train[0].subject_tokens),
+            "train": [[fact.subject, fact.object] for fact in facts.train],
+            **self._model_scores(relation, test),
+            **self._method_scores(predictors, constant, test, answers),
+        }
+
+    # The model itself ---------------------------------------------------------------------------------------------
+
+    def _known(self, relation: Relation, facts: Split, like: Prompt, seed: int) -> _Test:
+        """The test facts that align with training and that the model knows."""
+        pairs = zip(facts.test, testing_prompts(self.tokens, relation.template, facts), strict=True)
+        aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
+        if not aligned:
+            return _Test(facts=[], prompts=[], answers=[], expected=[], n_candidates=0)
+        logits = run_prompts(self.anatomy, [prompt.ids for _, prompt in aligned], ()).logits
+        top = logits.topk(min(self.options.top_k, logits.shape[-1])).indices.tolist()
+        rows = []
+        for (fact, prompt), best in zip(aligned, top, strict=True):
+            first = self.tokens.first_token(query_text(relation.template, fact.subject), fact.object)
+            if first in best:
+                rows.append((fact, prompt, best[0], first))
+        chosen = sorted(random.Random(seed).sample(range(len(rows)), min(self.options.max_test, len(rows))))
+        columns = zip(*(rows[i] for i in chosen), strict=True) if chosen else ([], [], [], [])
+        known, prompts, answers, expected = (list(column) for column in columns)
+        return _Test(facts=known, prompts=prompts, answers=answers, expected=expected, n_candidates=len(aligned))
+
+    def _model_scores(self, relation: Relation, test: _Test) -> dict[str, Any]:
+        said = [self.tokens.decode(answer) for answer in test.answers]
+        return {
+            "n_test": len(test.facts),
+            "facts": [[f.subject, f.object, s] for f, s in zip(test.facts, said, strict=True)],
+            "chance": {"agreement": chance(test.answers), "match": chance(test.expected)},
+            "majority": {"agreement": majority(test.answers), "match": majority(test.expected)},
+            "model_match": _bits(is_prefix_match(s, f.object) for f, s in zip(test.facts, said, strict=True)),
+        }
+
+    # The methods --------------------------------------------------------------------------------------------------
+
+    def _predictors(self, train: list[Prompt], test: _Test) -> tuple[dict[str, Predictor], Tensor]:
+        """By method and start, and the mean training output: the constant that knows no subject at all."""
+        starts, position = self.options.starts, train[0].subject_tokens[-1]
+        states = run_prompts(self.anatomy, [prompt.ids for prompt in test.prompts], starts)
+        tensors = [self.lens(list(prompt.ids)) for prompt in train]
+        n_blocks = tensors[0].n_blocks
+        found: dict[str, Predictor] = {}
+        for start in starts:
+            parts = [tensor.blocks(start, n_blocks) for tensor in tensors]
+            for name, predictor in tensor_predictors(parts, states.entering[start], train[0].subject_tokens).items():
+                found[f"tensor.{name}@{start}"] = predictor
+        if self.options.with_lre:
+            sources: dict[Start, Tensor] = {EMBEDDING: states.embedded, **states.entering}
+            expanded = [expand(self.anatomy, prompt.ids, position, list(sources)) for prompt in train]
+            for start, state in sources.items():
+                expansions: list[LocalLinear] = [local[start] for local, _ in expanded]
+                own = torch.stack([subjects[start] for _, subjects in expanded])
+                found[f"lre@{start}"] = lre_predictor(expansions, own, state[:, position])
+        return found, torch.stack([tensor.output[-1] for tensor in tensors]).mean(0)
+
+    def _method_scores(
+        self, predictors: dict[str, Predictor], constant: Tensor, test: _Test, answers: list[int]
+    ) -> dict[str, Any]:
+        tuned = {
+            name: tune_scale(self.anatomy, predictor, answers, self.options.scales)
+            for name, predictor in predictors.items()
+        }
+        fixed = self.options.lre_scale
+        methods: dict[str, dict[str, Any]] = {"control.mean_output": self._score(constant[None], test)}
+        for name, predictor in predictors.items():
+            family, start = name.split("@")
+            for variant, scale in {"beta1": 1.0, "fixed": fixed, "tuned": tuned[name].scale, "bias": 0.0}.items():
+                methods[f"{family}.{variant}@{start}"] = {"scale": scale} | self._score(predictor.at(scale), test)
+        best = _best_lre(tuned)
+        if best is not None:
+            methods["lre.tuned@chosen"] = {"start": best.split("@")[1], **methods[best.replace("lre", "lre.tuned")]}
+        return {"methods": methods, "held_out": {name: asdict(choice) for name, choice in tuned.items()}}
+
+    def _score(self, states: Tensor, test: _Test) -> dict[str, str]:
+        """Agreement with the model, and prefix match with the object, a digit for each test fact."""
+        said = read_out(self.anatomy, states).argmax(-1).tolist()
+        said = said * len(test.facts) if len(said) == 1 else said
+        texts = {token: self.tokens.decode(token) for token in set(said)}
+        return {
+            "agreement": _bits(mine == theirs for mine, theirs in zip(said, test.answers, strict=True)),
+            "match": _bits(is_prefix_match(texts[t], f.object) for t, f in zip(said, test.facts, strict=True)),
+        }
+
+
+class _Skip(Exception):
+    """Why a split cannot be scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Test:
+    """Test facts with their prompts, the model's own answers and the objects' first tokens."""
+
+    facts: list[Fact]
+    prompts: list[Prompt]
+    answers: list[int]
+    expected: list[int]
+    n_candidates: int
+
+
+def _best_lre(tuned: dict[str, Tuned]) -> str | None:
+    """The start whose LRE does best on held-out training examples."""
+    names = [name for name in tuned if name.startswith("lre@")]
+    return max(names, key=lambda name: (tuned[name].agreement, tuned[name].log_probability), default=None)
+
+
+def _bits(values: Any) -> str:
+    return "".join("1" if value else "0" for value in values)
