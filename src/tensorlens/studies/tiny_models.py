@@ -20,14 +20,18 @@ from tensorlens.errors import LoadError
 from tensorlens.studies.tiny_overrides import ARGUMENTS, OVERRIDES, SIZES
 
 TASKS = {
-    "causal": ("AutoModelForCausalLM", ("CAUSAL_LM",)),
-    "masked": ("AutoModelForMaskedLM", ("MASKED_LM",)),
-    "seq2seq": ("AutoModelForSeq2SeqLM", ("SEQ_TO_SEQ_CAUSAL_LM",)),
-    "vision": ("AutoModel", ("IMAGE_CLASSIFICATION", "IMAGE", "VIDEO_CLASSIFICATION")),
-    "audio": ("AutoModel", ("AUDIO_CLASSIFICATION", "CTC")),
-    "vision-language": ("AutoModelForImageTextToText", ("IMAGE_TEXT_TO_TEXT",)),
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+    "vision": (
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_IMAGE_MAPPING_NAMES",
+    ),
+    "audio": ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_CTC_MAPPING_NAMES"),
+    "vision-language": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
 }
-"""By task: the auto class that builds a model, and the mappings that list its model types."""
+"""By task: the mappings of transformers that list its model types, the first that has a type deciding on the class."""
 
 N_TOKENS = 7
 N_DECODER_TOKENS = 5
@@ -49,8 +53,7 @@ class TinyModel:
 def model_types(task: str) -> list[str]:
     """The model types that the installed transformers lists for a task."""
     auto = import_module("transformers.models.auto.modeling_auto")
-    names = {name for key in TASKS[task][1] for name in getattr(auto, f"MODEL_FOR_{key}_MAPPING_NAMES", {})}
-    return sorted(names)
+    return sorted({name for key in TASKS[task] for name in getattr(auto, key, {})})
 
 
 def build(
@@ -72,10 +75,22 @@ def build(
 
 def _from_config(task: str, config: Any, attention: str) -> nn.Module:
     transformers = import_module("transformers")
-    auto = getattr(transformers, TASKS[task][0])
-    if "experts_implementation" in inspect.signature(config.__class__.__init__).parameters or True:
-        config._experts_implementation = "eager"
-    return auto.from_config(config, attn_implementation=attention)
+    model_class = getattr(transformers, class_name(task, config.model_type))
+    if model_class.config_class == config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    # The other implementations take no float64; they are tested by themselves.
+    config._experts_implementation = "eager"
+    return model_class._from_config(config, attn_implementation=attention)
+
+
+def class_name(task: str, model_type: str) -> str:
+    """The class that transformers lists for a model type; its auto classes would import every other one first."""
+    auto = import_module("transformers.models.auto.modeling_auto")
+    for key in TASKS[task]:
+        found = getattr(auto, key, {}).get(model_type)
+        if found is not None:
+            return found if isinstance(found, str) else found[0]
+    raise LoadError(f"transformers lists no class of `{model_type}` for {task}.")
 
 
 # Configurations ------------------------------------------------------------------------------------------------------
@@ -96,7 +111,9 @@ def _shrunk(config_class: type, overrides: dict[str, Any], default: Any = None) 
             chosen[name] = _shrunk(type(value), overrides.get(name, {}), value)
         elif name in SIZES and value is not None and not isinstance(value, bool):
             chosen[name] = _resized(SIZES[name], value)
-    chosen |= {name: value for name, value in overrides.items() if not isinstance(chosen.get(name), type(default).__mro__[1])}
+    chosen |= {
+        name: value for name, value in overrides.items() if not isinstance(chosen.get(name), type(default).__mro__[1])
+    }
     _fit_lists(default, chosen, overrides)
     return config_class(**chosen)
 
@@ -173,7 +190,9 @@ def _main_input(name: str, config: Any, dtype: torch.dtype, generator: torch.Gen
     if name in ("pixel_values", "pixel_values_videos"):
         return torch.randn(_pixel_shape(config), generator=generator, dtype=dtype)
     if name == "input_features":
-        return torch.randn(1, _attribute(config, "num_mel_bins", "feature_size") or 16, 32, generator=generator, dtype=dtype)
+        return torch.randn(
+            1, _attribute(config, "num_mel_bins", "feature_size") or 16, 32, generator=generator, dtype=dtype
+        )
     return torch.randn(1, 600, generator=generator, dtype=dtype)
 
 
