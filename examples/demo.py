@@ -1,0 +1,37 @@
+"""The demo of `make demo`: a real sentence through real weights, the map, the certificate, and an HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+import tensorlens as tl
+from tensorlens.app.check_command import show
+
+SENTENCE = "The Eiffel Tower is located in the city of"
+
+
+def main() -> None:
+    console = Console(highlight=False)
+    console.print("Loading SmolLM2-135M (converted once, then cached) …", style="dim")
+    T = tl.load("smollm2-135m")(SENTENCE)
+
+    best = T.predictions(k=3)
+    console.print(f"\n[bold]{SENTENCE}[/bold] … the model says [bold]{best[0].name!r}[/bold] ({best[0].probability:.0%})")
+    console.print(f"then {best[1].name!r} ({best[1].probability:.0%}) and {best[2].name!r} ({best[2].probability:.0%})\n")
+
+    show(T.certificate(), f"The operator T: {T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks", console)
+    console.print()
+
+    found = T.map("tensor.in_class", out_token=-1, target=best[0].name)
+    found.show(console)
+    console.print(f"\nThe inputs sum to {found.scores.sum():.4f}; the logit of {best[0].name!r} is {best[0].logit:.4f}.")
+
+    path = Path("demo.html")
+    found.save(path)
+    console.print(f"The map is in {path.resolve()}: open it in a browser.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`tensorlens check`."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tensorlens.app import options
+from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, Json, Model, TrustRemoteCode
+from tensorlens.lens import Lens
+from tensorlens.models.inputs import forward_parameters, tokenizer_of
+from tensorlens.operators.certificate import Certificate
+
+SENTENCE = "The quick brown fox jumps over the lazy dog."
+
+
+def check(
+    model: Model,
+    input: Annotated[str | None, typer.Argument(help="A text or the path of an image; one of ours if not given.", show_default=False)] = None,
+    json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    attention: AttentionBackend = None,
+    gate: Gate = "freeze_gate",
+    final_norm: FinalNorm = True,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Is the operator exact and linear for this model? Exits with 1 if it is not.
+
+    Example: tensorlens check minilm "A sentence of your own."
+    """
+    lens = options.load_lens(
+        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    T = lens(default_input(lens) if input is None else options.read_input(input))
+    certificate = T.certificate()
+    if json:
+        content = {"model": lens.name, "n_tokens": T.n_tokens, "n_channels": T.n_channels, "n_blocks": T.n_blocks}
+        typer.echo(json_module.dumps(content | certificate.as_dict(), ensure_ascii=False))
+    else:
+        show(certificate, f"{lens.name}: {T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks")
+    raise typer.Exit(0 if certificate.passed else 1)
+
+
+def default_input(lens: Lens) -> Any:
+    """Something that any model of its kind can take."""
+    if tokenizer_of(lens.processor) is not None:
+        return SENTENCE
+    if "pixel_values" in forward_parameters(lens.model):
+        size = getattr(lens.model.config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        return torch.randn(3, height, width, generator=torch.Generator().manual_seed(0))
+    return list(range(1, 9))
+
+
+def show(certificate: Certificate, title: str, console: Console | None = None) -> None:
+    """Print a certificate: verdict, numbers, and the rules that fired."""
+    console = console or Console(highlight=False)
+    console.print(title, style="bold", markup=False)
+    verdict = "exact and linear" if certificate.passed else "NOT CERTIFIED: " + ", ".join(certificate.failures)
+    console.print(verdict, style="green" if certificate.passed else "bold red")
+    numbers = Table("law", "relative error", box=None, pad_edge=False)
+    for law, error in certificate.errors.items():
+        numbers.add_row(law, f"{error:.1e}", style="" if error <= certificate.tolerance else "bold red")
+    numbers.add_row("tolerance", f"{certificate.tolerance:.0e} ({certificate.dtype})", style="dim")
+    console.print(numbers)
+    rules = Table("rule", "modules", "the first", box=None, pad_edge=False)
+    for rule, modules in certificate.rules.items():
+        rules.add_row(rule, str(len(modules)), modules[0])
+    console.print(rules)
+    for convention, modules in certificate.conventions.items():
+        console.print(f"convention: {convention} in {len(modules)} modules, such as {modules[0]}", markup=False)

@@ -1,0 +1,36 @@
+"""The command line: `tensorlens COMMAND`, or `python -m tensorlens COMMAND`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from tensorlens.app.check_command import check
+from tensorlens.app.map_command import map_
+from tensorlens.app.methods_command import methods
+from tensorlens.errors import TensorLensError
+
+app = typer.Typer(
+    name="tensorlens",
+    help="A Transformer, at a given input, as one exact linear operator: F(X) = T·X + B.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("map")(map_)
+app.command("check")(check)
+app.command("methods")(methods)
+
+
+def main() -> None:
+    """Run the command line; what goes wrong on purpose is one message and exit code 2."""
+    try:
+        app()
+    except TensorLensError as error:
+        typer.echo(f"tensorlens: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
