@@ -1,0 +1,322 @@
+"""`block_parts`: which weights a block is made of, found by watching one replay and proved by rebuilding it.
+
+No family is known by name. A replay of one block shows which layer's output the attention mixed, which layer took the
+mixture, which products went into the feed-forward's way back, and in which order norms stood between them. Fused and
+interleaved projections are found by the values in their columns. What rebuilds the block away from X to rounding is
+taken; for anything else `AnatomyError` says what was looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations, product
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import AnatomyError
+from tensorlens.freezing.frozen_model import FrozenModel
+from tensorlens.freezing.rebuilding import held_factors, norm_scale, rebuild, rebuild_norm
+from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.traced import constant
+from tensorlens.freezing.watching import Mixed, Sighting, Step, Watch, by_token
+from tensorlens.models.block_parts import BlockParts, FeedForward, Layout, NormPart, Projection, match_columns
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""Relative error up to which a rebuilt block counts as the block; models may compute parts in float32."""
+
+NORM_OPERATIONS = ("layer_norm", "rms_norm", "rsqrt")
+
+Found = BlockParts | NormPart | None | str
+"""Parts, a final norm or the absence of one, or the message of what went wrong."""
+
+_known: WeakKeyDictionary[nn.Module, dict[tuple[Rules, int], Found]] = WeakKeyDictionary()
+"""What a survey found, by model: the wiring does not depend on the input. Block -1 is the final norm."""
+
+
+def block_parts(frozen: FrozenModel, n: int) -> BlockParts:
+    """The weights of block n and how they are wired, proved by rebuilding the frozen block at a random state.
+
+    Raises:
+        AnatomyError: the block is made of something else, such as experts or a recurrence; says what was missing.
+    """
+    known = _known.setdefault(frozen.anatomy.model, {})
+    if (frozen.rules, n) not in known:
+        try:
+            known[frozen.rules, n] = _survey(frozen, n)
+        except AnatomyError as error:
+            known[frozen.rules, n] = str(error)
+    return _or_raise(known[frozen.rules, n])
+
+
+def final_norm(frozen: FrozenModel) -> NormPart | None:
+    """The norm between the last block and X^N, or None where there is nothing between them.
+
+    Raises:
+        AnatomyError: there is something else.
+    """
+    known = _known.setdefault(frozen.anatomy.model, {})
+    if (frozen.rules, -1) not in known:
+        block_parts(frozen, frozen.n_blocks - 1)
+    return _or_raise(known[frozen.rules, -1])
+
+
+def _or_raise(found: Found) -> Any:
+    if isinstance(found, str):
+        raise AnatomyError(found)
+    return found
+
+
+# From what was seen to parts -----------------------------------------------------------------------------------------
+
+
+def _survey(frozen: FrozenModel, n: int) -> BlockParts:
+    watch = Watch(frozen, n)
+    with torch.no_grad():
+        state = watch.go()
+    seen, search = watch.seen, _Search(frozen, n, watch.seen)
+    if n == frozen.n_blocks - 1:
+        known = _known.setdefault(frozen.anatomy.model, {})
+        known[frozen.rules, -1] = _tail(frozen, n, seen, constant(state))
+    with torch.no_grad():
+        for parts in search.candidates():
+            rebuilt = rebuild(parts, held_factors(frozen, parts), seen.x[0])
+            if _agrees(rebuilt, seen.y):
+                return parts
+    raise search.error("no wiring of its norms, attention and feed-forward rebuilds it")
+
+
+def _agrees(rebuilt: Tensor, seen: Tensor | None) -> bool:
+    if seen is None:
+        return False
+    seen = seen.reshape(rebuilt.shape)
+    return bool((rebuilt - seen).norm() <= TOLERANCES[seen.dtype] * seen.norm())
+
+
+def _tail(frozen: FrozenModel, n: int, seen: Sighting, state: Tensor) -> NormPart | str | None:
+    """The final norm: the first norm after the block whose output is where the walk ended."""
+    if seen.y is not None and _agrees(seen.y, state):
+        return None
+    for step in seen.tail:
+        norm = find_norm(frozen, f"after block {n}", step, 0)
+        if norm is not None and _agrees(step.output, state[0]):
+            return norm
+    found = ", ".join(step.path for step in seen.tail) or "something that is no module"
+    return (
+        f"Between the last block of `{type(frozen.anatomy.model).__name__}` and its output expected one norm or "
+        f"nothing; found {found}. Rows and norms go by backward passes instead."
+    )
+
+
+def find_norm(frozen: FrozenModel, place: str, step: Step, occurrence: int) -> NormPart | None:
+    """A step as a norm with a held scale for each token, if it is one."""
+    eps = getattr(step.module, "eps", getattr(step.module, "variance_epsilon", None))
+    for operation, kind, offset in product(NORM_OPERATIONS, ("layer", "rms"), (0.0, 1.0)):
+        norm = NormPart(path=step.path, module=step.module, kind=kind, offset=offset, operation=operation,
+                        occurrence=occurrence, eps=eps)  # fmt: skip
+        scale = norm_scale(frozen, place, norm)
+        if scale is None or len(scale) != len(step.input):
+            continue
+        if _agrees(rebuild_norm(norm, scale, step.input), step.output):
+            return norm
+    return None
+
+
+class _Search:
+    """The parts of one block, one question at a time."""
+
+    def __init__(self, frozen: FrozenModel, n: int, seen: Sighting) -> None:
+        self.frozen, self.n, self.seen = frozen, n, seen
+        blocks = frozen.anatomy.blocks
+        self.block = blocks[min(n, len(blocks) - 1)]
+        self.linears = [(i, step) for i, step in enumerate(seen.steps) if _is_linear(step.module)]
+
+    def error(self, missing: str) -> AnatomyError:
+        return AnatomyError(
+            f"Block {self.n} (`{type(self.block).__name__}`) cannot be taken apart: {missing}. Expected one attention, "
+            "one feed-forward and norms around them. Rows and norms go by backward passes instead; methods that need "
+            "the weights do not apply."
+        )
+
+    def candidates(self) -> Iterator[BlockParts]:
+        """Every reading of the block that its steps allow, likeliest first."""
+        if len(self.seen.mixed) != 1:
+            raise self.error(f"{len(self.seen.mixed)} places where attention meets values")
+        mixed = self.seen.mixed[0]
+        value, n_kv_heads = self.value(mixed)
+        out = self.out(mixed)
+        down_at, feed_forward = self.feed_forward({value.path, out.path})
+        norms = self.norms(mixed)
+        scales = [vector for _, vector in self.layer_scales(norms)]
+        scale_1, scale_2 = scales if len(scales) == 2 else (None, None)
+        for layout, named in _wirings(norms, down_at):
+            yield BlockParts(
+                index=self.n, layout=layout, attention=mixed.path, value=value, out=out, feed_forward=feed_forward,
+                n_heads=mixed.mixture.shape[1], n_kv_heads=n_kv_heads, layer_scale_1=scale_1, layer_scale_2=scale_2,
+                residual_multiplier=float(getattr(self.block, "residual_multiplier", 1.0)), **named,
+            )  # fmt: skip
+
+    def value(self, mixed: Mixed) -> tuple[Projection, int]:
+        """The layer whose outputs were mixed, a column for each value channel, heads in order."""
+        by_head = mixed.values[0].transpose(0, 1)  # (token, head, head_channel)
+        for _, step in reversed([pair for pair in self.linears if pair[0] < mixed.after]):
+            columns = match_columns(by_head.flatten(1), step.output)
+            if columns is not None:
+                columns = columns.view(by_head.shape[1:])
+                columns = _shared_heads(columns)
+                return _projection(step, columns=columns.flatten()), len(columns)
+        raise self.error("no linear layer gives the values that attention mixes")
+
+    def out(self, mixed: Mixed) -> Projection:
+        """The layer that takes the mixture."""
+        by_token = mixed.mixture[0].transpose(0, 1).flatten(1)
+        for at, step in self.linears:
+            if at >= mixed.after and step.input.shape[-1] == by_token.shape[-1]:
+                rows = match_columns(by_token, step.input)
+                if rows is not None:
+                    return _projection(step, rows=rows)
+        raise self.error("no linear layer takes the mixture as it is")
+
+    def feed_forward(self, used: set[str]) -> tuple[int, FeedForward]:
+        """The layer back to the residual stream, and what multiplies what on the way into it."""
+        place = f"block {self.n}"
+        sites = {site: factor for site, factor in self.frozen.tape.factors.items() if site.place == place}
+        for at, step in self.linears:
+            if step.path in used or step.output.shape[-1] != self.seen.x.shape[-1]:
+                continue
+            width = step.input.shape[-1]
+            near = {site: f for site, f in sites.items() if isinstance(f, Tensor) and f.shape[-1] == width}
+            for site in near:
+                if site.operation in (*NORM_OPERATIONS, "pow", "gate", "up") or site.operation.startswith("attention"):
+                    continue
+                found = self._branches(step, site, [s for s in near if s.operation in ("gate", "up")])
+                if found is not None:
+                    return at, found
+        raise self.error("no feed-forward of two or three linear layers and one activation")
+
+    def _branches(self, down: Step, site: Any, products: list[Any]) -> FeedForward | None:
+        """Up and gate, by which layer's outputs times the held factors are what `down` took."""
+        gain = by_token(self.frozen.tape.factors[site])
+        meeting = products[0].module if products else None
+        halves = [half for _, step in self.linears if step.path != down.path for half in _halves(step, gain.shape[-1])]
+        halves.sort(key=lambda half: not half[0].path.startswith(meeting or ""))
+        common: dict[str, Any] = dict(
+            down=_projection(down), activation=site.module, operation=site.operation, product=meeting
+        )
+        if not products:
+            ups = [up for up, z in halves if _agrees(gain * z, down.input)]
+            return FeedForward(up=ups[0], gate=None, **common) if ups else None
+        activated = [step.output for step in self.seen.steps if step.path == site.module]
+        for (gate, g), (up, u) in permutations(halves, 2):
+            # The branch that the gate rule holds leaves no trace in the product, but the gate's does in the activation.
+            if all(_agrees(gain * g, out) for out in activated) and _agrees(
+                self._gated(products, gain, u, g), down.input
+            ):
+                return FeedForward(up=up, gate=gate, **common)
+        return None
+
+    def _gated(self, products: list[Any], gain: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+        """What the gate rule makes of the two branches."""
+        held = {site.operation: by_token(self.frozen.tape.factors[site]) for site in products}
+        by_up = up * held["gate"] if "gate" in held else None
+        by_gate = gate * gain * held["up"] if "up" in held else None
+        if by_up is None or by_gate is None:
+            return by_gate if by_up is None else by_up  # type: ignore[return-value]
+        return 0.5 * (by_up + by_gate)
+
+    def norms(self, mixed: Mixed) -> list[tuple[int, NormPart]]:
+        """Norms of the residual stream, in order; those of queries and keys are none of them."""
+        found, count = [], {}
+        for at, step in enumerate(self.seen.steps):
+            if at < mixed.after and step.path.startswith(mixed.path + ".") or step.input.shape != step.output.shape:
+                continue
+            norm = find_norm(self.frozen, f"block {self.n}", step, count.get(step.path, 0))
+            if norm is not None:
+                count[step.path] = count.get(step.path, 0) + 1
+                found.append((at if at >= mixed.after else at - len(self.seen.steps), norm))
+        return found
+
+    def layer_scales(self, norms: list[tuple[int, NormPart]]) -> Iterator[tuple[int, Tensor]]:
+        """Modules that multiply each channel by a parameter of theirs."""
+        paths = {norm.path for _, norm in norms}
+        for at, step in enumerate(self.seen.steps):
+            own = [p.detach() for p in step.module.parameters(recurse=False)]
+            if step.path in paths or len(own) != 1 or own[0].shape != step.output.shape[-1:]:
+                continue
+            if step.input.shape == step.output.shape and _agrees(step.input * own[0], step.output):
+                yield at, own[0]
+
+
+def _wirings(norms: list[tuple[int, NormPart]], down_at: int) -> Iterator[tuple[Layout, dict[str, Any]]]:
+    """Layouts with norms in these places: before attention, between it and the feed-forward, after both."""
+    before = [norm for at, norm in norms if at < 0]
+    between = [norm for at, norm in norms if 0 <= at < down_at]
+    after = [norm for at, norm in norms if at > down_at]
+
+    match before, between, after:
+        case [], [], []:
+            tries = [("pre_ln", {}), ("parallel", {})]
+        case [a], [], []:
+            tries = [("parallel", {"norm_1": a, "norm_2": a}), ("pre_ln", {"norm_1": a}), ("parallel", {"norm_1": a})]
+        case [a, b], [], []:
+            tries = [("parallel", {"norm_1": a, "norm_2": b}), ("parallel", {"norm_1": b, "norm_2": a})]
+        case [], [a], []:
+            tries = [("pre_ln", {"norm_2": a}), ("parallel", {"norm_2": a})]
+        case [a], [b], []:
+            tries = [("pre_ln", {"norm_1": a, "norm_2": b}), ("parallel", {"norm_1": a, "norm_2": b})]
+        case [], [a], [b]:
+            tries = [("post_ln", {"norm_1": a, "norm_2": b}), ("post_sublayer", {"post_norm_1": a, "post_norm_2": b})]
+        case [a], [b, c], [d]:
+            tries = [("sandwich", {"norm_1": a, "post_norm_1": b, "norm_2": c, "post_norm_2": d})]
+        case _:
+            tries = []
+    absent: dict[str, Any] = dict.fromkeys(("norm_1", "post_norm_1", "norm_2", "post_norm_2"))
+    yield from ((layout, absent | named) for layout, named in tries)  # type: ignore[misc]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    named = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return named and isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
+
+
+def _projection(step: Step, columns: Tensor | None = None, rows: Tensor | None = None) -> Projection:
+    """A step as a projection; an order that changes nothing is left out, so that the weight stays a view."""
+    n_in, n_out = step.input.shape[-1], step.output.shape[-1]
+    return Projection(
+        path=step.path,
+        module=step.module,
+        is_row_major=not isinstance(step.module, nn.Linear),
+        columns=None if _in_order(columns, n_out) else columns,
+        rows=None if _in_order(rows, n_in) else rows,
+    )
+
+
+def _in_order(index: Tensor | None, n: int) -> bool:
+    return index is None or len(index) == n and bool((index == torch.arange(n, device=index.device)).all())
+
+
+def _halves(step: Step, width: int) -> list[tuple[Projection, Tensor]]:
+    """Ways in which a layer can give `width` channels: all of them, a half, or every second one."""
+    every = torch.arange(step.output.shape[-1], device=step.output.device)
+    if len(every) == width:
+        return [(_projection(step), step.output)]
+    if len(every) != 2 * width:
+        return []
+    return [
+        (_projection(step, columns=c), step.output[:, c])
+        for c in (every[:width], every[width:], every[::2], every[1::2])
+    ]
+
+
+def _shared_heads(columns: Tensor) -> Tensor:
+    """One row of columns for each value head: neighbours that repeat it are dropped."""
+    changed = (columns[1:] != columns[:-1]).any(1)
+    keep = torch.cat([changed.new_ones(1), changed])
+    n_kept = int(keep.sum())
+    regular = len(columns) % n_kept == 0 and bool(
+        (columns == columns[keep].repeat_interleave(len(columns) // n_kept, 0)).all()
+    )
+    return columns[keep] if regular else columns

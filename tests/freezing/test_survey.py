@@ -1,0 +1,95 @@
+"""Parts of blocks: found in every family, and never wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import tensorlens as tl
+from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.freezing.rebuilding import held_attention, held_factors, rebuild
+from tensorlens.freezing.survey import block_parts, final_norm
+
+LAYOUTS = {
+    "post_ln": ("bert", "bert-classifier", "bert-mlm", "roberta", "distilbert", "albert"),
+    "parallel": ("neox-parallel", "phi"),
+    "sandwich": ("gemma2", "gemma3"),
+    "post_sublayer": ("olmo2",),
+}
+
+
+def frozen_model(name: str, attention: str = "eager", **rules: object) -> FrozenModel:
+    lens = tl.Lens(zoo.build(name, attention), rules=tl.Rules(**rules))  # type: ignore[arg-type]
+    return lens(zoo.sample(name)).operator.frozen
+
+
+@pytest.mark.parametrize(("name", "attention"), zoo.CASES)
+def test_parts_rebuild_the_frozen_block_away_from_x(name: str, attention: str) -> None:
+    frozen = frozen_model(name, attention)
+    for n in range(frozen.n_blocks - 1):
+        parts = block_parts(frozen, n)
+        x = torch.randn(frozen.hidden[n].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+        expected = frozen.push(x, Span(n, n + 1))[0]
+        found = rebuild(parts, held_factors(frozen, parts), x[0])
+        assert (found - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_layouts_are_those_of_the_families(name: str) -> None:
+    frozen = frozen_model(name)
+    expected = next((layout for layout, names in LAYOUTS.items() if name in names), "pre_ln")
+    assert {block_parts(frozen, n).layout for n in range(frozen.n_blocks)} == {expected}
+    assert (final_norm(frozen) is None) == (expected == "post_ln")
+
+
+@pytest.mark.parametrize("gate", ["freeze_gate", "freeze_up", "half"])
+@pytest.mark.parametrize(("name", "up", "gate_path"), [("llama", "up_proj", "gate_proj"), ("modernbert", "Wi", "Wi")])
+def test_gate_and_up_are_told_apart_under_every_gate_rule(name: str, up: str, gate_path: str, gate: str) -> None:
+    ffn = block_parts(frozen_model(name, gate=gate), 1).feed_forward
+    assert ffn.gate is not None
+    assert (ffn.up.path.split(".")[-1], ffn.gate.path.split(".")[-1]) == (up, gate_path)
+    if name == "modernbert":  # the first half goes through the activation
+        assert ffn.gate.columns is not None and ffn.gate.columns.tolist() == list(range(24))
+
+
+def test_gemma_gain_is_one_plus_the_stored_weight() -> None:
+    parts = block_parts(frozen_model("gemma3"), 0)
+    assert parts.norm_1 is not None and parts.norm_1.kind == "rms" and parts.norm_1.gain is not None
+    torch.testing.assert_close(parts.norm_1.gain, 1 + parts.norm_1.module.weight.detach())  # type: ignore[operator]
+
+
+def test_interleaved_values_are_taken_head_by_head() -> None:
+    value = block_parts(frozen_model("neox-parallel"), 0).value
+    assert value.columns is not None
+    assert value.columns.tolist() == [12 * head + 8 + channel for head in range(4) for channel in range(4)]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "modernbert", "gpt2"])
+def test_attention_from_queries_and_keys_is_the_softmax(name: str) -> None:
+    eager = frozen_model(name, "eager")
+    expected = [held_attention(eager, block_parts(eager, n)) for n in range(3)]
+    fused = frozen_model(name, "sdpa")
+    found = [held_attention(fused, block_parts(fused, n)) for n in range(3)]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+class _Twice(nn.Module):
+    """A block's feed-forward followed by another linear layer, which no layout knows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.more(self.inner(x))
+
+
+def test_a_block_of_another_make_is_refused_with_what_was_missing() -> None:
+    model = zoo.build("gpt2")
+    model.transformer.h[1].mlp = _Twice(model.transformer.h[1].mlp).double()  # type: ignore[union-attr,index]
+    frozen = tl.Lens(model)(zoo.sample("gpt2")).operator.frozen
+    assert block_parts(frozen, 0).layout == "pre_ln"
+    with pytest.raises(tl.AnatomyError, match="Block 1 .*cannot be taken apart"):
+        block_parts(frozen, 1)
