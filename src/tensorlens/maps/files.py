@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise _damaged(path, error) from error
     _check_format(path, document.get("format") if isinstance(document, dict) else None)
     try:
-        record = {name: document[name] for name in _TEXT_FIELDS}
+        record = _text_fields(document)
         record["meta"] = _decode(record["meta"])
         record["scores"] = _tensor(document["scores"])
         record["bias_share"] = _tensor(document["bias_share"])
@@ -85,8 +85,7 @@ def read_safetensors(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             _check_format(path, header.get("format"))
-            record = json.loads(header["record"])
-            record = {name: record[name] for name in _TEXT_FIELDS}
+            record = _text_fields(json.loads(header["record"]))
             return record | {name: file.get_tensor(name) for name in ("scores", "bias_share")}
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise _damaged(path, error) from error
@@ -100,6 +99,14 @@ def write_csv(path: Path, record: dict[str, Any]) -> None:
         for i, row in enumerate(record["scores"].tolist()):
             label = record["out_tokens"][i]
             writer.writerows((i, label, j, record["in_tokens"][j], score) for j, score in enumerate(row))
+
+
+def _text_fields(document: dict[str, Any]) -> dict[str, Any]:
+    record = {name: document[name] for name in _TEXT_FIELDS}
+    for name, kind in (("out_tokens", list), ("in_tokens", list), ("method", str), ("meta", dict)):
+        if not isinstance(record[name], kind):
+            raise TypeError(f"{name} is a {type(record[name]).__name__}")
+    return record | {name: tuple(map(str, record[name])) for name in ("out_tokens", "in_tokens")}
 
 
 def _check_format(path: Path, found: object) -> None:

@@ -190,7 +190,7 @@ class TokenMap:
             raise InputError(f"Could not load {path.name!r}. {error}") from error
 
     def _out_positions(self) -> tuple[int, ...] | None:
-        positions = self.meta.get("out_positions")
+        positions: Any = self.meta.get("out_positions")
         return tuple(positions) if is_by_output("out_positions", positions, self.shape[0]) else None
 
     def _position(self, out_token: int) -> int:

@@ -1,0 +1,46 @@
+"""Maps to draw, and labels that break careless renderers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensorlens.views.record import MapView
+
+WORDS = ("The", " E", "iff", "el", " Tower", " is", " in")
+SCRIPT = "<script>window.hacked = 1</script>"
+HOSTILE = (
+    SCRIPT,
+    f"</script>{SCRIPT}",
+    "<img src=x onerror='window.hacked = 1'>",
+    "\"'`&<!--",
+    "שלום",
+    " العربية",
+    "e\u0301\u0323",
+    "\u0301",
+    "👩\u200d👩\u200d👧",
+    "字字",
+    "x" * 4000,
+    "\n",
+    "\t",
+    "",
+    "  ",
+    "\u202eevil",
+    "\ud800",
+    "[bold]b[/bold]",
+    "$a_b$",
+    "\x1b[31m",
+)
+_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+PIXEL = f"data:image/png;base64,{_PNG}"
+
+
+def map_view(scores: Any, labels: Sequence[str] | None = None, **changes: Any) -> MapView:
+    """A view of these scores; outputs and inputs take their labels from the same text."""
+    scores = np.asarray(scores, dtype=np.float64)
+    n_out, n_in = scores.shape
+    text = tuple(labels or [f" w{k}" for k in range(max(n_out, n_in))])
+    fields = {"out_tokens": text[:n_out], "in_tokens": text[:n_in], "title": "tensor.in_out"}
+    return MapView(scores=scores, **(fields | {"bias_share": np.full(n_out, 0.25)} | changes))
