@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,7 +52,7 @@ class _Colouring(NamedTuple):
 
 def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     """The whole matrix: outputs down, inputs across; labels where they are readable, positions where not."""
-    _check_not_empty(view)
+    _check(view)
     n_out, n_in = view.scores.shape
     size = min(_LABEL_SIZE, 0.85 * 72 * (width - 0.6) / max(n_in, n_out / 1.35))
     left, top = (_TITLE + _gutter(tokens, size) for tokens in (view.out_tokens, view.in_tokens))
@@ -136,10 +137,8 @@ def write(view: MapView, path: Path, kind: str) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("Saving a figure", "matplotlib", "plot") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), dpi=150)
 
 
@@ -166,14 +165,16 @@ def _missing() -> str:
 
 
 def _row(view: MapView, out_token: int) -> np.ndarray:
-    _check_not_empty(view)
+    _check(view)
     n_out = view.scores.shape[0]
     if not -n_out <= out_token < n_out:
         raise InputError(f"Expected an output between {-n_out} and {n_out - 1}, got {out_token}. Pass one of these.")
     return view.scores[out_token]
 
 
-def _check_not_empty(view: MapView) -> None:
+def _check(view: MapView) -> None:
+    if find_spec("matplotlib") is None:
+        raise missing_extra("Saving a figure", "matplotlib", "plot")
     if not view.scores.size:
         raise InputError(f"Expected a map with scores to draw, got {view.scores.shape}. Save it as .json instead.")
 

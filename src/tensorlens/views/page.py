@@ -100,8 +100,8 @@ def _fallback(view: MapView) -> str:
     if n_out and n_in:
         row = view.scores[-1]
         order = np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable")[:_FALLBACK_TOKENS]
-        pairs = (f"{_text(shorten(visible(view.in_tokens[j]), 24))} {row[j]:+.3g}" for j in order)
-        lines.append(f"Output {_text(shorten(visible(view.out_tokens[-1]), 24))} from: {', '.join(pairs)}")
+        pairs = (f"{_text(shorten(view.in_tokens[j], 24)).strip()} {row[j]:+.3g}" for j in order)
+        lines.append(f"Output {_text(shorten(view.out_tokens[-1], 24)).strip()} from: {', '.join(pairs)}")
     return f"<p>{'<br>'.join(lines)}</p>"
 
 

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.collections import QuadMesh
+from view_samples import HOSTILE, PIXEL, map_view
+
+from tensorlens.errors import InputError, MissingExtraError
+from tensorlens.views import figures, glyphs
+from tensorlens.views.record import PatchGrid
+
+
+def draw(figure, path: Path) -> int:
+    figure.savefig(path)
+    return path.stat().st_size
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_heat_map_fills_a_paper_column_with_square_cells():
+    figure = figures.heat_map(map_view(np.eye(12)))
+    assert figure.get_figwidth() == pytest.approx(3.35)
+    box = figure.axes[0].get_position()
+    width, height = figure.get_size_inches()
+    assert box.width * width == pytest.approx(box.height * height)
+
+
+def test_heat_map_colours_end_at_the_same_size_on_both_sides():
+    signed = figures.heat_map(map_view([[1.0, -4.0], [0.0, 2.0]])).axes[0].collections[0]
+    assert (signed.norm.vmin, signed.norm.vmax) == (-4.0, 4.0)
+    unsigned = figures.heat_map(map_view([[1.0, 4.0], [0.0, 2.0]])).axes[0].collections[0]
+    assert (unsigned.norm.vmin, unsigned.norm.vmax) == (0.0, 4.0)
+
+
+def test_heat_map_is_vector_while_it_is_small():
+    assert isinstance(figures.heat_map(map_view(np.eye(50))).axes[0].collections[0], QuadMesh)
+    large = figures.heat_map(map_view(np.eye(300))).axes[0]
+    assert not large.collections
+    assert large.images[0].get_array().shape == (300, 300)
+
+
+def test_heat_map_names_tokens_while_they_are_readable():
+    small = figures.heat_map(map_view(np.eye(10))).axes[0]
+    assert [label.get_text() for label in small.get_yticklabels()] == [f"w{k}" for k in range(10)]
+    large = figures.heat_map(map_view(np.eye(300))).axes[0]
+    assert [label.get_text() for label in large.get_yticklabels()][:3] == ["0", "50", "100"]
+
+
+def test_infinity_is_the_end_of_the_scale_and_nan_is_missing():
+    cells = figures.heat_map(map_view([[np.inf, np.nan], [-np.inf, 2.0]])).axes[0].collections[0].get_array()
+    assert cells[0, 0] == 2.0
+    assert cells[1, 0] == -2.0
+    assert np.ma.is_masked(cells[0, 1])
+
+
+def test_row_over_text_keeps_every_token_inside_the_page():
+    words = [f" word{k}" for k in range(80)]
+    figure = figures.row_over_text(map_view(np.ones((1, 80)), labels=words))
+    width, height = figure.get_size_inches()
+    axes = figure.axes[0]
+    assert [text.replace("\u00a0", " ") for text in texts(axes)] == words
+    for patch in axes.patches:
+        box = patch.get_bbox()
+        assert box.x0 >= 0
+        assert box.x1 <= width
+        assert max(box.y0, box.y1) <= height
+
+
+def test_row_over_text_breaks_the_line_after_a_newline():
+    axes = figures.row_over_text(map_view(np.ones((1, 2)), labels=["a\n", "b"])).axes[0]
+    first, second = (text.get_position()[1] for text in axes.texts)
+    assert second > first
+
+
+def test_row_over_text_writes_on_dark_colours_in_white():
+    axes = figures.row_over_text(map_view([[5.0, 0.0]])).axes[0]
+    assert [text.get_color() for text in axes.texts] == ["#ffffff", "#111418"]
+
+
+def test_patch_overlay_shows_the_picture_through_weak_patches():
+    view = map_view([[9.0, 0.0, 1.0, 2.0, 4.0]], grid=PatchGrid(rows=2, columns=2, first=1), image=PIXEL)
+    picture, patches = figures.patch_overlay(view).axes[0].images
+    assert picture.get_array().shape == (1, 1, 3)
+    assert patches.get_array().tolist() == [[0.0, 1.0], [2.0, 4.0]]
+    alpha = patches.get_alpha()
+    assert alpha[0, 0] < alpha[1, 0] < alpha[1, 1] < 1
+
+
+def test_patch_overlay_needs_patches():
+    with pytest.raises(InputError, match="one of text"):
+        figures.patch_overlay(map_view([[1.0]]))
+
+
+def test_the_kind_of_map_chooses_the_figure():
+    grid = PatchGrid(rows=1, columns=2, first=0)
+    assert texts(figures.figure_of(map_view([[1.0, 2.0]])).axes[0])
+    assert figures.figure_of(map_view([[1.0, 2.0]], grid=grid)).axes[0].images
+    assert figures.figure_of(map_view(np.eye(2))).axes[0].collections
+
+
+@pytest.mark.parametrize("out_token", [1, -2])
+def test_rows_out_of_range(out_token):
+    with pytest.raises(InputError, match="between -1 and 0"):
+        figures.row_over_text(map_view([[1.0]]), out_token=out_token)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("n_out", [1, len(HOSTILE)])
+def test_hostile_labels_are_drawn_without_a_warning(tmp_path, kind, n_out):
+    n = len(HOSTILE)
+    figures.write(map_view(np.ones((n_out, n)), labels=HOSTILE), tmp_path / "figure", kind)
+    assert (tmp_path / "figure").stat().st_size > 1000
+
+
+def test_a_character_without_a_glyph_is_spelled_out(monkeypatch):
+    monkeypatch.setattr(glyphs, "_characters", lambda: frozenset(map(ord, "abc\\")))
+    assert glyphs.drawable("a字👩") == "a\\u5b57\\U0001f469"
+
+
+def test_dollars_are_not_mathematics():
+    axes = figures.heat_map(map_view(np.eye(2), labels=["$a_b$", "b"])).axes[0]
+    assert not any(label.get_parse_math() for label in axes.get_yticklabels())
+
+
+@pytest.mark.parametrize("scores", [[[1.0]], [[np.nan]], [[0.0, 0.0]], np.full((3, 3), np.nan), np.zeros((2, 2))])
+def test_odd_maps_are_drawn(tmp_path, scores):
+    assert draw(figures.figure_of(map_view(scores)), tmp_path / "figure.png") > 500
+
+
+@pytest.mark.parametrize("shape", [(4, 60), (60, 4), (2, 3), (150, 150)])
+def test_all_shapes_fit(tmp_path, shape):
+    figure = figures.heat_map(map_view(np.random.default_rng(0).normal(size=shape)))
+    assert figure.get_figheight() < 7
+    assert draw(figure, tmp_path / "figure.pdf") > 1000
+
+
+def test_nothing_is_left_in_matplotlib(tmp_path):
+    before = dict(matplotlib.rcParams)
+    figures.write(map_view(np.eye(3)), tmp_path / "figure.pdf", "pdf")
+    assert dict(matplotlib.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_fonts_are_embedded_as_publishers_want(tmp_path):
+    figures.write(map_view(np.eye(3)), tmp_path / "figure.pdf", "pdf")
+    content = (tmp_path / "figure.pdf").read_bytes()
+    assert b"/Type3" not in content
+    assert b"/CIDFontType2" in content
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_the_same_map_gives_the_same_bytes(tmp_path, kind):
+    for name in ("a", "b"):
+        figures.write(map_view(np.eye(3)), tmp_path / name, kind)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_threads_may_save_at_once(tmp_path):
+    errors = []
+
+    def save(name: str) -> None:
+        try:
+            figures.write(map_view(np.eye(4)), tmp_path / name, "pdf")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(f"{k}.pdf",)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len({(tmp_path / f"{k}.pdf").read_bytes() for k in range(4)}) == 1
+
+
+@pytest.mark.parametrize("draw_map", [figures.heat_map, figures.row_over_text, figures.patch_overlay])
+def test_without_matplotlib_the_install_line_is_given(monkeypatch, draw_map):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=re.escape('pip install "attention-tensorlens[plot]"')):
+        draw_map(map_view(np.eye(2), grid=PatchGrid(rows=1, columns=2, first=0)))
