@@ -1,0 +1,78 @@
+"""Figures of a fidelity run, from its summary: errors and bounds over the size of a move; properties over blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensorlens.errors import missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CURVES = {
+    "tensor": ("tensor: ‖T(X+ε)+B − F(X+ε)‖", "#2b6cb0", "-"),
+    "jacobian": ("Jacobian: ‖F(X)+Jε − F(X+ε)‖", "#2f855a", "-"),
+    "nothing": ("no change: ‖F(X) − F(X+ε)‖", "#718096", "-"),
+    "bound_norm": ("Prop. 1, measured ‖T‖₂", "#dd6b20", "--"),
+    "bound_measured": ("Prop. 1, product with measured gates", "#c05621", ":"),
+    "bound_weights": ("Prop. 1, product from weights", "#9b2c2c", ":"),
+}
+PANELS = {
+    "stable_rank": "stable rank of T[i]",
+    "effective_rank": "effective rank of T[i]",
+    "mean_pair_effective_rank": "effective rank of a D × D block",
+    "token_perplexity": "input tokens (perplexity)",
+    "token_sparsity": "sparsity over tokens",
+    "bias_share": "share of the bias",
+}
+KIND_STYLES = {
+    "single": ("block n alone", "#2b6cb0"),
+    "prefix": ("blocks 0 to n", "#dd6b20"),
+    "suffix": ("blocks n to the end", "#2f855a"),
+}
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra("Drawing a figure", "matplotlib", "plot") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def error_curves(summary: dict[str, Any]) -> Figure:
+    """Error over size on log axes, one panel a kind of direction, each bound a line of its own."""
+    kinds = summary["kinds"]
+    figure = _figure(4.2 * len(kinds), 3.8)
+    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    for panel, (kind, found) in zip(axes, kinds.items(), strict=True):
+        for name, (label, colour, style) in CURVES.items():
+            if name in found["curves"]:
+                curve = found["curves"][name]
+                panel.plot(found["sizes"], curve["median"], style, color=colour, label=label)
+                panel.fill_between(found["sizes"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0)
+        panel.set(xscale="log", yscale="log", xlabel="‖ε‖ / ‖X‖", title=f"{kind} directions")
+    axes[0].set_ylabel("error / ‖F(X)‖")
+    axes[0].legend(fontsize=6, frameon=False)
+    return figure
+
+
+def property_panels(records: list[dict[str, Any]]) -> Figure:
+    """Each property over the blocks: alone, from the first on, and up to the last."""
+    figure = _figure(9.0, 5.0)
+    axes = figure.subplots(2, 3).flatten()
+    for panel, (name, title) in zip(axes, PANELS.items(), strict=True):
+        for kind, (label, colour) in KIND_STYLES.items():
+            points = [(_place(record), record[name]) for record in records if record["kind"] == kind]
+            if points:
+                panel.plot(*zip(*sorted(points), strict=True), color=colour, marker=".", label=label)
+        panel.set_title(title, fontsize=9)
+        panel.set_xlabel("block n", fontsize=8)
+        if name != "bias_share":
+            panel.set_ylim(bottom=0)
+    axes[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _place(record: dict[str, Any]) -> int:
+    return record["stop"] - 1 if record["kind"] == "prefix" else record["start"]

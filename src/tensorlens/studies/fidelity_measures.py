@@ -1,0 +1,156 @@
+r"""How far the tensor, and the true Jacobian, are from the model when the input moves, and what Proposition 1 allows.
+
+For a move ε of the input: $\Vert T(X+\epsilon) + B - F(X+\epsilon)\Vert$ beside the same for $J$, and beside
+$\Vert F(X+\epsilon) - F(X)\Vert$, the error of predicting no change ($T = 0$), which the proposition covers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.axes import Hidden
+from tensorlens.studies.plain_pass import plain_pass, true_function
+from tensorlens.tensor import AttentionTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """Where to move the input.
+
+    Attributes:
+        kind: ``"random"`` for a normal move of every token, ``"token"`` towards another token's embedding.
+        name: For people.
+        unit: Of length one.
+        natural_size: For ``"token"``: the length at which the token has become the other one, relative to the input.
+    """
+
+    kind: str
+    name: str
+    unit: Hidden
+    natural_size: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Errors along one direction, by size of the move; all but the sizes relative to the size of F(X).
+
+    Attributes:
+        sizes: Length of ε relative to that of X.
+        tensor: Of T(X+ε) + B.
+        jacobian: Of F(X) + J·ε.
+        nothing: Of F(X): the change of the output itself.
+    """
+
+    sizes: list[float]
+    tensor: list[float]
+    jacobian: list[float]
+    nothing: list[float]
+
+
+def random_directions(T: AttentionTensor, n: int, seed: int) -> list[Direction]:
+    """Normal directions over all tokens and channels."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(n, *T.input.shape, generator=generator, dtype=torch.float64)
+    return [
+        Direction(kind="random", name=f"random {i}", unit=(one / one.norm()).to(T.input)) for i, one in enumerate(noise)
+    ]
+
+
+def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[int] = ()) -> list[Direction]:
+    """Directions towards other tokens: one position a direction, its token replaced by another of the same vocabulary.
+
+    Args:
+        T: At an input given by token ids; for others there are none.
+        n: How many.
+        seed: Of positions and tokens.
+        special: Ids never put in or replaced.
+    """
+    frozen = T.operator.frozen
+    ids = frozen.inputs.get("input_ids")
+    embedding = getattr(frozen.anatomy.model, "get_input_embeddings", lambda: None)()
+    if ids is None or embedding is None:
+        return []
+    generator = torch.Generator().manual_seed(seed)
+    places = [i for i, token in enumerate(ids[0].tolist()) if token not in special] or [0]
+    found = []
+    for _ in range(n):
+        place = places[int(torch.randint(len(places), (), generator=generator))]
+        other = int(torch.randint(embedding.weight.shape[0], (), generator=generator))
+        moved = _entry_state(T, ids, place, other) - T.input
+        if float(moved.norm()) > 0:
+            size = float(moved.norm() / T.input.norm())
+            unit = moved / moved.norm()
+            found.append(Direction(kind="token", name=f"{place} → {other}", unit=unit, natural_size=size))
+    return found
+
+
+def _entry_state(T: AttentionTensor, ids: Tensor, place: int, other: int) -> Tensor:
+    frozen, start = T.operator.frozen, T.operator.span.start
+    changed = ids.clone()
+    changed[0, place] = other
+    return plain_pass(frozen.anatomy, frozen.inputs | {"input_ids": changed}, read=(start,)).entering[start][0]
+
+
+def jacobian_times(
+    T: AttentionTensor, directions: Float[Tensor, "n token channel"]
+) -> Float[Tensor, "n token channel"]:
+    r"""$J·u$ of the model itself for each direction, by the derivative of $J^\top v$ with respect to v."""
+    operator = T.operator
+    with torch.enable_grad():
+        x = operator.input.detach().clone().requires_grad_()
+        y = true_function(operator.frozen, operator.span, x, grad=True)
+        v = torch.zeros_like(y, requires_grad=True)
+        pulled = torch.autograd.grad(y, x, v, create_graph=True)[0]
+        return torch.stack([torch.autograd.grad(pulled, v, u, retain_graph=True)[0] for u in directions])
+
+
+def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float]) -> Errors:
+    """Errors of the tensor, of the Jacobian and of no change, for moves of several sizes.
+
+    Args:
+        T: The tensor at X.
+        direction: Where to move.
+        sizes: Lengths of the move relative to the input's; a natural size is added to them.
+    """
+    operator = T.operator
+    sizes = sorted({*sizes, *([] if direction.natural_size is None else [direction.natural_size])})
+    scale, at_x = float(T.output.norm()), T.output
+    slope = jacobian_times(T, direction.unit[None])[0].double()
+    found = Errors(sizes=sizes, tensor=[], jacobian=[], nothing=[])
+    for size in sizes:
+        length = size * float(T.input.norm())
+        x = T.input + length * direction.unit
+        change = true_function(operator.frozen, operator.span, x).double() - at_x.double()
+        found.tensor.append(float((operator.push(x[None])[0].double() - at_x.double() - change).norm()) / scale)
+        found.jacobian.append(float((length * slope - change).norm()) / scale)
+        found.nothing.append(float(change.norm()) / scale)
+    return found
+
+
+def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[str, float]:
+    r"""$\Vert T - J\Vert_F / \Vert J\Vert_F$ and $\Vert T\Vert_F$, $\Vert J\Vert_F$, from normal probes."""
+    generator = torch.Generator().manual_seed(seed)
+    probes = torch.randn(n_probes, *T.input.shape, generator=generator, dtype=torch.float64).to(T.input)
+    by_tensor, by_jacobian = T.apply(probes).double(), jacobian_times(T, probes).double()
+    sizes = {"tensor": by_tensor, "jacobian": by_jacobian, "difference": by_tensor - by_jacobian}
+    norms = {name: float(image.square().sum((1, 2)).mean().sqrt()) for name, image in sizes.items()}
+    return norms | {"relative": norms["difference"] / max(norms["jacobian"], 1e-300)}
+
+
+def as_record(direction: Direction, errors: Errors) -> dict[str, Any]:
+    """Plain data of one direction."""
+    return {
+        "kind": direction.kind,
+        "name": direction.name,
+        "natural_size": direction.natural_size,
+        "sizes": errors.sizes,
+        "tensor": errors.tensor,
+        "jacobian": errors.jacobian,
+        "nothing": errors.nothing,
+    }

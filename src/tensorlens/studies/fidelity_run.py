@@ -1,0 +1,134 @@
+"""Fidelity as a run: error against the size of a move, the bounds of Proposition 1, and the tensor's properties.
+
+One sample of the run is one input. The summary pools directions and inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorlens.errors import AnatomyError, InputError, MethodError
+from tensorlens.lens import Lens
+from tensorlens.models.inputs import tokenizer_of
+from tensorlens.operators.product_bound import Reading, product_bound
+from tensorlens.operators.spectrum import operator_norm
+from tensorlens.studies.fidelity_measures import (
+    as_record,
+    distance_to_jacobian,
+    errors_along,
+    random_directions,
+    token_directions,
+)
+from tensorlens.studies.fidelity_report import write_report
+from tensorlens.studies.fidelity_summary import summarise
+from tensorlens.studies.properties import block_ranges, tensor_properties
+from tensorlens.studies.runs import Run
+from tensorlens.tensor import AttentionTensor
+
+SIZES = tuple(float(f"{10 ** (k / 4):.6g}") for k in range(-12, 3))
+"""Lengths of a move relative to the input's, from 0.001 to about 3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelityOptions:
+    """Everything a fidelity run depends on besides model and inputs.
+
+    Attributes:
+        sizes: Lengths of ε relative to X.
+        n_random: Random directions an input.
+        n_token: Directions towards another token an input, where the input has tokens.
+        n_probes: Probes of the distance to the Jacobian.
+        seed: Of everything drawn.
+        stride: Properties at every so many blocks; 0 leaves them out.
+        out_token: The output whose slice is looked at; None for the last of a language model, the first of another.
+    """
+
+    sizes: tuple[float, ...] = SIZES
+    n_random: int = 4
+    n_token: int = 4
+    n_probes: int = 16
+    seed: int = 0
+    stride: int = 1
+    out_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) <= 0:
+            raise InputError(f"`sizes` must be positive numbers, at least one; got {self.sizes}.")
+        if self.n_random + self.n_token < 1:
+            raise InputError("Expected at least one direction; got `n_random` = `n_token` = 0.")
+
+
+def fidelity(
+    lens: Lens, inputs: Any, out: str | Path, *, options: FidelityOptions | None = None, progress: bool | None = None
+) -> dict[str, Any]:
+    """Measure how far tensor and Jacobian are from the model around inputs, and what the bounds allow; write a run.
+
+    Args:
+        lens: Any model.
+        inputs: A text, or a list of texts; or one input of any other kind that the lens takes.
+        out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
+        options: Sizes, directions, properties.
+        progress: Whether to show a bar; None shows it in a terminal.
+
+    Returns:
+        The summary: curves by kind of direction, norms and bounds, properties by range of blocks.
+    """
+    options = options or FidelityOptions()
+    several = list(inputs) if _is_list_of_texts(inputs) else [inputs]
+    settings = {"model": lens.name, "inputs": [_described(one) for one in several], "rules": lens.rules.as_dict()}
+    settings |= {"dtype": str(next(lens.model.parameters()).dtype), "options": asdict(options)}
+    run = Run(out, "fidelity", settings)
+    run.work(len(several), lambda i: measure(lens, several[i], options), progress)
+    summary = run.complete(len(several), summarise)
+    if run.processes.is_first:
+        write_report(run, summary)
+    return summary
+
+
+def _is_list_of_texts(inputs: Any) -> bool:
+    return isinstance(inputs, Sequence) and not isinstance(inputs, str) and bool(inputs) and isinstance(inputs[0], str)
+
+
+def _described(value: Any) -> str:
+    return value if isinstance(value, str) else f"{type(value).__name__} {getattr(value, 'shape', '')}".strip()
+
+
+# One input -----------------------------------------------------------------------------------------------------------
+
+
+def measure(lens: Lens, value: Any, options: FidelityOptions) -> dict[str, Any]:
+    """The record of one input."""
+    T = lens(value)
+    special = getattr(tokenizer_of(lens.processor), "all_special_ids", None) or ()
+    directions = random_directions(T, options.n_random, options.seed)
+    directions += token_directions(T, options.n_token, options.seed, special)
+    properties = []
+    if options.stride:
+        properties = tensor_properties(T, options.out_token, block_ranges(T.n_blocks, stride=options.stride))
+    return {
+        "n_tokens": T.n_tokens,
+        "input_size": float(T.input.norm()),
+        "output_size": float(T.output.norm()),
+        "norms": measure_norms(T, options),
+        "directions": [as_record(one, errors_along(T, one, options.sizes)) for one in directions],
+        "properties": properties,
+    }
+
+
+def measure_norms(T: AttentionTensor, options: FidelityOptions) -> dict[str, Any]:
+    """The measured norm of T, the product bounds as logarithms, and the distance to the Jacobian."""
+    measured = operator_norm(T, seed=options.seed)
+    frobenius = distance_to_jacobian(T, options.n_probes, options.seed)
+    found: dict[str, Any] = {"measured": asdict(measured), "frobenius": frobenius}
+    found["stable_rank"] = (frobenius["tensor"] / measured.value) ** 2 if measured.value else 0.0
+    readings: tuple[Reading, ...] = ("weights", "measured", "printed")
+    for reading in readings:
+        try:
+            found[f"log10_{reading}"] = product_bound(T.operator.frozen, T.operator.span, reading).log10
+        except (AnatomyError, MethodError) as error:
+            found[f"log10_{reading}"] = None
+            found[f"why_not_{reading}"] = str(error)
+    return found

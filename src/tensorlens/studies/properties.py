@@ -1,0 +1,149 @@
+r"""Properties of the tensor itself, the paper's open question: rank, entropy, sparsity and bias, over ranges of blocks.
+
+For one output i and each range of blocks, of the slice T[i] and of each of its D × D blocks T[i,:,j,:]:
+
+- stable rank $\Vert\cdot\Vert_F^2/\Vert\cdot\Vert_2^2$ and effective rank $\exp H(\sigma/\sum\sigma)$;
+- token perplexity, $\exp$ of the entropy of $\Vert T_{ij}\Vert_F^2$ over j: how many inputs share the output;
+- sparsity (Hoyer) of $\Vert T_{ij}\Vert_F$ over tokens, and of all entries of the slice;
+- share of the bias, $\langle y_i, B_i\rangle/\Vert y_i\Vert^2$, with y the state at the end of the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tensorlens.axes import TensorSlice
+from tensorlens.errors import InputError
+from tensorlens.operators.base import check_token
+from tensorlens.operators.spectrum import effective_rank, hoyer_sparsity, perplexity, singular_values, stable_rank
+from tensorlens.tensor import AttentionTensor
+
+KINDS = ("single", "prefix", "suffix")
+LINES = ("stable_rank", "effective_rank", "token_perplexity", "token_sparsity", "entry_sparsity", "bias_share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRange:
+    """Blocks `start` to `stop` - 1, and why they are looked at.
+
+    Attributes:
+        kind: ``"single"`` block n, ``"prefix"`` 0 to n, ``"suffix"`` n to the end, or ``"pair"`` of any two borders.
+        start: First block.
+        stop: One after the last.
+    """
+
+    kind: str
+    start: int
+    stop: int
+
+
+def block_ranges(n_blocks: int, kinds: Iterable[str] = KINDS, stride: int = 1) -> list[BlockRange]:
+    """Ranges of blocks to compare.
+
+    Args:
+        n_blocks: Number of blocks.
+        kinds: Of `KINDS`, or ``"pair"`` for every pair of borders.
+        stride: Every so many blocks; the ends are always there.
+    """
+    borders = sorted({*range(0, n_blocks, stride), n_blocks})
+    starts, stops = borders[:-1], borders[1:]
+    made = {
+        "single": [(n, n + 1) for n in starts],
+        "prefix": [(0, n) for n in stops],
+        "suffix": [(n, n_blocks) for n in starts],
+        "pair": [(a, b) for a in starts for b in stops if a < b],
+    }
+    unknown = [kind for kind in kinds if kind not in made]
+    if unknown:
+        raise InputError(f"Expected ranges of kind {', '.join(made)}; got {unknown[0]!r}.")
+    return [BlockRange(kind=kind, start=a, stop=b) for kind in kinds for a, b in made[kind]]
+
+
+def tensor_properties(
+    T: AttentionTensor, out_token: int | None = None, ranges: list[BlockRange] | None = None
+) -> list[dict[str, Any]]:
+    """Measure each range of blocks at one output.
+
+    Args:
+        T: The tensor of a whole model.
+        out_token: The output; by default the last token of a language model and the first of another.
+        ranges: As `block_ranges` makes them; single blocks, prefixes and suffixes by default.
+
+    Returns:
+        One record for each range, plain data.
+    """
+    out_token = default_out_token(T) if out_token is None else check_token(out_token, T.shape[0])
+    ranges = block_ranges(T.n_blocks) if ranges is None else ranges
+    return [_measure(T, one, out_token) for one in ranges]
+
+
+def default_out_token(T: AttentionTensor) -> int:
+    """The last token of a language model, the first token of another model."""
+    return T.shape[0] - 1 if T.operator.frozen.anatomy.unembedding is not None else 0
+
+
+def _measure(T: AttentionTensor, blocks: BlockRange, out_token: int) -> dict[str, Any]:
+    part = T.blocks(blocks.start, blocks.stop)
+    output, bias = part.output[out_token].double(), part.bias[out_token].double()
+    return {
+        "kind": blocks.kind,
+        "start": blocks.start,
+        "stop": blocks.stop,
+        "out_token": out_token,
+        **slice_properties(part.rows(out_token)),
+        "bias_share": float((output * bias).sum() / output.square().sum().clamp_min(1e-300)),
+        "bias_size": float(bias.norm() / output.norm().clamp_min(1e-300)),
+    }
+
+
+def slice_properties(rows: TensorSlice) -> dict[str, Any]:
+    """Rank, entropy and sparsity of a slice T[i], and the ranks of its D × D blocks by input token."""
+    by_token = rows.transpose(0, 1)  # (in_token, out_channel, in_channel)
+    norms = by_token.double().square().sum((1, 2)).sqrt()
+    whole, pairs = _ranks(rows.flatten(1)[None]), _ranks(by_token)
+    return {
+        "frobenius": float(norms.norm()),
+        "stable_rank": whole["stable"][0],
+        "effective_rank": whole["effective"][0],
+        "token_perplexity": float(perplexity(norms.square())),
+        "token_sparsity": float(hoyer_sparsity(norms)),
+        "entry_sparsity": float(hoyer_sparsity(rows.flatten().double())),
+        "pair_norm": norms.tolist(),
+        "pair_stable_rank": pairs["stable"],
+        "pair_effective_rank": pairs["effective"],
+    }
+
+
+def _ranks(matrices: Tensor) -> dict[str, list[float]]:
+    # One matrix at a time: a float64 copy of the slice would be twice its size.
+    values = [singular_values(matrix) for matrix in matrices]
+    return {
+        "stable": [float(stable_rank(one)) for one in values],
+        "effective": [float(effective_rank(one)) for one in values],
+    }
+
+
+def mean_properties(samples: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The same records averaged over inputs; what belongs to a token of an input is left out."""
+    found = []
+    for records in zip(*samples, strict=True):
+        same = {name: records[0][name] for name in ("kind", "start", "stop")}
+        numbers = {
+            name: sum(record[name] for record in records) / len(records) for name in (*LINES, "frobenius", "bias_size")
+        }
+        pairs = {
+            f"mean_{name}": sum(_weighted(record, name) for record in records) / len(records)
+            for name in ("pair_stable_rank", "pair_effective_rank")
+        }
+        found.append(same | numbers | pairs | {"n_inputs": len(records)})
+    return found
+
+
+def _weighted(record: dict[str, Any], name: str) -> float:
+    """Mean over input tokens, weighted by what they carry: the rank of a block of no size means nothing."""
+    weights = [norm**2 for norm in record["pair_norm"]]
+    return sum(w * x for w, x in zip(weights, record[name], strict=True)) / max(sum(weights), 1e-300)
