@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens.errors import AnatomyError
-from tensorlens.freezing.passes import Pass, running
 from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.states import Layout, first_tensor
+from tensorlens.freezing.states import find_state as find_state
+from tensorlens.freezing.states import put_state as put_state
 from tensorlens.freezing.tape import Tape
-from tensorlens.freezing.traced import constant, mark, plain
+from tensorlens.freezing.traced import constant, plain
+from tensorlens.freezing.walk import Heads as Heads
+from tensorlens.freezing.walk import Reached as Reached
+from tensorlens.freezing.walk import Span as Span
+from tensorlens.freezing.walk import StartAtEmbedding
+from tensorlens.freezing.walk import Walk as Walk
 from tensorlens.models.anatomy import Anatomy
-
-Heads = dict[int, Tensor]
-"""For each block named, a multiplier for each head."""
-
-
-class Reached(BaseException):
-    """Ends a forward pass early with the state asked for. Not an `Exception`, so that no model catches it."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
-
-
-class Span(NamedTuple):
-    """From the state entering block `start` to the state entering block `stop`; `stop` = number of blocks is $X^N$."""
-
-    start: int
-    stop: int
 
 
 @dataclass
@@ -47,9 +37,17 @@ class FrozenModel:
         inputs: What the model was called with.
         rules: The conventions in force.
         tape: The factors held.
-        hidden: $X^0 … X^N$, each (1, token, channel); `hidden[n]` enters block n, the last is the output.
+        hidden: $X^0 … X^N$, each (1, token, channel); `hidden[n]` enters block n, the last is the output. With an
+            encoder, the encoder's tokens come first and the decoder's after them; the last is the decoder's alone.
+        layouts: How the model's own code lays out each of them.
+        splits: How many of the tokens of each belong to the encoder.
         block_outputs: What each block returned, for passes that start further up.
         body: Path of the part whose output is $X^N$.
+        n_encoder_blocks: How many of the blocks are the encoder's.
+        starts_at_embedding: Whether $X^0$ is the token embeddings, because the model uses them in other ways than as
+            the state entering block 0; otherwise it is that state.
+        embedding_layout: How the model's own code lays out the embeddings, if it starts there.
+        side_channels: Blocks that read something of $X^0$ or of earlier blocks beside the hidden state.
         readout: What the recording ended with: the input of the unembedding, or the logits of another head; None
             without a head.
     """
@@ -59,14 +57,34 @@ class FrozenModel:
     rules: Rules
     tape: Tape = field(default_factory=Tape)
     hidden: list[Tensor] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    splits: list[int] = field(default_factory=list)
     block_outputs: list[Any] = field(default_factory=list)
     body: str = ""
+    body_unknown: bool = True
+    n_encoder_blocks: int = 0
+    starts_at_embedding: bool = False
+    embedding_layout: Layout | None = None
+    side_channels: list[str] = field(default_factory=list)
     readout: Tensor | None = None
 
     @property
     def n_blocks(self) -> int:
         """Number of blocks, counted by call."""
         return len(self.block_outputs)
+
+    @property
+    def first_layout(self) -> Layout:
+        """How the model lays out $X^0$."""
+        return self.embedding_layout or self.layouts[0]
+
+    @property
+    def n_text_tokens(self) -> int | None:
+        """Number of tokens of a text, as far as the inputs say."""
+        for name, axis in (("input_ids", -1), ("inputs_embeds", 1), ("decoder_input_ids", -1)):
+            if isinstance(self.inputs.get(name), Tensor):
+                return self.inputs[name].shape[axis]
+        return None
 
     @property
     def has_head(self) -> bool:
@@ -81,7 +99,7 @@ class FrozenModel:
     def logits(self, out_token: int) -> Tensor:
         """Logits (class,) at the input of the recording, read at one output."""
         assert self.readout is not None, "asked of a model with a head"
-        return self._read(self.readout, out_token)[0]
+        return self._read(self.readout, out_token)[0].detach()
 
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         r"""$\tilde F_X(x)$ over the blocks of `span`: (batch, token, channel) to (batch, token, channel). Affine."""
@@ -147,7 +165,7 @@ class FrozenModel:
     def reference(self) -> Tensor:
         """$X^N$ from the model left to itself, no rule applied: what the frozen model must reproduce."""
         with torch.no_grad():
-            return Walk(self).go()
+            return constant(Walk(self).go())
 
     def _read(self, state: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
         """Logits of one output from what a pass to the logits ended with."""
@@ -169,144 +187,32 @@ def freeze(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None)
         inputs: Keyword arguments for the model's forward, one sample.
         rules: The conventions; the defaults of `Rules` if None.
     """
-    frozen = FrozenModel(anatomy=anatomy, inputs=inputs, rules=rules or Rules())
-    with torch.no_grad():
-        readout = Walk(frozen, recording=True, to_logits=True).go()
-    if not frozen.block_outputs:
+    for candidate in (anatomy, *anatomy.alternatives()):
+        frozen = _recorded(FrozenModel(anatomy=candidate, inputs=inputs, rules=rules or Rules()))
+        if frozen.block_outputs:
+            return frozen
+    raise AnatomyError(
+        f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
+        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
+    )
+
+
+def _recorded(frozen: FrozenModel) -> FrozenModel:
+    try:
+        with torch.no_grad():
+            readout = Walk(frozen, recording=True, to_logits=True).go()
+    except StartAtEmbedding:
+        return _recorded(
+            FrozenModel(anatomy=frozen.anatomy, inputs=frozen.inputs, rules=frozen.rules, starts_at_embedding=True)
+        )
+    if frozen.block_outputs and len(frozen.hidden) <= frozen.n_blocks:
         raise AnatomyError(
-            f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
-            "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
+            f"`{type(frozen.anatomy.model).__name__}` ended without a state after its last block in "
+            f"`{frozen.anatomy.stack}`. Pass the path of the list of blocks that leads to the output as `blocks=`."
         )
     if frozen.has_head:
         frozen.readout = constant(readout)
-    if not frozen.rules.include_final_norm:
-        frozen.hidden[-1] = _first_tensor(frozen.block_outputs[-1])
+    if frozen.block_outputs and not frozen.rules.include_final_norm:
+        frozen.hidden[-1] = frozen.layouts[-2].to_tokens(first_tensor(frozen.block_outputs[-1]))
+        frozen.layouts[-1] = frozen.layouts[-2]
     return frozen
-
-
-class Walk(Pass):
-    """A pass from one state to another: it skips the blocks before, substitutes the state, and stops at the end."""
-
-    def __init__(
-        self, frozen: FrozenModel, *, span: Span | None = None, x: Tensor | None = None, recording: bool = False,
-        grad: bool = False, heads: Heads | None = None, to_logits: bool = False,
-    ) -> None:  # fmt: skip
-        names = {id(module): name for name, module in frozen.anatomy.model.named_modules()}
-        super().__init__(names=names, tape=frozen.tape, recording=recording, rules=frozen.rules, grad=grad, heads=heads)
-        self.frozen, self.span, self.x, self.to_logits = frozen, span, x, to_logits
-        self.n_entered = 0
-        self.block_ids = {id(block) for block in frozen.anatomy.blocks}
-
-    def go(self) -> Tensor:
-        """Run the model until the state asked for is reached."""
-        model = self.frozen.anatomy.model
-        try:
-            with running(self, model):
-                output = model(**self.frozen.inputs)
-        except Reached as reached:
-            return reached.state
-        return _state_of(output)
-
-    def run_module(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Blocks, the body and the unembedding are where a walk begins and ends."""
-        if id(module) in self.block_ids and self.block is None:
-            return self._run_block(forward, args, kwargs)
-        if self.to_logits and module is self.frozen.anatomy.unembedding:
-            raise Reached(args[0])
-        output = forward(*args, **kwargs)
-        if self.n_entered and self.module == self.frozen.body and self.block is None:
-            self._leave_body(_state_of(output))
-        return output
-
-    def _run_block(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        n, self.n_entered = self.n_entered, self.n_entered + 1
-        state = find_state(args, kwargs, self.module)
-        if not (self.recording or self.span):
-            return self._leave_block(n, forward(*args, **kwargs))
-        if self.recording:
-            self._record_entry(n, state)
-        elif n == self._span.stop and not self.to_logits:
-            raise Reached(state)
-        elif n < self._span.start:
-            return self.frozen.block_outputs[n]
-        if n == (0 if self.recording else self._span.start):
-            args, kwargs = put_state(args, kwargs, self._substitute(state))
-        self.block, self.place = n, f"block {n}"
-        output = forward(*args, **kwargs)
-        self.block, self.place = None, f"after block {n}"
-        return self._leave_block(n, output)
-
-    @property
-    def _span(self) -> Span:
-        assert self.span is not None, "a replay has a span"
-        return self.span
-
-    def _substitute(self, state: Tensor) -> Tensor:
-        x = constant(state).clone() if self.x is None else self.x.view_as(self.x)
-        return mark(x, live=True)
-
-    def _record_entry(self, n: int, state: Tensor) -> None:
-        if n == 0:
-            has_head = getattr(self.frozen.anatomy.model, "base_model", None) is not self.frozen.anatomy.model
-            self.frozen.body = self.path[1] if has_head and len(self.path) > 2 else self.path[0]
-        self.frozen.hidden.append(constant(state).clone())
-
-    def _leave_block(self, n: int, output: Any) -> Any:
-        if self.recording:
-            self.frozen.block_outputs.append(_constants(output))
-        elif n == self.frozen.n_blocks - 1 and not (self.rules.include_final_norm or self.to_logits):
-            raise Reached(_first_tensor(output))
-        return output
-
-    def _leave_body(self, state: Tensor) -> None:
-        if self.recording:
-            self.frozen.hidden.append(constant(state))
-        elif not self.to_logits:
-            raise Reached(state)
-
-
-# Where the hidden state is in what blocks take and give --------------------------------------------------------------
-
-
-def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "") -> Tensor:
-    """The hidden state among a block's arguments: `hidden_states`, or the first tensor of floats."""
-    candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
-    for value in candidates:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            if value.dim() != 3:
-                raise AnatomyError(
-                    f"The state entering `{module}` has shape {tuple(value.shape)}; expected (batch, token, channel). "
-                    "Pass the path of a list of token-wise blocks as `blocks=`."
-                )
-            return value
-    raise AnatomyError(
-        f"`{module}` was called without a hidden state. Pass the path of the right list of blocks as `blocks=`."
-    )
-
-
-def put_state(args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with another hidden state."""
-    old = find_state(args, kwargs)
-    return (
-        tuple(state if value is old else value for value in args),
-        {name: state if value is old else value for name, value in kwargs.items()},
-    )
-
-
-def _first_tensor(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else _first_tensor(output[0])
-
-
-def _state_of(output: Any) -> Tensor:
-    for name in ("last_hidden_state", "logits"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name)
-    return _first_tensor(output)
-
-
-def _constants(output: Any) -> Any:
-    if isinstance(output, (tuple, list)):
-        return type(output)(_constants(part) for part in output)
-    return constant(output) if isinstance(output, Tensor) else output

@@ -1,0 +1,121 @@
+"""The user's model afterwards: the same object with the same behaviour, also after an exception, also with two threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from zoo import CASES, ZOO, build, sample
+
+import tensorlens as tl
+from tensorlens.freezing import passes
+
+
+def portrait(model: nn.Module) -> dict:
+    """Everything of a model that a careless tool might change."""
+    return {
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "versions": {name: parameter._version for name, parameter in model.named_parameters()},
+        "identity": {name: id(parameter) for name, parameter in model.named_parameters()},
+        "flags": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "gradients": {name: parameter.grad for name, parameter in model.named_parameters()},
+        "modules": {name: (module.training, sorted(module.__dict__)) for name, module in model.named_modules()},
+        "hooks": {
+            name: [len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks)]
+            for name, module in model.named_modules()
+        },
+        "config": model.config.to_dict(),
+    }
+
+
+def assert_same(before: dict, after: dict) -> None:
+    for name, value in before.pop("values").items():
+        assert torch.equal(value, after["values"][name]), name
+    after.pop("values")
+    assert before == after
+
+
+def outputs(model: nn.Module, name: str) -> torch.Tensor:
+    value = sample(name)
+    argument = {"pixel_values": value[None]} if ZOO[name].vision else {"input_ids": torch.tensor([value])}
+    with torch.no_grad():
+        found = model(**argument)
+    return found[0]
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_model_is_untouched(name, attention):
+    model = build(name, attention)
+    before, expected = portrait(model), outputs(model, name)
+    T = tl.Lens(model)(sample(name))
+    T.certificate(), T.rows(0), T.map("tensor.in_out")
+    assert_same(before, portrait(model))
+    assert torch.equal(outputs(model, name), expected)
+    assert not passes._wrapped
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_untouched_after_an_exception_in_the_middle(training):
+    model = build("llama").train(training)
+    failing = model.model.layers[1].mlp
+    broken = RuntimeError("out of luck")
+
+    def fail(*_):
+        raise broken
+
+    handle = failing.down_proj.register_forward_pre_hook(fail)
+    before = portrait(model)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        tl.Lens(model)(sample("llama"))
+    assert_same(before, portrait(model))
+    handle.remove()
+    assert tl.Lens(model)(sample("llama")).certificate().passed
+
+
+def test_an_instance_forward_of_somebody_else_is_put_back():
+    model = build("gpt2")
+    block = model.transformer.h[0]
+    original = block.forward
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    block.forward = counted
+    T = tl.Lens(model)(sample("gpt2"))
+    assert T.certificate().passed
+    assert block.forward is counted
+    assert calls
+
+
+def test_another_thread_uses_the_model_meanwhile():
+    model = build("gpt2", dtype=torch.float32)
+    expected = outputs(model, "gpt2")
+    T = tl.Lens(model)(sample("gpt2"))
+    slice_alone = T.rows(3)
+    results, slices, stop = [], [], threading.Event()
+
+    def use_plainly():
+        while not stop.is_set():
+            results.append(torch.equal(outputs(model, "gpt2"), expected))
+
+    def use_lens():
+        for _ in range(5):
+            slices.append(tl.Lens(model)(sample("gpt2")).rows(3))
+
+    plain = threading.Thread(target=use_plainly)
+    lenses = [threading.Thread(target=use_lens) for _ in range(2)]
+    plain.start()
+    for thread in lenses:
+        thread.start()
+    for thread in lenses:
+        thread.join()
+    stop.set()
+    plain.join()
+    assert results and all(results)
+    assert len(slices) == 10
+    assert all(torch.equal(found, slice_alone) for found in slices)
+    assert not passes._wrapped

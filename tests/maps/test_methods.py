@@ -1,0 +1,189 @@
+"""Maps of the attention tensor: their values, their sums, their cost, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zoo import ZOO, build, names, sample
+
+import tensorlens as tl
+
+LANGUAGE_MODELS = names(lambda family: family.causal or "MaskedLM" in family.model.__name__)
+CLASSIFIERS = names(lambda family: "Classification" in family.model.__name__)
+
+
+def lens_on(name: str, **options) -> tl.AttentionTensor:
+    return tl.Lens(build(name), **options)(sample(name))
+
+
+def logits(T: tl.AttentionTensor, name: str) -> torch.Tensor:
+    value = sample(name)
+    argument = {"pixel_values": value[None]} if ZOO[name].vision else {"input_ids": torch.tensor([value])}
+    with torch.no_grad():
+        return T.operator.frozen.anatomy.model(**argument).logits[0]
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_in_class_sums_to_the_logit_less_the_biases(name):
+    T = lens_on(name)
+    if name == "gemma2":  # its logits are soft-capped; ours are those before the cap
+        T.operator.frozen.anatomy.model.config.final_logit_softcapping = None
+    expected = logits(T, name)[:, 11]
+    found = T.map("tensor.in_class", target=11)
+    by_bias = found.bias_share * expected
+    assert torch.allclose(found.scores.sum(1) + by_bias, expected, rtol=1e-5, atol=1e-6)
+    assert found.scores.shape == (T.n_tokens, T.n_tokens)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_in_class_of_a_classifier_goes_through_its_head(name):
+    T = lens_on(name)
+    expected = logits(T, name)
+    for index in range(3):
+        found = T.map("tensor.in_class", target=f"LABEL_{index}")
+        assert found.shape == (1, T.n_tokens)
+        assert torch.allclose(found.scores.sum() + found.bias_share[0] * expected[index], expected[index], rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
+def test_a_contrast_is_the_difference_of_two_targets(name):
+    T = lens_on(name)
+    token = None if name == "bert-classifier" else -1
+    both = T.map("tensor.in_class", out_token=token, target=(2, 1)).scores
+    apart = [T.map("tensor.in_class", out_token=token, target=index).scores for index in (2, 1)]
+    assert torch.allclose(both, apart[0] - apart[1], rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
+def test_collapses_equal_sums_over_the_dense_tensor(name):
+    T = lens_on(name)
+    dense, x, y = T.dense(), T.input, T.output
+    expected = {
+        "tensor.norm": dense.square().sum((1, 3)).sqrt(),
+        "tensor.in_out": torch.einsum("id,idje,je->ij", y, dense, x),
+        "tensor.contribution": torch.einsum("idje,je->ijd", dense, x).norm(dim=-1),
+    }
+    for method, values in expected.items():
+        whole, row = T.map(method), T.map(method, out_token=2)
+        assert torch.allclose(whole.scores, values, rtol=1e-5, atol=1e-7), method
+        assert torch.allclose(row.scores[0], values[2], rtol=1e-5, atol=1e-7), method
+    spectral = torch.stack([torch.linalg.svdvals(dense[2, :, j])[0] for j in range(T.n_tokens)])
+    assert torch.allclose(T.map("tensor.norm", out_token=2, norm="spectral").scores[0], spectral, rtol=1e-9)
+
+
+def test_bias_share_is_beside_every_map():
+    T = lens_on("bert")
+    share = (T.output * T.bias).sum(1) / T.output.square().sum(1)
+    for method in ("tensor.norm", "tensor.in_out", "tensor.contribution"):
+        assert torch.allclose(T.map(method).bias_share, share)
+    assert torch.allclose(lens_on("llama").map("tensor.in_out").bias_share, torch.zeros(7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("method", "target"), [("tensor.in_out", None), ("tensor.in_class", 5), ("tensor.in_class", (5, 6))]
+)
+def test_one_output_costs_one_backward_pass(method, target, attention, monkeypatch):
+    T = tl.Lens(build("llama", attention))(sample("llama"))
+    passes, rows, gradients = [], [], torch.autograd.grad
+
+    def counted(outputs, inputs, grad_outputs=None, **options):
+        passes.append(1)
+        rows.append(len(grad_outputs) if options.get("is_grads_batched") else 1)
+        return gradients(outputs, inputs, grad_outputs, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *_, **__: pytest.fail("an uncounted backward pass"))
+    T.map(method, out_token=-1, target=target)
+    assert passes == [1] and rows == [1]
+
+
+def test_a_block_range_explains_its_own_output():
+    T = lens_on("gpt2")
+    part = T.blocks(1, 3)
+    assert part.n_blocks == 2
+    found = part.map("tensor.in_out", out_token=-1)
+    assert torch.allclose(found.scores.sum(), (part.output[-1] * (part.output[-1] - part.bias[-1])).sum())
+    assert found.meta["blocks"] == [1, 3]
+    assert torch.equal(T.blocks(1, 3).blocks(0, 1).rows(2), T.blocks(1, 2).rows(2))
+
+
+def test_the_final_norm_can_be_left_out():
+    model = build("gpt2")
+    T = tl.Lens(model, rules=tl.Rules(include_final_norm=False))(sample("gpt2"))
+    with torch.no_grad():
+        states = model(torch.tensor([sample("gpt2")]), output_hidden_states=True).hidden_states
+        normed = model.transformer.ln_f(T.output)
+    assert torch.allclose(normed, states[-1][0])
+    assert T.certificate().passed
+    assert torch.allclose(
+        T.map("tensor.in_class", target=4).scores, lens_on("gpt2").map("tensor.in_class", target=4).scores
+    )
+
+
+def test_predictions_rank_the_models_own_logits():
+    T = lens_on("gpt2")
+    best = T.predictions(k=3)
+    expected = logits(T, "gpt2")[-1]
+    assert [found.index for found in best] == expected.topk(3).indices.tolist()
+    assert best[0].probability == pytest.approx(float(expected.softmax(-1).max()))
+
+
+def test_mean_tensor_is_the_mean_of_what_its_members_do():
+    model = build("gpt2")
+    members = [tl.Lens(model)(sample("gpt2", seed=seed)) for seed in range(3)]
+    mean, x = tl.MeanTensor(members), members[0].input
+    assert torch.allclose(mean.rows(-1), sum(T.rows(-1) for T in members) / 3)
+    assert torch.allclose(mean(x), sum(T.apply(x) + T.bias for T in members) / 3)
+    assert torch.allclose((mean.T @ x), sum(T.adjoint(x) for T in members) / 3)
+    alone = tl.MeanTensor(members[:1])
+    assert torch.allclose(alone(members[0].input), members[0].output)
+
+
+ERRORS = {
+    "unknown method": (lambda T: T.map("tensor.inout"), tl.MethodError, "tensor.in_out"),
+    "target for a map without one": (lambda T: T.map("tensor.norm", target=3), tl.MethodError, "takes no target"),
+    "target out of range": (lambda T: T.map("tensor.in_class", target=99), tl.InputError, "0 to 59"),
+    "target without tokenizer": (lambda T: T.map("tensor.in_class", target=" Paris"), tl.InputError, "no tokenizer"),
+    "contrast with itself": (lambda T: T.map("tensor.in_class", target=(3, 3)), tl.InputError, "must differ"),
+    "out_token out of range": (lambda T: T.map("tensor.in_out", out_token=7), tl.InputError, "-7 to 6"),
+    "out_token of the wrong kind": (lambda T: T.rows("3"), tl.InputError, "position"),
+    "norm of another kind": (lambda T: T.map("tensor.norm", norm="nuclear"), tl.InputError, "spectral"),
+    "block range out of range": (lambda T: T.blocks(0, 4), tl.InputError, "0:3"),
+    "empty block range": (lambda T: T.blocks(2, 2), tl.InputError, "at least one"),
+    "head that is not there": (lambda T: T.heads({0: [4]}), tl.InputError, "0 to 3"),
+    "block of heads that is not there": (lambda T: T.without_heads({3: [0]}), tl.InputError, "no block 3"),
+    "class of a range that ends early": (lambda T: T.blocks(0, 2).map("tensor.in_class"), tl.MethodError, "ends at"),
+    "state of the wrong shape": (lambda T: T.apply(torch.zeros(7, 15)), tl.InputError, r"7, 16"),
+    "state of whole numbers": (lambda T: T @ torch.zeros(7, 16, dtype=torch.long), tl.InputError, "floating"),
+    "mean of nothing": (lambda T: tl.MeanTensor([]), tl.InputError, "at least one"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_asked_is_refused_by_name(case, unchecked):
+    ask, kind, words = ERRORS[case]
+    with pytest.raises(kind, match=words):
+        ask(lens_on("gpt2"))
+
+
+def test_a_model_without_a_head_has_no_classes():
+    with pytest.raises(tl.MethodError, match="no head"):
+        lens_on("bert").map("tensor.in_class", target=1)
+    with pytest.raises(tl.MethodError, match="no head"):
+        lens_on("bert").predictions()
+
+
+def test_a_pooling_head_has_one_row():
+    with pytest.raises(tl.InputError, match="one row"):
+        lens_on("bert-classifier").map("tensor.in_class", out_token=0, target=1)
+    with pytest.raises(tl.InputError, match="LABEL_0, LABEL_1, LABEL_2"):
+        lens_on("bert-classifier").map("tensor.in_class", target="positive")
+
+
+def test_dense_that_would_not_fit_says_how_large_it_is(monkeypatch):
+    from tensorlens.operators import base
+
+    monkeypatch.setattr(base, "free_bytes", lambda device: 50_000)
+    with pytest.raises(tl.SizeError, match=r"GiB.*rows"):
+        lens_on("gpt2").dense()
