@@ -1,0 +1,153 @@
+r"""One frozen block as a handful of matrices: what the adjoint needs, with every norm folded in.
+
+Every layout is, for the column of cotangents $c_l$ at token l,
+
+    y_l = P_l c_l,   u_l = W_out (y_l, or c_l in a parallel block),   m = mix(u),   result_l = y_l + W_value m_l
+
+where only `mix` moves anything between tokens. $P_l = \sigma_l G + W_{up}\,diag(\psi_l)\,W_{down}$; centring and gains
+of norms are inside the weights, their scales inside ψ and the attention matrices. Queries and keys do not appear.
+Channels are columns here (y = W c with W as (in, out)), because cotangents travel backwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tensorlens.freezing.rebuilding import Factors, wide
+from tensorlens.models.block_parts import BlockParts, NormPart, Projection
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedBlock:
+    """The matrices of one block.
+
+    Attributes:
+        up: W_up (channel, inner).
+        down: W_down (inner, channel).
+        gain: ψ with the norms' scales, (inner, token).
+        base: G (channel, channel), or None for the identity.
+        base_scale: σ (token,), or None for ones.
+        out: W_out (head · head_channel, channel).
+        value: W_value (channel, kv_head · head_channel).
+        mix: Attention with the norms' scales, (head, in_token, out_token).
+        is_parallel: Whether attention takes the block's cotangents and not those behind the feed-forward.
+        first: For each output the first input attended to, or the output itself.
+        last: The last one.
+    """
+
+    up: Tensor
+    down: Tensor
+    gain: Tensor
+    base: Tensor | None
+    base_scale: Tensor | None
+    out: Tensor
+    value: Tensor
+    mix: Tensor
+    is_parallel: bool
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+        return len(self.mix)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all the matrices."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: Tensor | None = None) -> FoldedBlock:
+    """Put norms, scales and multipliers of heads into the weights and the attention of a block.
+
+    Args:
+        parts: The block's weights.
+        factors: What the tape holds of it.
+        dtype: Type of the matrices; they are folded in float32 or better.
+        heads: A multiplier for each head, or None.
+    """
+    post_ln = parts.layout == "post_ln"
+    before, after = (parts.norm_1, parts.norm_2) if post_ln else (parts.norm_2, parts.post_norm_2)
+    ffn, r = parts.feed_forward, parts.residual_multiplier
+    branches = [(p, f) for p, f in ((ffn.up, factors.up), (ffn.gate, factors.gate)) if p is not None and f is not None]
+    up = torch.cat([before_weight(projection, before) for projection, _ in branches], 1)
+    down = after_weight(ffn.down, after, parts.layer_scale_2, r).repeat(len(branches), 1)
+    gain = torch.cat([factor for _, factor in branches], 1).T
+    scale = _scales(factors, *(("norm_1", "norm_2") if post_ln else ("norm_2", "post_norm_2")))
+    mix = _mixing(factors, "" if post_ln else "norm_1", "post_norm_1", heads)
+    first, last = _reach(mix)
+    return FoldedBlock(
+        up=up.to(dtype),
+        down=down.to(dtype),
+        gain=(gain if scale is None else gain * scale).to(dtype),
+        base=_norm_matrix(parts.norm_1, parts.norm_2, up).to(dtype) if post_ln else None,
+        base_scale=scale.to(dtype) if post_ln and scale is not None else None,
+        out=after_weight(parts.out, parts.post_norm_1, parts.layer_scale_1, r).to(dtype),
+        value=before_weight(parts.value, None if post_ln else parts.norm_1).to(dtype),
+        mix=mix.to(dtype),
+        is_parallel=parts.layout == "parallel",
+        first=first,
+        last=last,
+    )
+
+
+def before_weight(projection: Projection, norm: NormPart | None) -> Tensor:
+    """A weight that comes after a norm, with the norm's gain and centring in front of it."""
+    weight = wide(projection.weight)
+    if norm is None:
+        return weight
+    weight = weight if norm.gain is None else weight * wide(norm.gain)[:, None]
+    return weight - weight.mean(0) if norm.kind == "layer" else weight
+
+
+def after_weight(projection: Projection, norm: NormPart | None, scale: Tensor | None, multiplier: float) -> Tensor:
+    """A weight that comes before a norm, a scale for each channel and a multiplier, with all of them behind it."""
+    weight = wide(projection.weight)
+    if norm is not None:
+        weight = weight - weight.mean(1, keepdim=True) if norm.kind == "layer" else weight
+        weight = weight if norm.gain is None else weight * wide(norm.gain)
+    weight = weight if scale is None else weight * wide(scale)
+    return weight if multiplier == 1 else weight * multiplier
+
+
+def norm_columns(norm: NormPart, columns: Tensor) -> Tensor:
+    """Cotangents (channel, …) behind a norm to cotangents before it, 1/σ left out."""
+    columns = (
+        columns if norm.gain is None else columns * wide(norm.gain).to(columns).view(-1, *[1] * (columns.dim() - 1))
+    )
+    return columns - columns.mean(0) if norm.kind == "layer" else columns
+
+
+def _norm_matrix(first: NormPart | None, second: NormPart | None, like: Tensor) -> Tensor:
+    assert first is not None and second is not None, "post-LN has both norms"
+    return norm_columns(first, norm_columns(second, torch.eye(len(like), dtype=like.dtype, device=like.device)))
+
+
+def _scales(factors: Factors, *names: str) -> Tensor | None:
+    found = [factors.scales[name] for name in names if name in factors.scales]
+    return torch.stack(found).prod(0) if found else None
+
+
+def _mixing(factors: Factors, in_norm: str, out_norm: str, heads: Tensor | None) -> Tensor:
+    """Attention as (head, in_token, out_token) with 1/σ of the norms on either side, and silenced heads at zero."""
+    mix = factors.attention
+    if in_norm in factors.scales:
+        mix = mix * factors.scales[in_norm]
+    if out_norm in factors.scales:
+        mix = mix * factors.scales[out_norm][:, None]
+    if heads is not None:
+        mix = mix * heads.to(mix)[:, None, None]
+    return mix.mT
+
+
+def _reach(mix: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First and last input that each output attends to in any head, itself included."""
+    n = mix.shape[-1]
+    touched = (mix != 0).any(0) | torch.eye(n, dtype=torch.bool, device=mix.device)
+    first = touched.int().argmax(0)
+    last = n - 1 - touched.flip(0).int().argmax(0)
+    return tuple(first.tolist()), tuple(last.tolist())
