@@ -73,6 +73,7 @@ for _name, _gain in {
     adapter(f"transformers.activations.{_name}")(_activation(_gain))
 
 adapter(
+    "transformers.models.bloom.modeling_bloom.BloomGelu",
     "transformers.activations.ClippedGELUActivation",
     "transformers.activations.XIELUActivation",
     "transformers.activations.ReLUSquaredActivation",

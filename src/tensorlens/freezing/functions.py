@@ -70,7 +70,7 @@ def find_rule(name: str) -> Rule | None:
     "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
     "get_device data_ptr element_size is_cuda is_same_size untyped_storage storage has_names len hash "
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
-    "new_tensor new_empty_strided requires_grad_ retain_grad register_hook is_pinned result_type can_cast repr format "
+    "new_tensor new_empty_strided requires_grad_ retain_grad register_hook is_pinned result_type can_cast repr "
     "dim_order is_inference is_conj is_neg"
 )
 def describe(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,6 +121,9 @@ KEEPS_ROLE = frozenset(
 )
 """Functions after which an activated tensor is still an activated one, and attention still attention."""
 
+CARRIED_ROLES = ("activated", "attention")
+"""Roles that such a function hands on."""
+
 CASTS = frozenset(["to", "type", "type_as", "float", "half", "bfloat16"])
 """Functions by which a model may leave the precision it was given."""
 
@@ -150,7 +153,7 @@ def linear(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and args[0].dtype is torch.float64 and result.dtype is torch.float32:
         run.fire("cast: float32")
-    role = next((s.role for s in sources if s.role), None) if name in KEEPS_ROLE else None
+    role = next((s.role for s in sources if s.role in CARRIED_ROLES), None) if name in KEEPS_ROLE else None
     return _label(run, name, result, sources, live=live, role=role)
 
 
@@ -162,7 +165,8 @@ def _label(run: Interpreter, name: str, result: Any, sources: list[Traced], *, l
     if live and not (result.is_floating_point() or result.is_complex()):
         # Cast to whole numbers: an index or a mask, and so a decision taken at X.
         return held(run, name, lambda: constant(result))
-    return mark(result, live=live, role=role)
+    # What is made of held tensors is held, and no way for a gradient to reach a parameter in a gate.
+    return mark(result if live else constant(result), live=live, role=role)
 
 
 def held(run: Interpreter, operation: str, compute: Callable[[], Any], role: str | None = None) -> Any:

@@ -69,14 +69,14 @@ def glu(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 @rules_for(
-    "sigmoid logsigmoid softplus exp exp2 log log2 log10 cos tan acos asin cosh hardsigmoid erfc erfinv "
+    "sigmoid logsigmoid log_sigmoid softplus exp exp2 log log2 log10 cos tan acos asin cosh hardsigmoid erfc erfinv "
     "rsqrt sqrt reciprocal var std norm vector_norm linalg_vector_norm linalg_norm frobenius_norm cosine_similarity "
     "log_softmax logsumexp sign sgn floor ceil round trunc frac floor_divide remainder fmod rpow rdiv "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
     "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "
     "histc bucketize searchsorted amax amin aminmax cdist multinomial one_hot softmin "
-    "quantile nanquantile isin isreal"
+    "quantile nanquantile isin isreal linalg_inv inverse pinverse cumprod prod"
 )
 def frozen(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a number the pass arrived at: a statistic, a gate with φ(0) ≠ 0, a decision. It is held."""
@@ -95,6 +95,13 @@ def _constants(value: Any) -> Any:
 def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A value that leaves for Python: always the recorded one."""
     return raw(function, run.hold(name_of(function), lambda: constant(args[0])), *args[1:], **kwargs)
+
+
+@rules_for("format")
+def write(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A value that a model writes into a string, such as the name of an expert: always the recorded one."""
+    value = run.hold("format", lambda: constant(args[0])) if is_live(args[0]) else args[0]
+    return raw(format, plain(value), *args[1:])
 
 
 @rules_for("softmax")
@@ -247,17 +254,33 @@ def einstein_sum(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs:
     return result
 
 
+_FACTORS = ("mat1", "batch1", "tensor1", "mat", "end"), ("mat2", "batch2", "tensor2", "vec", "weight")
+
+
 @rules_for("addmm baddbmm addbmm addmv addcmul addcdiv lerp")
 def added_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """C + a·b: as `matrix_product`, with the quotient's denominator held."""
-    name, (base, left, right) = name_of(function), args[:3]
+    name, operands, kwargs = name_of(function), list(args), dict(kwargs)
+    for names in (("input",), *_FACTORS):
+        operands += [kwargs.pop(key) for key in names if key in kwargs]
+    base, left, right = operands[:3]
     if name == "addcdiv" and is_live(right):
         right = _hold(run, f"{name}.denominator", right)
     elif is_live(left) and is_live(right) or name == "lerp" and is_live(right):
         run.fire("product: left factor held")
         factor = _hold(run, f"{name}.held", right if name == "lerp" else left)
         left, right = (left, factor) if name == "lerp" else (factor, right)
-    return linear(run, function, (base, left, right, *args[3:]), kwargs)
+    return linear(run, function, (base, left, right, *operands[3:]), kwargs)
+
+
+@rules_for("linalg_solve_triangular linalg_solve")
+def solve(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A⁻¹·b with A held."""
+    matrix = args[0]
+    if is_live(matrix):
+        run.fire("product: left factor held")
+        matrix = _hold(run, name_of(function), matrix)
+    return linear(run, function, (matrix, *args[1:]), kwargs)
 
 
 @rules_for("div")

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing import nonlinear  # noqa: F401  (fills the table of rules)
 from tensorlens.freezing.adapters import find_adapter
-from tensorlens.freezing.functions import find_rule, linear, name_of
+from tensorlens.freezing.functions import describe, find_rule, linear, name_of
+from tensorlens.freezing.kernels import with_kernels
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.tape import Site, Tape
-from tensorlens.freezing.traced import active, raw, set_active, traced_in
+from tensorlens.freezing.traced import Traced, active, mark, raw, set_active, traced_in, unmark
 
 
 class Pass:
@@ -48,6 +49,9 @@ class Pass:
         self.place = "before block 0"
         self.path: list[str] = []
         self.conventions: dict[str, set[str]] = {}
+        self.n_reads = 0
+        self._entries: dict[int, tuple[Tensor, Tensor]] = {}
+        self._watched: list[Tensor] = []
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     @property
@@ -84,6 +88,22 @@ class Pass:
     def _note_convention(self, convention: str, module: str) -> None:
         self.conventions.setdefault(convention, set()).add(module)
 
+    def remember_entry(self, original: Tensor, live: Tensor) -> None:
+        """From here on, whoever reads `original` in this pass reads `live`: a residual outside of the blocks does."""
+        if type(original) is Tensor or isinstance(original, Traced):
+            self._entries[id(original)] = original, live
+            mark(original, live=True, role="entry")
+
+    def watch_reads(self, tensor: Tensor) -> None:
+        """Count in `n_reads` the functions that take values of `tensor`."""
+        self._watched.append(mark(tensor, live=False, role="embedding"))
+
+    def forget_entries(self) -> None:
+        """Make ordinary tensors again of those that were watched or stood for the input: they may be the user's."""
+        for original in (*self._watched, *(original for original, _ in self._entries.values())):
+            unmark(original)
+        self._entries, self._watched = {}, []
+
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function that met a traced tensor, by its rule."""
         if torch.is_grad_enabled() != self.grad:
@@ -91,8 +111,12 @@ class Pass:
                 return self.call(function, args, kwargs)
         name = name_of(function)
         rule = find_rule(name)
+        roles = {source.role for source in traced_in((args, kwargs))}
+        if "entry" in roles:
+            args, kwargs = _swap((args, kwargs), self._entries)
+        self.n_reads += "embedding" in roles and rule is not describe
         if not any(source.live for source in traced_in((args, kwargs))):
-            writes = rule is not None and rule.__name__ in ("assign", "in_place", "describe")
+            writes = rule is not None and rule.__name__ in ("assign", "in_place", "describe", "write")
             return (rule if writes else linear)(self, function, args, kwargs)  # type: ignore[misc]
         if rule is None:
             raise NotLinearError(self._refusal(name))
@@ -115,14 +139,20 @@ class Pass:
         try:
             live = any(source.live for source in traced_in((args, kwargs)))
             adapter = find_adapter(module) if live else None
+            forward = with_kernels(self, forward) if live else forward
             result = self.run_module(
-                module, functools.partial(adapter, self, module, forward) if adapter else forward, args, kwargs
+                module, functools.partial(self._adapt, adapter, module, forward) if adapter else forward, args, kwargs
             )
             if live and self.grad:
                 self._refuse_custom_backward(result)
             return result
         finally:
             self.path.pop()
+
+    def _adapt(self, adapter: Callable[..., Any], module: nn.Module, forward: Callable[..., Any], *args: Any,
+               **kwargs: Any) -> Any:  # fmt: skip
+        with torch.set_grad_enabled(self.grad):
+            return adapter(self, module, forward, *args, **kwargs)
 
     def run_module(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,6 +166,17 @@ class Pass:
             node = raw(getattr, tensor, "grad_fn")
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 raise NotLinearError(self._refusal(f"the custom autograd function {type(node).__name__}"))
+
+
+def _swap(values: Any, entries: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """The same nested values with the live tensor in place of each one it stands for."""
+    if isinstance(values, Tensor):
+        return entries[id(values)][1] if id(values) in entries else values
+    if isinstance(values, dict):
+        return {key: _swap(value, entries) for key, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(_swap(value, entries) for value in values)
+    return values
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -173,7 +214,8 @@ def _wrap(modules: list[nn.Module]) -> None:
             _wrapped[id(module)] = _wrapped.get(id(module), 0) + 1
             if _wrapped[id(module)] == 1:
                 # Into the instance's own dictionary: `nn.Module.__setattr__` is slow, and the class stays untouched.
-                module.__dict__["forward"] = _reporting(module, module.forward, "forward" in module.__dict__)
+                name = _method(module)
+                module.__dict__[name] = _reporting(module, getattr(module, name), name in module.__dict__)
                 module.__dict__["training"] = False  # T describes the model at inference
 
 
@@ -183,10 +225,16 @@ def _unwrap(modules: list[nn.Module]) -> None:
             _wrapped[id(module)] -= 1
             if _wrapped[id(module)] == 0:
                 del _wrapped[id(module)]
-                wrapper = module.__dict__.pop("forward")
+                name = _method(module)
+                wrapper = module.__dict__.pop(name)
                 module.__dict__["training"] = wrapper.was_training
-                if wrapper.was_on_instance:  # put there by somebody else, such as accelerate
-                    module.__dict__["forward"] = wrapper.__wrapped__
+                if wrapper.was_on_instance:  # put there by somebody else
+                    module.__dict__[name] = wrapper.__wrapped__
+
+
+def _method(module: nn.Module) -> str:
+    """The method to wrap: below accelerate's hook, which brings the weights before it calls what it found."""
+    return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
 def _reporting(module: nn.Module, forward: Callable[..., Any], was_on_instance: bool) -> Callable[..., Any]:

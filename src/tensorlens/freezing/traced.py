@@ -53,8 +53,9 @@ class Traced(Tensor):
     """A tensor computed from the operator's input.
 
     `live`: it depends on the input, linearly. Otherwise it was computed from the input and then held fixed.
-    `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation) or
-    ``"attention"`` (out of a softmax).
+    `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation),
+    ``"attention"`` (out of a softmax), ``"entry"`` (stands for the operator's input wherever the model's code still
+    has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
 
     Being a subclass, it takes its rules along wherever the model's code carries it: no mode and no flag on
     the parameters is needed, other threads see nothing, and `torch.no_grad` inside a model loses nothing.
@@ -85,6 +86,13 @@ def mark(tensor: Tensor, *, live: bool, role: str | None = None) -> Traced:
     tensor.live = live  # type: ignore[attr-defined]
     tensor.role = role  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
+
+
+def unmark(tensor: Tensor) -> None:
+    """Make a traced tensor an ordinary one again, in place."""
+    if isinstance(tensor, Traced):
+        del tensor.live, tensor.role
+        tensor.__class__ = Tensor
 
 
 def plain(tensor: Tensor) -> Tensor:

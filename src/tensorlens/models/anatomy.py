@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from tensorlens.errors import AnatomyError
+
+BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,10 @@ class Anatomy:
         stack: Path of the module list that holds the blocks.
         blocks: The modules of that list. Shared weights make one module several blocks: blocks are counted by call.
         unembedding: The linear layer from a token's state to the logits of a language model, if there is one.
+        embedding: The layer from token ids to embeddings, if there is one.
+        encoder: Path of the encoder, in a model that also has a decoder.
+        encoder_blocks: Those of the blocks that are the encoder's.
+        other_stacks: Paths of other lists that might hold the blocks, for inputs that do not go through `stack`.
     """
 
     model: nn.Module
@@ -26,25 +34,73 @@ class Anatomy:
     stack: str
     blocks: tuple[nn.Module, ...]
     unembedding: nn.Linear | None
+    embedding: nn.Module | None = None
+    encoder: str | None = None
+    encoder_blocks: tuple[nn.Module, ...] = ()
+    other_stacks: tuple[str, ...] = ()
+
+    def alternatives(self) -> Iterator[Anatomy]:
+        """The same model with its blocks in another list."""
+        for stack in self.other_stacks:
+            blocks = blocks_in(self.model.get_submodule(stack))
+            yield replace(self, stack=stack, blocks=blocks, other_stacks=(), encoder=None, encoder_blocks=())
 
 
 def find_anatomy(model: nn.Module, blocks: str | None = None) -> Anatomy:
     """Find the blocks of a model: the list of modules that holds most of its parameters.
 
+    With an encoder and a decoder, there is such a list in each. In a model of several towers the one of the language
+    model is taken, if its input goes through it.
+
     Args:
-        model: Any model whose blocks are in one `nn.ModuleList`.
-        blocks: Path of that list, for a model where the guess is wrong.
+        model: Any model whose blocks are in lists of modules.
+        blocks: Path of the list, for a model where the guess is wrong.
     """
-    body = getattr(model, "base_model", model)
-    stack = _named_stack(model, blocks) if blocks is not None else _largest_stack(model, body)
-    unembedding = getattr(model, "get_output_embeddings", lambda: None)()
+    model = getattr(model, "_orig_mod", model)  # the model inside of a compiled one
+    unembedding = _ask(model, "get_output_embeddings")
+    common: dict[str, Any] = {
+        "model": model,
+        "body": getattr(model, "base_model", model),
+        "unembedding": unembedding if isinstance(unembedding, nn.Linear) else None,
+        "embedding": _ask(model, "get_input_embeddings"),
+    }
+    if blocks is not None:
+        stack = _named_stack(model, blocks)
+        return Anatomy(**common, stack=stack, blocks=blocks_in(model.get_submodule(stack)))
+    pair = _encoder_and_decoder(model)
+    if pair is not None:
+        encoder, encoder_stack, decoder_stack = pair
+        of_encoder = blocks_in(model.get_submodule(encoder_stack))
+        of_decoder = blocks_in(model.get_submodule(decoder_stack))
+        return Anatomy(
+            **common, stack=decoder_stack, blocks=of_encoder + of_decoder, encoder=encoder, encoder_blocks=of_encoder,
+            other_stacks=tuple(stack for stack in _stacks(model) if stack != decoder_stack),
+        )  # fmt: skip
+    stacks = _stacks(model)
+    if not stacks:
+        raise AnatomyError(
+            f"Could not find the blocks of `{type(common['body']).__name__}`: expected an `nn.ModuleList` of "
+            "Transformer blocks, found none. "
+            'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`.'
+        )
     return Anatomy(
-        model=model,
-        body=body,
-        stack=stack,
-        blocks=tuple(model.get_submodule(stack).children()),
-        unembedding=unembedding if isinstance(unembedding, nn.Linear) else None,
+        **common, stack=stacks[0], blocks=blocks_in(model.get_submodule(stacks[0])), other_stacks=tuple(stacks[1:])
     )
+
+
+def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules of a list that are called: lists within it are opened, and so are stages made of one list."""
+    found: list[nn.Module] = []
+    for child in stack.children():
+        found += blocks_in(child) if isinstance(child, nn.ModuleList) else [child]
+    return tuple(found)
+
+
+def _ask(model: nn.Module, method: str) -> Any:
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
 
 
 def _named_stack(model: nn.Module, path: str) -> str:
@@ -52,7 +108,7 @@ def _named_stack(model: nn.Module, path: str) -> str:
         found = model.get_submodule(path)
     except AttributeError:
         found = None
-    if not isinstance(found, (nn.ModuleList, nn.Sequential)):
+    if not isinstance(found, BLOCK_LISTS):
         lists = ", ".join(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
         raise AnatomyError(
             f"`blocks` must be the path of a list of modules; got {path!r}, "
@@ -61,26 +117,40 @@ def _named_stack(model: nn.Module, path: str) -> str:
     return path
 
 
-def _largest_stack(model: nn.Module, body: nn.Module) -> str:
-    sizes = {
-        name: sum(parameter.numel() for parameter in module.parameters())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and not _inside(module, model)
-    }
-    sizes = {name: size for name, size in sizes.items() if size}
-    if not sizes:
-        raise AnatomyError(
-            f"Could not find the blocks of `{type(body).__name__}`: expected an `nn.ModuleList` of Transformer "
-            "blocks, found none. "
-            'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`.'
-        )
-    return max(sizes, key=lambda name: sizes[name])
+def _encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
+    """Paths of the encoder, its blocks and the decoder's blocks, for a model that runs one after the other."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    encoder, decoder = _ask(model, "get_encoder"), _ask(model, "get_decoder")
+    if encoder is None or decoder is None or encoder is decoder or decoder is model or encoder is model:
+        return None
+    if id(encoder) not in names or id(decoder) not in names:
+        return None
+    inner = [[f"{names[id(part)]}.{stack}" for stack in _stacks(part)[:1]] for part in (encoder, decoder)]
+    return (names[id(encoder)], inner[0][0], inner[1][0]) if all(inner) else None
 
 
-def _inside(stack: nn.Module, model: nn.Module) -> bool:
+def _stacks(model: nn.Module) -> list[str]:
+    """Lists that may hold the blocks: the language model's before others, the largest before the smaller."""
+    for kind in BLOCK_LISTS:
+        sizes = {
+            name: sum(parameter.numel() for parameter in module.parameters())
+            for name, module in model.named_modules()
+            if name and isinstance(module, kind) and len(module) and not _inside(module, model, kind)
+        }
+        found = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+        if found:
+            decoder = _ask(model, "get_decoder")
+            inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+            return sorted(found, key=lambda name: id(model.get_submodule(name)) not in inside)
+    return []
+
+
+def _inside(stack: nn.Module, model: nn.Module, kind: type) -> bool:
     """Whether a list lies within another list: heads of experts, sub-layers of a block."""
     return any(
         stack is not outer and any(stack is inner for inner in outer.modules())
         for outer in model.modules()
-        if isinstance(outer, nn.ModuleList)
+        if isinstance(outer, kind)
     )

@@ -158,7 +158,7 @@ def fingerprint(tiny: TinyModel) -> tuple[Any, ...]:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:

@@ -76,8 +76,9 @@ def build(
 def _from_config(task: str, config: Any, attention: str) -> nn.Module:
     transformers = import_module("transformers")
     model_class = getattr(transformers, class_name(task, config.model_type))
-    if model_class.config_class == config.sub_configs.get("text_config"):
-        config = config.get_text_config()
+    for name, part in config.sub_configs.items():
+        if model_class.config_class is part and not isinstance(config, part):
+            config = getattr(config, name)
     # The other implementations take no float64; they are tested by themselves.
     config._experts_implementation = "eager"
     return model_class._from_config(config, attn_implementation=attention)
@@ -176,6 +177,8 @@ def tiny_arguments(model: nn.Module, task: str, dtype: torch.dtype, seed: int = 
     main = getattr(model, "main_input_name", "input_ids")
     if task in ("causal", "masked", "seq2seq") and "input_ids" in parameters:
         main = "input_ids"
+    if task == "vision" and "pixel_values" in parameters:
+        main = "pixel_values"
     arguments[main] = _main_input(main, config, dtype, generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         arguments["decoder_input_ids"] = _ids(config, N_DECODER_TOKENS, generator)
