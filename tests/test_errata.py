@@ -145,6 +145,16 @@ def test_erratum_6_gate_is_bounded_by_weights_after_a_norm(norm):
         assert (factors[0, "gain"] * factors[0, "gate"]).abs().max() <= bound
 
 
+def test_erratum_6_gated_bounds_are_reached():
+    one, s, t, b = torch.ones(D, dtype=torch.float64), 1.5, 0.5, 0.25
+    g = float((s * one + t * one) @ one + b)
+    assert bounds.gate_bound(one[:, None], torch.tensor([b]).double(), -s * one, t * one) == pytest.approx(g, rel=EXACT)
+    held = torch.tensor([[-3.0, 1.0]]).double()
+    M = eq.ffn_tensor(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double())
+    found = float(bounds.spectral_norm(M))
+    assert bounds.gated_ffn_bound(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double()) == found == 30
+
+
 def test_erratum_7_proposition_needs_bias():
     model, x, delta = PlainTransformer(), randn(L, D), 1e-3 * randn(L, D, seed=6)
     (T, B), moved = written_out(model, x), model(x + delta)

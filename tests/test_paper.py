@@ -353,3 +353,11 @@ def test_eq33_and_eq34_bound_of_the_whole_model(layout, norm, ffn):
     if model.has_final_norm:
         final = float(model.weights[N]["scale_final"].abs().max() * factors[N, "final"].max())
     assert bounds.spectral_norm(unfold(written_out(model, x)[0])) <= bounds.model_bound(by_block, final)
+
+
+@layouts
+def test_eq34_block_bound_is_reached_by_positive_numbers(layout):
+    sizes = torch.arange(2.0, 2 + len(ORDER[layout])).tolist()
+    T = getattr(eq, f"{layout}_tensor")(*(torch.tensor([[size]]) for size in sizes))
+    assert float(T) == approx(getattr(bounds, f"{layout}_bound")(*sizes))
+    assert bounds.model_bound([2.0, 3.0], final_norm=5.0) == 30
