@@ -1,0 +1,97 @@
+"""The command line, as a stranger would use it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+from zoo import build
+
+import tensorlens as tl
+from tensorlens.app import cli, options
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model on disk, without a tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    build("bert").float().save_pretrained(path)
+    return str(path)
+
+
+def test_every_command_has_help_with_an_example():
+    names = [command.name for command in cli.app.registered_commands]
+    assert {"map", "check", "methods"} <= set(names)
+    for name in names:
+        found = runner.invoke(cli.app, [name, "--help"])
+        assert found.exit_code == 0
+        assert "Example: tensorlens" in " ".join(found.output.split())
+
+
+def test_map_prints_json_for_scripts_and_writes_files(tmp_path):
+    path = tmp_path / "map.json"
+    found = runner.invoke(
+        cli.app, ["map", "minilm", "A cat sat.", "--out-token", "0", "--blocks", "2:5", "--json", "--out", str(path)]
+    )
+    assert found.exit_code == 0, found.output
+    content = json.loads(found.stdout)
+    assert content["in_tokens"] == ["[CLS]", "a", "cat", "sat", ".", "[SEP]"]
+    assert content["meta"]["blocks"] == [2, 5]
+    assert content["meta"]["certificate"]["passed"]
+    assert tl.TokenMap.load(path).scores.tolist() == content["scores"]
+
+
+def test_map_in_the_terminal_shows_tokens_and_certificate():
+    found = runner.invoke(cli.app, ["map", "minilm", "A cat sat.", "--out-token", "0", "--heads", "0:1,2"])
+    assert found.exit_code == 0, found.output
+    for word in ("cat", "[CLS]", "Bias share", "Certificate"):
+        assert word in found.stdout
+
+
+def test_check_exits_by_its_verdict(folder, monkeypatch):
+    found = runner.invoke(cli.app, ["check", folder, "--json"])
+    assert found.exit_code == 0, found.output
+    content = json.loads(found.stdout)
+    assert content["passed"] and set(content["errors"]) == {
+        "value",
+        "linearity",
+        "adjoint",
+        "completeness",
+        "composition",
+    }
+    assert "exact and linear" in runner.invoke(cli.app, ["check", folder]).stdout
+
+    from tensorlens.freezing import functions
+
+    monkeypatch.setitem(functions.RULES, "layer_norm", functions.linear)
+    failed = runner.invoke(cli.app, ["check", folder])
+    assert failed.exit_code == 1
+    assert "NOT CERTIFIED" in failed.stdout
+
+
+def test_mistakes_are_one_message_and_exit_code_two(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tensorlens", "map", "minlm", "A cat sat."])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "minilm" in message and "Traceback" not in message
+
+
+def test_ranges_heads_and_targets_are_read_as_written():
+    assert options.block_range("3:9", 12) == (3, 9)
+    assert options.block_range("3:", 12) == (3, 12)
+    assert options.block_range("4", 12) == (4, 5)
+    assert options.head_choice(["3:0,2", "5:"]) == {3: [0, 2], 5: []}
+    assert options.target_of(" Paris", " Rome") == (" Paris", " Rome")
+    assert options.target_of("42", None) == 42
+    for wrong in (
+        lambda: options.block_range("a:b", 12),
+        lambda: options.head_choice(["x"]),
+        lambda: options.target_of(None, "b"),
+    ):
+        with pytest.raises(tl.InputError):
+            wrong()

@@ -1,0 +1,96 @@
+"""What cannot be made exactly linear is refused with the operation and its module, never approximated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from zoo import build, sample
+
+import tensorlens as tl
+from tensorlens.freezing import functions
+
+
+class Strange(nn.Module):
+    def forward(self, x):
+        return torch.lgamma(x.abs() + 1)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 3.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Custom(nn.Module):
+    def forward(self, x):
+        return Cubed.apply(x)
+
+
+class Cubic(nn.Module):
+    def forward(self, x):
+        return x**3 / 10
+
+
+def with_activation(activation: nn.Module) -> nn.Module:
+    model = build("gpt2")
+    for block in model.transformer.h:
+        block.mlp.act = activation
+    return model
+
+
+def test_an_operation_without_a_rule_is_named_with_its_module():
+    with pytest.raises(
+        tl.NotLinearError, match=r"`lgamma` in `transformer.h.0.mlp.act` \(block 0\).*tensorlens.adapter"
+    ):
+        tl.Lens(with_activation(Strange()))(sample("gpt2"))
+
+
+def test_a_custom_backward_is_refused_when_the_gradient_is_asked_for():
+    T = tl.Lens(with_activation(Custom()))(sample("gpt2"))
+    with pytest.raises(tl.NotLinearError, match="custom autograd function"):
+        T.adjoint(T.output)
+
+
+def test_an_adapter_from_outside_gives_a_module_its_meaning(monkeypatch):
+    from tensorlens.freezing import adapters
+
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
+    model = with_activation(Cubic())
+    seen = []
+
+    @tl.adapter(f"{Cubic.__module__}.Cubic")
+    def cubic(run, module, forward, z):
+        seen.append(module)
+        return tl.activate(run, "cubic", z, lambda z: z**2 / 10)
+
+    T = tl.Lens(model)(sample("gpt2"))
+    assert len(seen) == 3
+    assert T.certificate().passed
+    assert "activation gain: cubic" in T.certificate().rules
+
+
+def test_the_certificate_sees_a_rule_that_is_wrong(monkeypatch):
+    """A rule that lets a norm through unheld reproduces F(X) exactly; linearity and completeness tell."""
+    monkeypatch.setitem(functions.RULES, "layer_norm", functions.linear)
+    certificate = tl.Lens(build("gpt2"))(sample("gpt2")).certificate()
+    assert certificate.errors["value"] < 1e-12
+    assert not certificate.passed
+    assert {"linearity", "adjoint", "completeness"} & set(certificate.failures)
+
+
+def test_a_zero_pre_activation_is_neither_nan_nor_wrong():
+    model = build("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.mlp.c_fc.weight.zero_()
+            block.mlp.c_fc.bias.zero_()
+    T = tl.Lens(model)(sample("gpt2"))
+    gain = next(iter(T.operator.frozen.tape.sites("NewGELUActivation")))[1]
+    assert torch.equal(gain, torch.full_like(gain, 0.5))
+    assert torch.isfinite(T.dense()).all()

@@ -1,0 +1,125 @@
+"""What a user may pass, the labels it gets, and what is refused with which words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from zoo import build, sample
+
+import tensorlens as tl
+from tensorlens.models.labels import distinct, patch_labels, token_labels
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """A byte-level tokenizer whose vocabulary is the bytes, and the words of one sentence."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["Ġcat", "Ġsat", "The"]
+    vocabulary = {piece: index for index, piece in enumerate(["<pad>", "<s>", *words, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel({**vocabulary}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="<pad>")
+
+
+def test_text_ids_embeddings_and_processor_output_are_one_input(byte_level):
+    model = build("gpt2")
+    lens = tl.Lens(model, byte_level)
+    T = lens("The cat sat")
+    assert T.tokens == ("The", " cat", " sat")
+    ids = [4, 2, 3]
+    embeddings = model.get_input_embeddings()(torch.tensor(ids)).detach()
+    for same in (
+        ids,
+        np.array(ids),
+        torch.tensor(ids),
+        {"input_ids": torch.tensor([ids])},
+        embeddings,
+        embeddings[None],
+    ):
+        assert torch.equal(lens(same).output, T.output)
+    assert lens(embeddings).tokens == ("0", "1", "2")
+    assert lens(ids).tokens == T.tokens
+    assert [found.tokens for found in lens(["The cat", "The cat sat"])] == [("The", " cat"), T.tokens]
+
+
+def test_labels_show_special_tokens_word_pieces_and_bytes(byte_level):
+    pieces = byte_level.convert_tokens_to_ids(["<s>", "Ġcat", "â", "Ĥ", "a"])
+    assert token_labels(pieces, byte_level) == ("<s>", " cat", "⟨E2⟩", "⟨82⟩", "a")
+    assert distinct(["the", "cat", "the", "the"]) == ("the", "cat", "the₂", "the₃")
+    assert patch_labels(6, 2, 2, ("[CLS]", "[DIST]")) == (
+        "[CLS]",
+        "[DIST]",
+        "patch 0,0",
+        "patch 0,1",
+        "patch 1,0",
+        "patch 1,1",
+    )
+    assert patch_labels(7, 2, 2)[:3] == ("[CLS]", "[REG1]", "[REG2]")
+
+
+def test_image_labels_and_grid():
+    T = tl.Lens(build("deit-distilled"))(sample("deit-distilled"))
+    assert T.tokens == ("[CLS]", "[DIST]", "patch 0,0", "patch 0,1", "patch 1,0", "patch 1,1")
+    assert T.map("tensor.in_out", out_token=0).meta["grid"] == {"rows": 2, "columns": 2, "first": 2}
+
+
+TEXT_ERRORS = {
+    "empty text": (" \n", "holds no words"),
+    "too long": ([5] * 41, "at most 40 tokens; got 41"),
+    "no ids": ([], "at least one token"),
+    "id out of range": ([1, 60], "0 to 59.*got 60"),
+    "negative id": ([-1], "got -1"),
+    "embeddings too narrow": (torch.zeros(7, 15), r"\(token, 16\); got \(7, 15\)"),
+    "embeddings of one axis": (torch.zeros(16), r"\(token, 16\)"),
+    "embeddings of whole numbers": (torch.zeros(7, 16, dtype=torch.long), "floating-point"),
+    "embeddings with NaN": (torch.full((7, 16), torch.nan), "NaN or infinity"),
+    "several samples": ({"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}, None),
+    "something else": (object(), "Expected a text"),
+    "image for a text model": ("cat.png", "no image at|takes no pixels"),
+}
+
+
+@pytest.mark.parametrize("case", [name for name in TEXT_ERRORS if name != "several samples"])
+def test_bad_input_is_refused_by_name(case, byte_level, unchecked):
+    value, words = TEXT_ERRORS[case]
+    model = build("gpt2")
+    with pytest.raises(tl.InputError, match=words):
+        tl.Lens(model, byte_level)(value)
+
+
+def test_text_without_a_tokenizer(unchecked):
+    with pytest.raises(tl.InputError, match="no tokenizer"):
+        tl.Lens(build("gpt2"))("The cat")
+
+
+def test_an_unreadable_image_is_refused(tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"not a picture")
+    lens = tl.Lens(build("vit"))
+    with pytest.raises(tl.InputError, match="cannot be read as an image"):
+        lens(str(broken))
+    with pytest.raises(tl.InputError, match="no image at"):
+        lens(str(tmp_path / "absent.png"))
+
+
+def test_targets_are_tokens_of_the_vocabulary(byte_level, unchecked):
+    T = tl.Lens(build("gpt2"), byte_level)("The cat sat")
+    assert T.map("tensor.in_class", -1, " cat").meta["target"] == " cat"
+    assert T.map("tensor.in_class", -1, (" cat", " sat")).meta["target"] == " cat −  sat"
+    with pytest.raises(tl.InputError, match="must be one token.*2 of them"):
+        T.map("tensor.in_class", -1, "The cat")
+
+
+def test_a_model_whose_blocks_cannot_be_found(unchecked):
+    with pytest.raises(tl.AnatomyError, match="expected an `nn.ModuleList`"):
+        tl.Lens(torch.nn.Linear(3, 3))
+    with pytest.raises(tl.AnatomyError, match="absent.*transformer.h"):
+        tl.Lens(build("gpt2"), blocks="transformer.blocks")
+    with pytest.raises(tl.InputError, match="tensorlens.load"):
+        tl.Lens("gpt2")
+    with pytest.raises(tl.InputError, match="freeze_gate, freeze_up, half"):
+        tl.Rules(gate="both")

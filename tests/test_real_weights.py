@@ -1,0 +1,83 @@
+"""Real weights in float32: the certificate, the sums, and an independent implementation of the same numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tensorlens as tl
+
+SMALL = {"minilm": "The quick brown fox jumps over the lazy dog.", "rxnmapper": "CC(=O)O.OCC>>CC(=O)OCC"}
+LARGE = {
+    "smollm2-135m": "The Eiffel Tower is located in the city of",
+    "gemma3-270m": "The Eiffel Tower is located in the city of",
+}
+
+
+def check(name: str, text: str) -> tl.AttentionTensor:
+    T = tl.load(name, device="cpu")(text)
+    certificate = T.certificate()
+    assert certificate.passed, str(certificate)
+    assert certificate.errors["completeness"] <= 1e-4
+    found = T.map("tensor.in_out").scores.sum(1)
+    expected = (T.output * (T.output - T.bias)).sum(1)
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    return T
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_bundled_models(name):
+    check(name, SMALL[name])
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", LARGE)
+def test_large_bundled_models(name):
+    T = check(name, LARGE[name])
+    best = T.predictions(k=1)[0]
+    found = T.map("tensor.in_class", out_token=-1)
+    assert float(found.scores.sum()) == pytest.approx(best.logit * (1 - float(found.bias_share[0])), rel=1e-3)
+    assert best.name.strip() == "Paris"
+    assert T.tokens[0] == ("<bos>" if name == "gemma3-270m" else "The")
+
+
+@pytest.mark.large
+def test_dinov2_layout_with_real_weights():
+    T = tl.load("dinov2-small-saliency", device="cpu")(
+        torch.randn(3, 98, 98, generator=torch.Generator().manual_seed(0))
+    )
+    assert T.certificate().passed, str(T.certificate())
+    assert T.tokens[0] == "[CLS]" and T.map("tensor.in_out", out_token=0).meta["grid"]["rows"] == 7
+
+
+# In a process of its own: the package changes the classes of transformers for good, and looks for a name that is gone.
+ORACLE = """
+import sys, torch, transformers, transformers.pytorch_utils
+transformers.pytorch_utils.find_pruneable_heads_and_indices = None
+from transformers.models.llama import modeling_llama
+import tensorlens as tl
+text = "The Eiffel Tower is located in the city of"
+lens = tl.load("smollm2-135m", device="cpu")
+T = lens(text)
+ours = T.map("tensor.in_class", out_token=-1, target=" Paris").scores[0]
+from lxt.efficient import monkey_patch
+from lxt.efficient.models.llama import cp_LRP
+monkey_patch(modeling_llama, cp_LRP)
+model, target = lens.model, lens.processor(" Paris", add_special_tokens=False)["input_ids"][0]
+x = model.get_input_embeddings()(torch.tensor([lens.processor(text)["input_ids"]])).detach().requires_grad_()
+model(inputs_embeds=x, use_cache=False).logits[0, -1, target].backward()
+theirs = (x * x.grad).sum(-1)[0].detach()
+print(float((ours - theirs).norm() / theirs.norm()), float(ours.sum()))
+"""
+
+
+@pytest.mark.large
+def test_in_class_equals_cp_lrp_of_an_independent_package():
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", ORACLE], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
+    difference, total = map(float, found.stdout.split()[-2:])
+    assert difference < 2e-5
+    assert total == pytest.approx(12.8419, abs=2e-3)
