@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from tensorlens.errors import missing_extra
@@ -41,20 +42,39 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def error_curves(summary: dict[str, Any]) -> Figure:
-    """Error over size on log axes, one panel a kind of direction, each bound a line of its own."""
+    """Error over size on log axes, one panel a kind of direction; then how large each value for the norm is."""
     kinds = summary["kinds"]
-    figure = _figure(4.2 * len(kinds), 3.8)
-    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    figure = _figure(3.4 * len(kinds) + 3.4, 3.8)
+    *axes, last = figure.subplots(1, len(kinds) + 1)
     for panel, (kind, found) in zip(axes, kinds.items(), strict=True):
         for name, (label, colour, style) in CURVES.items():
-            if name in found["curves"]:
-                curve = found["curves"][name]
+            curve = found["curves"].get(name)
+            if curve is not None:
                 panel.plot(found["sizes"], curve["median"], style, color=colour, label=label)
                 panel.fill_between(found["sizes"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0)
         panel.set(xscale="log", yscale="log", xlabel="‖ε‖ / ‖X‖", title=f"{kind} directions")
+        # The products may be 10⁶⁰ times too large: they have a panel of their own.
+        lowest = max(min(found["curves"]["jacobian"]["median"]), 1e-9)
+        panel.set_ylim(lowest / 3, 100 * max(found["curves"]["bound_norm"]["high"]))
     axes[0].set_ylabel("error / ‖F(X)‖")
-    axes[0].legend(fontsize=6, frameon=False)
+    _looseness(last, summary["norms"])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     return figure
+
+
+def _looseness(panel: Any, norms: dict[str, Any]) -> None:
+    bars = {
+        "measured ‖T‖₂": (math.log10(max(norms["measured"], 1e-300)), CURVES["bound_norm"][1]),
+        "product,\nmeasured gates": (norms["log10_measured"], CURVES["bound_measured"][1]),
+        "product,\nfrom weights": (norms["log10_weights"], CURVES["bound_weights"][1]),
+    }
+    known = {name: (value, colour) for name, (value, colour) in bars.items() if value is not None}
+    values, colours = zip(*known.values(), strict=True)
+    drawn = panel.barh(range(len(known)), values, color=colours)
+    panel.bar_label(drawn, [f"10^{value:.1f}" for value in values], padding=2, fontsize=7)
+    panel.set_yticks(range(len(known)), list(known), fontsize=7)
+    panel.set(title="what ‖T‖₂ is bounded by", xlabel="log₁₀")
+    panel.margins(x=0.25)
 
 
 def property_panels(records: list[dict[str, Any]]) -> Figure:
@@ -68,6 +88,7 @@ def property_panels(records: list[dict[str, Any]]) -> Figure:
                 panel.plot(*zip(*sorted(points), strict=True), color=colour, marker=".", label=label)
         panel.set_title(title, fontsize=9)
         panel.set_xlabel("block n", fontsize=8)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         if name != "bias_share":
             panel.set_ylim(bottom=0)
     axes[0].legend(fontsize=7, frameon=False)

@@ -20,7 +20,7 @@ from tensorlens.errors import MethodError
 from tensorlens.freezing.frozen_model import FrozenModel, Span, find_state, put_state
 from tensorlens.models.anatomy import Anatomy
 
-READ_CHUNK = 64
+READ_CHUNK = 256
 """Predicted states read out at a time: a row of logits each, which may be a megabyte."""
 
 

@@ -45,7 +45,7 @@ def relation_bars(summary: dict[str, Any], metric: str = "agreement") -> Figure:
         labels = [key.split("/")[-1].replace("_", " ") for key in keys]
         panel.set_xticks(range(len(keys)), labels, rotation=35, ha="right", fontsize=7)
         panel.set(ylabel=_label(metric), title=category, ylim=(0, 1.05))
-    axes[0].legend(fontsize=7, ncol=3, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     return figure
 
 
@@ -66,7 +66,7 @@ def _bars(panel: Any, relations: list[dict[str, Any]], metric: str) -> None:
 def start_curves(summary: dict[str, Any], metric: str = "agreement") -> Figure:
     """Accuracy over the block to start from, one panel a category, with intervals over relations."""
     categories = summary["categories"]
-    figure = _figure(3.0 * len(categories), 3.0)
+    figure = _figure(max(5.0, 3.0 * len(categories)), 3.4)
     axes = figure.subplots(1, len(categories), squeeze=False, sharey=True)[0]
     for panel, (category, found) in zip(axes, categories.items(), strict=True):
         for family, (label, colour, style) in CURVES.items():
@@ -75,11 +75,12 @@ def start_curves(summary: dict[str, Any], metric: str = "agreement") -> Figure:
                 starts, middle, low, high = zip(*points, strict=True)
                 panel.plot(starts, middle, style, color=colour, marker=".", label=label)
                 panel.fill_between(starts, low, high, color=colour, alpha=0.08, lw=0)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.axhline(found["majority"][metric], color="black", ls=":", lw=0.8)
         panel.axhline(found["chance"][metric], color="black", ls="--", lw=0.8)
         panel.set(title=f"{category} ({found['n_relations']})", xlabel="first block", ylim=(0, 1.02))
     axes[0].set_ylabel(_label(metric))
-    axes[0].legend(fontsize=6, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     return figure
 
 

@@ -1,0 +1,49 @@
+"""Fidelity, bounds and tensor properties on real weights, from `fidelity.json` (docs/results-fidelity.md).
+
+    python experiments/fidelity.py NAME --model FOLDER --out FOLDER
+
+NAME is a key of "stride"; the model is that name unless --model gives its folder. Stopped, it goes on when started
+again. Several processes share the texts, also on one GPU: torchrun --nproc-per-node 6 experiments/fidelity.py …
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import tensorlens as tl
+from tensorlens import studies
+from tensorlens.studies.fidelity_report import error_table, norm_table, property_table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("--model")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--config", default=Path(__file__).with_name("fidelity.json"), type=Path)
+    parser.add_argument("--gate", default="freeze_gate", choices=["freeze_gate", "freeze_up", "half"])
+    parser.add_argument("--limit", type=int, help="texts, to try things")
+    parser.add_argument("--override", default="{}", help='options as JSON, to try things: {"stride": 0}')
+    arguments = parser.parse_args()
+
+    config = json.loads(arguments.config.read_text())
+    chosen = {"stride": config["stride"][arguments.name]} | config["options"] | json.loads(arguments.override)
+    loaded = tl.load(arguments.model or arguments.name, dtype=config["dtype"])
+    lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=tl.Rules(gate=arguments.gate))
+    began = time.time()
+    texts = config["texts"][: arguments.limit]
+    summary = studies.fidelity(lens, texts, arguments.out, options=studies.FidelityOptions(**chosen))
+    if os.environ.get("RANK", "0") == "0":
+        norms = summary["norms"]
+        print(f"{arguments.name}, {arguments.gate}: {time.time() - began:.0f} s, {len(texts)} texts")
+        print(f"every error below every right-hand side: {summary['holds']}")
+        print(f"‖T − J‖/‖J‖ = {norms['relative_distance_to_jacobian']:.3f}, stable rank {norms['stable_rank']:.2f}")
+        for kind, found in summary["kinds"].items():
+            print(f"{kind}: error / change at the smallest move {found['relative_at_smallest']}, at {found['natural']}")
+        print(f"\n{norm_table(summary)}\n\n{error_table(summary)}\n\n{property_table(summary)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`tensorlens relations`."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tensorlens.app import options
+from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
+from tensorlens.errors import InputError
+from tensorlens.studies.relations_report import category_table, survival
+from tensorlens.studies.relations_run import RelationOptions
+from tensorlens.studies.relations_run import relations as run_relations
+
+
+def relations(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Folder of relation files, by category.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the run; started again it goes on.", show_default=False)],
+    limit: Annotated[int | None, typer.Option(help="Only so many relations of each category.")] = None,
+    splits: Annotated[int, typer.Option(help="Train-test splits of each relation.")] = 6,
+    examples: Annotated[int, typer.Option(help="m, training examples of each split.")] = 3,
+    max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.")] = 100,
+    starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0",
+    category: Annotated[list[str] | None, typer.Option(help="Only this category; may be given again.")] = None,
+    lre: Annotated[bool, typer.Option(help="Whether to run LRE beside the tensor.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the first split.")] = 0,
+    json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    attention: AttentionBackend = None,
+    gate: Gate = "freeze_gate",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Decode relations with the mean attention tensor, beside LRE and controls; write a run with a report.
+
+    Example: tensorlens relations smollm2-135m --data relations --out run --limit 1 --splits 1 --max-test 5 --no-lre
+    """
+    lens = options.load_lens(
+        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=False,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    chosen = RelationOptions(
+        n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre
+    )
+    summary = run_relations(lens, data, out, limit=limit, categories=category or None, options=chosen)
+    if json:
+        typer.echo(json_module.dumps(summary, ensure_ascii=False))
+        return
+    typer.echo(survival(summary))
+    for key, reason in summary["left_out"].items():
+        typer.echo(f"left out: {key}: {reason}")
+    for problem in summary["problems"]:
+        if problem["is_fatal"]:
+            typer.echo(f"left out: {problem['path']}: {problem['place']}: {problem['message']}", err=True)
+    if summary["relations"]:
+        typer.echo("\nagreement with the model, mean over relations [95% interval]\n" + category_table(summary))
+    typer.echo(f"\nReport: {out / 'report.html'}")
+
+
+def _starts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"`--starts` must be blocks such as 0,6,12; got {text!r}.") from None
