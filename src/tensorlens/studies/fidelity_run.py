@@ -14,7 +14,7 @@ from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.operators.product_bound import Reading, product_bound
-from tensorlens.operators.spectrum import operator_norm
+from tensorlens.operators.singular_values import operator_norm
 from tensorlens.studies.fidelity_measures import (
     as_record,
     distance_to_jacobian,
