@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.functions import held
 from tensorlens.freezing.traced import Interpreter, constant, is_live, traced_in
 
@@ -102,7 +103,14 @@ class _Unrolled:
 
     def apply(self, *args: Any) -> Any:
         """The forward, with a context that keeps nothing."""
-        return self.function.forward(_NoContext(), *args)
+        result = self.function.forward(_NoContext(), *args)
+        if any(is_live(value) for value in args) and not any(traced_in(result)):
+            raise NotLinearError(
+    """A custom autograd function whose forward runs as ordinary code: no rule has seen its backward."""
+                "rule can hold its factors. Switch to the model's plain implementation, or register an adapter for the "
+                "module's class with `tensorlens.adapter`."
+            )
+        return result
 
 
 class _NoContext:
