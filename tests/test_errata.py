@@ -146,9 +146,11 @@ def test_erratum_6_gate_is_bounded_by_weights_after_a_norm(norm):
 
 
 def test_erratum_6_gated_bounds_are_reached():
-    one, s, t, b = torch.ones(D, dtype=torch.float64), 1.5, 0.5, 0.25
-    g = float((s * one + t * one) @ one + b)
-    assert bounds.gate_bound(one[:, None], torch.tensor([b]).double(), -s * one, t * one) == pytest.approx(g, rel=EXACT)
+    one, s, t, biases = torch.ones(D, dtype=torch.float64), 1.5, 0.5, torch.tensor([0.0, -0.25]).double()
+    # A row of a normalised state cannot be longer than -s·1 - t·1, and no gate weight points along it more than 1 does.
+    g = (-s * one - t * one) @ torch.stack([one, one], 1) + biases
+    bound = bounds.gate_bound(torch.stack([one, one], 1), biases, -s * one, -t * one)
+    assert bound == pytest.approx(float(g.abs().max()), rel=EXACT)
     held = torch.tensor([[-3.0, 1.0]]).double()
     M = eq.ffn_tensor(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double())
     found = float(bounds.spectral_norm(M))

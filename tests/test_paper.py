@@ -325,6 +325,13 @@ def test_eq32_ffn_bound(ffn):
     assert float(bounds.spectral_norm(all_open)) == approx(float(bounds.spectral_norm(w["w_down"][:D])), rel=EXACT)
 
 
+def test_eq33_norm_bound_is_reached_without_centring():
+    scale, variance, eps = torch.tensor([1.0, -3.0]).double(), torch.tensor([8.0, 4.0]).double(), 5.0
+    found = bounds.spectral_norm(eq.norm_tensor((variance + eps).rsqrt(), scale, is_centred=False))
+    assert float(found) == approx(bounds.norm_bound(scale, 4.0, eps), rel=EXACT)
+    assert bounds.norm_bound_as_printed(scale, 4.0) == 3 / 4
+
+
 def part_bounds(model: PlainTransformer, factors: dict, n: int) -> list[float]:
     """Bounds of the parts of block `n`, in the order of computation."""
     w, heads = model.weights[n], model.heads(n)
