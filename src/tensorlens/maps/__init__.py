@@ -1,1 +1,6 @@
 """Token maps: an operator collapsed to one number for each pair of output and input."""
+
+# Each of these adds its rows to `METHODS`.
+from tensorlens.maps import baselines as baselines
+from tensorlens.maps import controls as controls
+from tensorlens.maps import gradients as gradients

@@ -1,0 +1,216 @@
+r"""The eight baselines: four measures within a block, joined over blocks by rollout or by mean. And ALTI.
+
+| measure         | N_ij within a block                                                                         |
+|-----------------|---------------------------------------------------------------------------------------------|
+| `attn`          | attention, averaged over heads                                                              |
+| `w_attn`        | $\lVert c_{ij} \rVert$: attention times transformed values (Kobayashi et al. 2020)            |
+| `w_attn_res_ln` | $\lVert y_{ij} \rVert$ with the residual, through the norm behind it (Kobayashi et al. 2021)  |
+| `glob_enc`      | the same through the block's second norm (GlobEnc, Modarressi et al. 2022)                  |
+
+The vectors are those of `decomposition`. Conventions where the sources are silent: layouts other than post-LN follow
+the principle *decompose what the attention sub-block adds, hold every norm on the way*; norm maps are divided by their
+row sums before they are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tensorlens.axes import Attention, TokenMatrix
+from tensorlens.errors import MethodError
+from tensorlens.freezing.mixing import Mixing, mixings
+from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
+from tensorlens.maps.methods import Answer, Question, method
+from tensorlens.operators.matrix_free import FrozenOperator
+
+HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
+"""Rollout adds the identity to measures without the residual only."""
+
+
+# Within a block ------------------------------------------------------------------------------------------------------
+
+
+def attn(attention: Attention) -> TokenMatrix:
+    """Attention averaged over heads; rows sum to one."""
+    return attention.double().mean(0)
+
+
+def w_attn(block: Decomposition) -> TokenMatrix:
+    r"""$\lVert \sum_h A_{h,ij} v_{h,j} W_{o,h} \rVert$: heads summed inside the norm, the output bias left out."""
+    return _lengths(block, block.mixed)
+
+
+def w_attn_res_ln(block: Decomposition) -> TokenMatrix:
+    r"""$\lVert g(δ_{ij} x_i + s_{ij}) \rVert$, with g the norm behind the sum in post-LN and nothing elsewhere."""
+    return _lengths(block, partial(attention_block, block))
+
+
+def glob_enc(block: Decomposition) -> TokenMatrix:
+    """The vectors of `w_attn_res_ln` through the block's second norm; the feed-forward's own part is left out.
+
+    Raises:
+        MethodError: the second norm never sees what attention added.
+    """
+    layout, norm = block.parts.layout, block.norm_2
+    if layout in ("parallel", "post_sublayer") or norm is None:
+        raise MethodError(
+            f"`glob_enc` does not apply to {layout.replace('_', '-')} blocks: expected a second norm that sees the "
+            "attention's output, and here none does. Use `w_attn_res_ln`."
+        )
+    return _lengths(block, lambda rows: norm(attention_block(block, rows), rows))
+
+
+def alti(block: Decomposition) -> TokenMatrix:
+    r"""How near each source comes to the whole (Ferrando et al. 2022).
+
+    $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
+    Rows are divided by their sum; one in which no source comes near keeps its own token.
+    """
+    found = []
+    for rows in block.chunks():
+        vectors = attention_block(block, rows)
+        whole = attention_output(block, vectors, rows)
+        nearness = whole.abs().sum(-1, keepdim=True) - (vectors - whole[:, None]).abs().sum(-1)
+        found.append(nearness.clamp_min(0).double())
+    matrix = torch.cat(found)
+    empty = matrix.sum(-1, keepdim=True) == 0
+    return rows_to_one(torch.where(empty, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device), matrix))
+
+
+def attention_block(block: Decomposition, rows: slice) -> Vectors:
+    """What each source gives to the output of the attention sub-block, the norm behind it included (post-LN)."""
+    vectors = block.with_residual(rows)
+    return vectors if block.norm_1 is None else block.norm_1(vectors, rows)
+
+
+def attention_output(block: Decomposition, vectors: Vectors, rows: slice) -> Tensor:
+    """The true output of the attention sub-block: the sum over sources, the output bias and the norm's shift."""
+    bias = block.out_bias(rows)
+    if block.norm_1 is not None:
+        bias = block.norm_1(bias[:, None], rows)[:, 0] + block.norm_1.shift(bias[0])
+    return vectors.sum(1) + bias
+
+
+def _lengths(block: Decomposition, vectors: Callable[[slice], Vectors]) -> TokenMatrix:
+    return torch.cat([vectors(rows).norm(dim=-1).double() for rows in block.chunks()])
+
+
+MEASURES: dict[str, Callable[[Decomposition], TokenMatrix]] = {
+    "w_attn": w_attn, "w_attn_res_ln": w_attn_res_ln, "glob_enc": glob_enc, "alti": alti,
+}  # fmt: skip
+
+
+# Across blocks -------------------------------------------------------------------------------------------------------
+
+
+def rows_to_one(matrix: TokenMatrix) -> TokenMatrix:
+    """Each row divided by its sum."""
+    return matrix / matrix.sum(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+
+
+def rollout(matrices: Sequence[TokenMatrix], *, has_residual: bool, raw: bool = False) -> TokenMatrix:
+    r"""$R = \hat N^N \cdots \hat N^1$ (Abnar and Zuidema 2020), the later block on the left.
+
+    Args:
+        matrices: One for each block, the first block first.
+        has_residual: Whether the measure holds the residual; if not, $\hat N = \frac12 N + \frac12 I$.
+        raw: Multiply norm maps as they are, as GlobEnc's code does, scaled by one number a block to stay finite.
+    """
+    joined = None
+    for matrix in matrices:
+        step = matrix / matrix.max() if raw else rows_to_one(matrix)
+        if not has_residual:
+            step = 0.5 * step + 0.5 * torch.eye(len(step), dtype=step.dtype, device=step.device)
+        joined = step if joined is None else step @ joined
+    assert joined is not None, "a range of blocks is not empty"
+    return joined
+
+
+def mean(matrices: Sequence[TokenMatrix], *, raw: bool = False) -> TokenMatrix:
+    """The average over blocks, no identity added.
+
+    Convention: norm maps by row sums first, or late blocks with large states would drown the others; `raw` does not.
+    """
+    return torch.stack([matrix if raw else rows_to_one(matrix) for matrix in matrices]).mean(0)
+
+
+def without_sink(matrix: TokenMatrix) -> TokenMatrix:
+    """The same map with the first column dropped and rows divided by their sums.
+
+    A causal rollout ends in its first token, which attends to nothing but itself. The first row is left as it is.
+    """
+    kept = matrix.clone()
+    kept[1:, 0] = 0
+    return rows_to_one(kept)
+
+
+# By name -------------------------------------------------------------------------------------------------------------
+
+_mixings: WeakKeyDictionary[FrozenOperator, list[Mixing]] = WeakKeyDictionary()
+_matrices: WeakKeyDictionary[FrozenOperator, dict[str, list[TokenMatrix]]] = WeakKeyDictionary()
+"""What one operator's baselines share: kept as long as the operator, so that eight of them cost one replay."""
+
+
+def block_matrices(operator: FrozenOperator, measure: str) -> list[TokenMatrix]:
+    """The measure's matrix for each block in the operator's range."""
+    known = _matrices.setdefault(operator, {})
+    if measure not in known:
+        known[measure] = [_block_matrix(operator, block, measure) for block in range(*operator.span)]
+    return known[measure]
+
+
+def _block_matrix(operator: FrozenOperator, block: int, measure: str) -> TokenMatrix:
+    if operator.heads:
+        raise MethodError(
+            "Baselines describe the model's own attention and know no chosen heads; got some left out. Ask the whole "
+            "tensor, or use a method of the tensor."
+        )
+    if operator not in _mixings:
+        _mixings[operator] = mixings(operator.frozen)
+    mixing = _mixings[operator][block]
+    with torch.no_grad():
+        return (
+            attn(mixing.attention)
+            if measure == "attn"
+            else MEASURES[measure](decompose(operator.frozen, block, mixing))
+        )
+
+
+def _answer(question: Question, matrix: TokenMatrix) -> Answer:
+    rows = list(question.out_tokens)
+    return Answer(scores=matrix[rows], bias_share=torch.full((len(rows),), float("nan")))
+
+
+def _rollout(question: Question, measure: str) -> Answer:
+    matrices = block_matrices(question.operator, measure)
+    return _answer(question, rollout(matrices, has_residual=HAS_RESIDUAL[measure]))
+
+
+def _mean(question: Question, measure: str) -> Answer:
+    return _answer(question, mean(block_matrices(question.operator, measure)))
+
+
+SUMMARIES = {
+    "attn": "attention averaged over heads",
+    "w_attn": "attention times transformed values",
+    "w_attn_res_ln": "attention, residual and norm together",
+    "glob_enc": "attention, residual and both norms of a block",
+}
+for _measure, _words in SUMMARIES.items():
+    method(f"rollout.{_measure}", f"Baseline: {_words}, multiplied over blocks")(partial(_rollout, measure=_measure))
+    method(f"mean.{_measure}", f"Baseline: {_words}, averaged over blocks")(partial(_mean, measure=_measure))
+
+method("alti", "Peer: how near each source's part comes to the whole, multiplied over blocks")(
+    partial(_rollout, measure="alti")
+)
+
+
+@method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped")
+def _without_sink(question: Question) -> Answer:
+    matrices = block_matrices(question.operator, "attn")
+    return _answer(question, without_sink(rollout(matrices, has_residual=False)))

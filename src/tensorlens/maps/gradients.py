@@ -1,0 +1,171 @@
+"""Gradients of the model itself, nothing held: input times gradient, and integrated gradients.
+
+They explain the same numbers as the maps of the tensor: the logit of a class where the model has classes at the output,
+its length along the output state otherwise. Both are taken at X⁰, the state entering the first block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import MethodError
+from tensorlens.freezing.frozen_model import FrozenModel, put_state
+from tensorlens.freezing.states import state_of
+from tensorlens.maps.methods import Answer, Question, method
+
+N_STEPS = 32
+"""Points along the path of integrated gradients."""
+
+
+@method("gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True)
+def _times_input(question: Question) -> Answer:
+    return _answer(question, lambda read: input_times_gradient(question.operator.frozen, read))
+
+
+@method("gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True)
+def _integrated(question: Question) -> Answer:
+    return _answer(question, lambda read: integrated_gradients(question.operator.frozen, read))
+
+
+Read = Callable[[Tensor], Tensor]
+"""From what a batch of passes ended with (see `_run`) to the numbers explained."""
+
+
+def input_times_gradient(frozen: FrozenModel, read: Read) -> Tensor:
+    r"""$⟨\partial r / \partial x_j, x_j⟩$ for each token."""
+    x = frozen.hidden[0].detach()
+    return (_gradient(frozen, x, read) * x).sum(-1)[0]
+
+
+def integrated_gradients(frozen: FrozenModel, read: Read, n_steps: int = N_STEPS, batch_size: int = 8) -> Tensor:
+    r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017)."""
+    x = frozen.hidden[0].detach()
+    points, weights = np.polynomial.legendre.leggauss(n_steps)
+    alphas = torch.tensor((points + 1) / 2, dtype=x.dtype, device=x.device)
+    shares = torch.tensor(weights / 2, dtype=x.dtype, device=x.device)
+    total = torch.zeros_like(x)
+    for alpha, share in zip(alphas.split(batch_size), shares.split(batch_size), strict=True):
+        gradients = _gradient(frozen, alpha[:, None, None] * x, read)
+        total += (share[:, None, None] * gradients).sum(0, keepdim=True)
+    return (total * x).sum(-1)[0]
+
+
+def _answer(question: Question, explain: Callable[[Read], Tensor]) -> Answer:
+    operator = question.operator
+    if operator.span != (0, operator.frozen.n_blocks) or operator.heads:
+        raise MethodError(
+            "Gradients are of the whole model; got a range of blocks or chosen heads. Use a method of the tensor."
+        )
+    readers = [_reader(question, token) for token in question.out_tokens]
+    scores = torch.stack([explain(read) for read, _ in readers])
+    names = [name for _, name in readers]
+    return Answer(
+        scores=scores,
+        bias_share=torch.full((len(scores),), float("nan")),
+        notes={"explains": names[0] if len(set(names)) == 1 else names},
+    )
+
+
+def _reader(question: Question, token: int) -> tuple[Read, str]:
+    """The number to explain at one output, and what it is called."""
+    frozen, classes = question.operator.frozen, question.classes
+    if classes is None or frozen.readout is None:
+        if question.target is not None:
+            raise MethodError("A target needs a model with classes; leave it out to explain the output state.")
+        direction = frozen.hidden[-1][0, token].detach()
+        return lambda states: states[:, token] @ direction.to(states), "output state"
+    weights = classes.weights(int(frozen.logits(token).argmax()) if question.target is None else question.target)
+    name = " − ".join(classes.name(index) for index in weights)
+    unembedding = frozen.anatomy.unembedding
+    if unembedding is not None:
+        column = torch.stack([weight * unembedding.weight[index].detach() for index, weight in weights.items()]).sum(0)
+        return lambda states: states[:, token] @ column, name
+    return lambda logits: _weighted(logits, token, weights), name
+
+
+def _weighted(logits: Tensor, token: int, weights: dict[int, float]) -> Tensor:
+    logits = logits if logits.dim() == 2 else logits[:, token]
+    return torch.stack([weight * logits[:, index] for index, weight in weights.items()]).sum(0)
+
+
+# The model itself, from X⁰ on ----------------------------------------------------------------------------------------
+
+
+class _Done(BaseException):
+    """Ends a pass with the state that was asked for. Not an `Exception`, so that no model catches it."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+
+def _gradient(frozen: FrozenModel, x: Tensor, read: Read) -> Tensor:
+    """The gradient at each state of a batch (batch, token, channel)."""
+    with torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        return torch.autograd.grad(read(_run(frozen, x)).sum(), x)[0]
+
+
+def _run(frozen: FrozenModel, x: Tensor) -> Tensor:
+    """The model from `x` on: to the input of its unembedding, to the logits of another head, or to $X^N$."""
+    anatomy = frozen.anatomy
+    entered: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entered.append(module)
+        return put_state(args, kwargs, x) if len(entered) == 1 else None
+
+    def embed(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return x
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Done(args[0])
+
+    inputs = {name: _repeat(value, len(x)) for name, value in frozen.inputs.items()}
+    before = {} if anatomy.unembedding is None else {anatomy.unembedding: stop}
+    after = {anatomy.embedding: embed} if frozen.starts_at_embedding and anatomy.embedding is not None else {}
+    with _hooked(before if after else before | {anatomy.blocks[0]: enter}, after), _evaluating(anatomy.model):
+        try:
+            output = anatomy.model(**inputs)
+        except _Done as done:
+            return done.state
+    return output.logits if frozen.has_head else state_of(output)
+
+
+@contextmanager
+def _hooked(before: dict[nn.Module, Any], after: dict[nn.Module, Any]) -> Iterator[None]:
+    """Hooks around modules, for this thread only; other threads that run the model see nothing of them."""
+    thread = threading.get_ident()
+
+    def mine(hook: Any) -> Any:
+        return lambda *arguments: hook(*arguments) if threading.get_ident() == thread else None
+
+    handles = [module.register_forward_pre_hook(mine(hook), with_kwargs=True) for module, hook in before.items()]
+    handles += [module.register_forward_hook(mine(hook)) for module, hook in after.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _repeat(value: Any, n: int) -> Any:
+    return value.expand(n, *value.shape[1:]) if isinstance(value, Tensor) and value.dim() and len(value) == 1 else value
