@@ -1,0 +1,154 @@
+"""Samples for a study: texts from csv, jsonl or txt files, images from a folder, or the `datasets` library.
+
+What comes out is a list in a fixed order with a fingerprint of its content, so that a run can tell whether it is
+continued on the data it began with. Tokens and pixels are the business of the studies.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tensorlens.errors import InputError, missing_extra
+from tensorlens.models.inputs import IMAGE_SUFFIXES
+
+TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
+LABEL_COLUMNS = ("label", "sentiment", "class", "target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Samples in a fixed order.
+
+    Attributes:
+        kind: Whether `items` are texts or images.
+        items: The texts, or the paths of the images.
+        names: What each sample is called: a file name, or its place in the file.
+        labels: The label of each sample, where the data has them.
+        fingerprint: Digest of the content.
+    """
+
+    kind: Literal["text", "image"]
+    items: tuple[Any, ...]
+    names: tuple[str, ...]
+    fingerprint: str
+    labels: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def read_dataset(source: Any, *, column: str | None = None, split: str = "test") -> Dataset:
+    """Read samples.
+
+    Args:
+        source: A .csv, .jsonl or .txt file (one line a text), a folder of images, a list of texts or of image paths,
+            or the id of a data set of the `datasets` library (``id:configuration`` where it has several).
+        column: The column or field with the text; found by its usual names if None.
+        split: For a data set by id: which part.
+    """
+    if isinstance(source, (list, tuple)):
+        return _from_list(source)
+    path = Path(source)
+    if path.is_dir():
+        return _from_folder(path)
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_jsonl, ".json": _read_jsonl}
+    if path.is_file() and path.suffix.lower() in readers:
+        return _from_rows(readers[path.suffix.lower()](path), column, str(path))
+    if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
+        return _images([path])
+    if path.is_file():
+        lines = path.read_text("utf-8").splitlines()
+        return _texts([line for line in lines if line.strip()], None)
+    if path.suffix or str(source).count("/") > 1:
+        raise InputError(
+            f"Expected data in {str(source)!r}, which does not exist. Pass a .csv, .jsonl or .txt file, a folder of "
+            "images, or the id of a data set."
+        )
+    return _from_library(str(source), split, column)
+
+
+def _from_list(items: Sequence[Any]) -> Dataset:
+    if items and all(isinstance(item, str) and Path(item).suffix.lower() not in IMAGE_SUFFIXES for item in items):
+        return _texts(items, None)
+    if items and all(isinstance(item, (str, Path)) for item in items):
+        return _images([Path(item) for item in items])
+    kinds = ", ".join(sorted({type(item).__name__ for item in items})) or "an empty list"
+    raise InputError(f"Expected a list of texts or of image paths; got {kinds}. Pass at least one of one kind.")
+
+
+def _from_folder(folder: Path) -> Dataset:
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    if not images:
+        raise InputError(
+            f"Expected images ({' '.join(sorted(IMAGE_SUFFIXES))}) in the folder {str(folder)!r}, found none. "
+            "For texts pass the file itself."
+        )
+    return _images(images, folder)
+
+
+def _images(paths: Sequence[Path], folder: Path | None = None) -> Dataset:
+    names = tuple(str(path.relative_to(folder)) if folder else path.name for path in paths)
+    sizes = (str(path.stat().st_size) if path.is_file() else "absent" for path in paths)
+    return Dataset(kind="image", items=tuple(paths), names=names, fingerprint=_digest([*names, *sizes]))
+
+
+def _texts(texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
+    return Dataset(
+        kind="text",
+        items=tuple(texts),
+        names=tuple(str(place) for place in range(len(texts))),
+        fingerprint=_digest(texts),
+        labels=None if labels is None else tuple(labels),
+    )
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    csv.field_size_limit(2**27)
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text("utf-8")
+    try:
+        whole = json.loads(text) if text.lstrip().startswith("[") else None
+        rows = whole if whole is not None else [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise InputError(f"Expected JSON in {str(path)!r}, one object a line; got: {error}.") from error
+    return [row if isinstance(row, dict) else {"text": row} for row in rows]
+
+
+def _from_rows(rows: list[dict[str, Any]], column: str | None, source: str) -> Dataset:
+    if not rows:
+        raise InputError(f"Expected at least one sample in {source!r}; got none.")
+    chosen = column or next((name for name in TEXT_COLUMNS if name in rows[0]), None)
+    if chosen is None or chosen not in rows[0]:
+        raise InputError(
+            f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {source!r}; "
+            f"got {', '.join(map(str, rows[0]))}. Name the column with the text."
+        )
+    label = next((name for name in LABEL_COLUMNS if name in rows[0] and name != chosen), None)
+    return _texts([str(row.get(chosen) or "") for row in rows], label and [str(row.get(label)) for row in rows])
+
+
+def _from_library(name: str, split: str, column: str | None) -> Dataset:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise missing_extra(f"The data set {name!r} by its id", "datasets", "studies") from None
+    identifier, _, configuration = name.partition(":")
+    rows = load_dataset(identifier, configuration or None, split=split)
+    return _from_rows([dict(row) for row in rows], column, name)

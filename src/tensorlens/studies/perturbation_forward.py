@@ -1,0 +1,110 @@
+"""Running a model plainly, in batches, for what a perturbation changes: its output state and its probabilities."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens.lens import Lens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a model makes of a batch, read at one output token.
+
+    Attributes:
+        states: $F(X)_o$ after the final norm.
+        logits: One row for each input, or None for a model without a head that has classes at that token.
+    """
+
+    states: Float[Tensor, "batch channel"]
+    logits: Float[Tensor, "batch class"] | None
+
+
+class PlainModel:
+    """A lens's model, run as it is: no rule, no interception, no gradient.
+
+    Args:
+        lens: Its model is used and left in the mode it was in.
+        batch_size: Inputs at a time; halved when memory runs out.
+    """
+
+    def __init__(self, lens: Lens, batch_size: int = 64) -> None:
+        self.model, self.body, self.batch_size = lens.model, lens.anatomy.body, batch_size
+        parameters = inspect.signature(lens.model.forward).parameters
+        self.has_head = lens.anatomy.body is not lens.model
+        self.keeps_last = "logits_to_keep" in parameters
+        self.options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+
+    def run(self, inputs: dict[str, Tensor], out_token: int) -> Outputs:
+        """The outputs for a batch of any size."""
+        n_inputs = len(next(iter(inputs.values())))
+        parts: list[Outputs] = []
+        start = 0
+        while start < n_inputs:
+            batch = {name: value[start : start + self.batch_size] for name, value in inputs.items()}
+            try:
+                parts.append(self._run(batch, out_token))
+            except torch.OutOfMemoryError:
+                if self.batch_size == 1:
+                    raise
+                self.batch_size = max(1, self.batch_size // 2)
+                continue
+            start += self.batch_size
+        return _join(parts)
+
+    def n_tokens(self, inputs: dict[str, Tensor]) -> int:
+        """How many tokens the model makes of an input."""
+        return self._states(inputs, {})[0].shape[1]
+
+    def _states(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The state after the final norm, and the model's output."""
+        states: list[Tensor] = []
+        handle = self.body.register_forward_hook(lambda module, args, output: states.append(_state(output)))
+        try:
+            with torch.inference_mode(), evaluating(self.model):
+                output = self.model(**inputs, **self.options, **options)
+        finally:
+            handle.remove()
+        return states[0], output
+
+    def _run(self, inputs: dict[str, Tensor], out_token: int) -> Outputs:
+        keep = {"logits_to_keep": 1} if self.keeps_last and out_token == -1 else {}
+        states, output = self._states(inputs, keep)
+        logits = getattr(output, "logits", None) if self.has_head else None
+        if logits is not None and logits.dim() == 3:
+            # A masked language model has classes at the masked tokens, not at the token its states are read at.
+            logits = logits[:, -1] if out_token == -1 else None
+        return Outputs(
+            states=states[:, out_token].float(), logits=None if logits is None or logits.dim() != 2 else logits.float()
+        )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout; afterwards each module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _state(output: Any) -> Tensor:
+    found = getattr(output, "last_hidden_state", None)
+    return found if found is not None else output[0]
+
+
+def _join(parts: Sequence[Outputs]) -> Outputs:
+    logits = [part.logits for part in parts if part.logits is not None]
+    return Outputs(states=torch.cat([part.states for part in parts]), logits=torch.cat(logits) if logits else None)

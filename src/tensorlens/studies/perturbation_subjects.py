@@ -1,0 +1,326 @@
+"""What is perturbed: how a text or an image becomes samples, and how copies of it with some tokens replaced are made.
+
+A subject knows one model and one kind of input. It offers samples, the tokens of each that may be replaced, the output
+token that is watched, and batches of replaced copies. What is measured on them is in `perturbation_measures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError
+from tensorlens.lens import Lens
+from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
+from tensorlens.studies.datasets import Dataset
+from tensorlens.studies.perturbation_forward import PlainModel
+
+Cut = Literal["each", "windows"]
+Preset = Literal["strict", "paper-like"]
+TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
+IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One input, prepared.
+
+    Attributes:
+        name: Where it came from.
+        value: What a lens takes for it.
+        inputs: What the model takes, a batch of one.
+        n_tokens: Tokens that enter the first block.
+        fixed: Tokens that are never replaced under any preset.
+    """
+
+    name: str
+    value: Any
+    inputs: dict[str, Tensor]
+    n_tokens: int
+    fixed: frozenset[int]
+
+
+class Subject(Protocol):
+    """What the study asks of a kind of input."""
+
+    is_causal: bool
+    replacements: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What sample `index` is called."""
+        ...
+
+    def load(self, index: int) -> Sample:
+        """Sample `index`, ready for the model; `InputError` where it cannot be read."""
+        ...
+
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """For each row of `masks` (copy, token) the input with those tokens replaced.
+
+        In groups that can be run together, each with the places of its copies.
+        """
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """What of the subject the result depends on."""
+        ...
+
+
+def maskable(sample: Sample, is_causal: bool, preset: Preset) -> list[int]:
+    """The tokens that may be replaced.
+
+    Convention: special tokens never. The last token of a decoder, whose state is watched, is replaced under
+    ``paper-like``, as the paper's numbers suggest, and kept under ``strict``.
+    """
+    kept = set(sample.fixed) | ({sample.n_tokens - 1} if is_causal and preset == "strict" else set())
+    return [token for token in range(sample.n_tokens) if token not in kept]
+
+
+class Texts:
+    """Texts as token ids, cut to one length.
+
+    Args:
+        lens: The model and its tokenizer.
+        data: The texts.
+        n_tokens: Longest sample, special tokens included; longer texts are cut.
+        min_tokens: Shorter samples are left out.
+        cut: ``each`` text is a sample; ``windows`` joins all texts and cuts windows of `n_tokens`.
+        limit: How many samples at most.
+    """
+
+    replacements: tuple[str, ...] = TEXT_REPLACEMENTS
+
+    def __init__(
+        self, lens: Lens, data: Dataset, *, n_tokens: int = 128, min_tokens: int = 1, cut: Cut = "each",
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self.lens, self.data, self.cut = lens, data, cut
+        self.tokenizer = tokenizer_of(lens.processor)
+        if self.tokenizer is None:
+            raise InputError(
+                "Expected a lens with a tokenizer for texts; got none. Use `tensorlens.Lens(model, tokenizer)`."
+            )
+        longest = max_tokens(lens.model)
+        self.n_tokens = n_tokens if longest is None else min(n_tokens, longest)
+        self.min_tokens = min_tokens
+        self.before, self.after = _wrapping(self.tokenizer)
+        self.names, self.ids = self._samples(limit)
+        self.n_short = self._n_seen - len(self.ids)
+        self.is_causal = _is_causal(lens, self.ids)
+        self._mean: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def name(self, index: int) -> str:
+        """Place of the text in the data."""
+        return self.names[index]
+
+    def load(self, index: int) -> Sample:
+        """The token ids of one text between its special tokens."""
+        ids = self.ids[index]
+        n_tokens = len(ids)
+        fixed = frozenset([*range(len(self.before)), *range(n_tokens - len(self.after), n_tokens)])
+        tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
+        inputs = {"input_ids": tensor}
+        return Sample(name=self.names[index], value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed)
+
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Ids with the mask token, embeddings without the word, a mask over the attention, or fewer tokens."""
+        ids = sample.inputs["input_ids"]
+        places, masks = torch.arange(len(masks)), masks.to(ids.device)
+        many = ids.expand(len(masks), -1)
+        if replacement == "token":
+            return [(places, {"input_ids": torch.where(masks, self.replacement_id, many)})]
+        if replacement == "attention":
+            return [(places, {"input_ids": many, "attention_mask": (~masks).long()} | self._positions(many))]
+        if replacement == "delete":
+            return _shortened(many, masks)
+        words = self.lens.model.get_input_embeddings()(many)  # type: ignore[operator]
+        filler = torch.zeros_like(words[0, 0]) if replacement == "zero" else self._mean_word().to(words)
+        return [(places, {"inputs_embeds": torch.where(masks[..., None], filler, words)})]
+
+    @property
+    def replacement_id(self) -> int:
+        """The mask token, or what comes nearest: unknown, padding, end of text."""
+        for name in ("mask_token_id", "unk_token_id", "pad_token_id", "eos_token_id"):
+            found = getattr(self.tokenizer, name, None)
+            if found is not None:
+                return found
+        raise InputError(
+            f"`{type(self.tokenizer).__name__}` has no mask, unknown, padding or end-of-text token to put in a token's "
+            "place. Choose another replacement: zero, mean, attention or delete."
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Lengths and cut."""
+        return {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "cut": self.cut}
+
+    def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
+        names, samples, self._n_seen = [], [], 0
+        room = self.n_tokens - len(self.before) - len(self.after)
+        for name, content in self._contents(room):
+            if limit is not None and len(samples) == limit:
+                break
+            self._n_seen += 1
+            ids = [*self.before, *content[:room], *self.after]
+            if len(ids) >= self.min_tokens:
+                names.append(name)
+                samples.append(ids)
+        if not samples:
+            raise InputError(
+                f"Expected texts of at least {self.min_tokens} tokens; none of {self._n_seen} is. Lower `min_tokens`."
+            )
+        return names, samples
+
+    def _contents(self, room: int) -> Any:
+        """Names and token ids without special tokens."""
+        if self.cut == "each":
+            for name, text in zip(self.data.names, self.data.items, strict=True):
+                yield name, self._encode(text)
+            return
+        ids: list[int] = []
+        n_windows = 0
+        for text in self.data.items:
+            if text.strip().startswith("=") and text.strip().endswith("="):
+                continue  # a heading of WikiText
+            ids += self._encode(text.strip() + "\n")
+            while len(ids) >= room:
+                yield f"window {n_windows}", ids[:room]
+                ids, n_windows = ids[room:], n_windows + 1
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _positions(self, ids: Tensor) -> dict[str, Tensor]:
+        """Positions as they were, for models that would count them from the attention mask."""
+        if not self.is_causal or "position_ids" not in forward_parameters(self.lens.model):
+            return {}
+        return {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
+
+    def _mean_word(self) -> Tensor:
+        if self._mean is None:
+            embedding = self.lens.model.get_input_embeddings()  # type: ignore[operator]
+            with torch.no_grad():
+                ids = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
+                total = sum(embedding(part).double().sum(0) for part in ids.split(8192))
+            self._mean = total / len(ids)  # type: ignore[assignment]
+        return self._mean  # type: ignore[return-value]
+
+
+def _wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
+    """Whether the first output ignores the last token: tried, not read from the configuration."""
+    ids = next((ids for ids in samples if len(ids) > 2), None)
+    if ids is None:
+        raise InputError("Expected a text of more than two tokens; got none. Pass longer texts.")
+    pair = torch.tensor([ids, [*ids[:-1], ids[0] if ids[-1] != ids[0] else ids[1]]], device=lens.model.device)  # type: ignore[arg-type]
+    states = PlainModel(lens).run({"input_ids": pair}, 0).states
+    return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
+
+
+def _shortened(ids: Tensor, masks: Tensor) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Copies without the masked tokens, those of one length together."""
+    n_gone = masks.sum(1)
+    groups = []
+    for n in n_gone.unique().tolist():
+        places = (n_gone == n).nonzero()[:, 0]
+        kept = ids[places][~masks[places]].reshape(len(places), ids.shape[1] - n)
+        groups.append((places.cpu(), {"input_ids": kept}))
+    return groups
+
+
+class Images:
+    """Images as patches.
+
+    Args:
+        lens: The model and its image processor.
+        data: The paths.
+        limit: How many at most.
+    """
+
+    replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
+    is_causal = False
+    n_short = 0
+
+    def __init__(self, lens: Lens, data: Dataset, *, limit: int | None = None) -> None:
+        self.lens = lens
+        self.paths, self.names = data.items[:limit], data.names[:limit]
+        self._special: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        """File name of the image."""
+        return self.names[index]
+
+    def load(self, index: int) -> Sample:
+        """The pixels of one image."""
+        prepared = make_input(self.paths[index], self.lens.model, self.lens.processor)
+        grid = prepared.grid(self.lens.model)
+        if grid is None:
+            raise InputError(
+                f"Expected a model that cuts images into patches; `{type(self.lens.model).__name__}` does not."
+            )
+        pixels = prepared.arguments["pixel_values"]
+        n_special = self._n_special(pixels, grid[0] * grid[1])
+        return Sample(
+            name=self.names[index],
+            value=self.paths[index],
+            inputs={"pixel_values": pixels},
+            n_tokens=n_special + grid[0] * grid[1],
+            fixed=frozenset(range(n_special)),
+        )
+
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Pixels of whole patches replaced, before the model cuts them."""
+        pixels = sample.inputs["pixel_values"]
+        patch: Any = self.lens.model.config.patch_size  # type: ignore[union-attr]
+        height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)
+        rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
+        cells = masks[:, sample.n_tokens - rows * columns :].reshape(-1, 1, rows, columns).to(pixels.device)
+        covered = cells.repeat_interleave(height, 2).repeat_interleave(width, 3)
+        window = pixels[..., : rows * height, : columns * width]
+        return [
+            (
+                torch.arange(len(masks)),
+                {"pixel_values": torch.where(covered, self._filler(window, replacement), window)},
+            )
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """Nothing beyond the processor."""
+        return {}
+
+    def _filler(self, pixels: Tensor, replacement: str) -> Tensor:
+        if replacement == "mean":
+            return pixels.mean((-2, -1), keepdim=True)
+        if replacement == "blur":
+            return torch.nn.functional.avg_pool2d(pixels, 31, stride=1, padding=15, count_include_pad=False)
+        processor = self.lens.processor
+        mean, std = (getattr(processor, name, None) for name in ("image_mean", "image_std"))
+        if mean is None or std is None or not getattr(processor, "do_normalize", True):
+            return pixels.new_zeros(1, pixels.shape[1], 1, 1)
+        black = -torch.tensor(mean) / torch.tensor(std)  # what pixel 0 becomes by normalisation
+        return black.to(pixels).reshape(1, -1, 1, 1)
+
+    def _n_special(self, pixels: Tensor, n_patches: int) -> int:
+        if self._special is None:
+            self._special = PlainModel(self.lens).n_tokens({"pixel_values": pixels}) - n_patches
+        return self._special

@@ -1,0 +1,150 @@
+"""What the samples of a perturbation run say together: mean curves, areas with intervals, and who beats whom.
+
+Intervals are paired bootstraps: all methods see the same resampled samples, so that what makes a sample hard for all of
+them cancels in their differences. Numbers depend on the samples' content alone, not on the order they were finished in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensorlens.studies.perturbation_measures import METRICS, ORDERS, auc
+
+N_RESAMPLES = 2000
+GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}
+
+
+def group(method: str) -> str:
+    """Whether a method is the tensor's, one of the paper's eight baselines, a control, or another peer."""
+    family, _, measure = method.partition(".")
+    return "peer" if measure.endswith("without_sink") else GROUPS.get(family, "peer")
+
+
+def summarise(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    """The summary of a run, by condition, order and metric.
+
+    Args:
+        records: The samples, in the order of their index.
+        settings: The run's settings: methods, grid, seed.
+    """
+    measured = [record for record in records if "skipped" not in record]
+    conditions = list(dict.fromkeys(name for record in measured for name in record["conditions"]))
+    skipped = [{"name": record["name"], "reason": record["skipped"]} for record in records if "skipped" in record]
+    return {
+        "n_samples": len(records),
+        "n_measured": len(measured),
+        "n_skipped": len(skipped),
+        "skipped": skipped[:50],
+        "grid": settings["grid"],
+        "n_tokens": _span([record["n_tokens"] for record in measured]),
+        "conditions": {name: _condition(measured, name, settings) for name in conditions},
+    }
+
+
+def _span(values: Sequence[int]) -> dict[str, float]:
+    return {"min": min(values), "mean": _short(np.mean(values)), "max": max(values)} if values else {}
+
+
+def _condition(records: Sequence[dict[str, Any]], condition: str, settings: dict[str, Any]) -> dict[str, Any]:
+    cells = [record["conditions"][condition] for record in records if condition in record["conditions"]]
+    found: dict[str, Any] = {"missing": _missing(cells, settings["methods"])}
+    for order in ORDERS:
+        for metric in METRICS:
+            curves = {method: _curves(cells, method, order, metric) for method in settings["methods"]}
+            curves = {method: array for method, array in curves.items() if np.isfinite(array).any()}
+            if curves:
+                found.setdefault(order, {})[metric] = _compare(curves, order, settings)
+    return found
+
+
+def _missing(cells: Sequence[dict[str, Any]], methods: Sequence[str]) -> dict[str, Any]:
+    """For each method with gaps: how many, and the most frequent reason."""
+    gaps = {method: [cell[method]["missing"] for cell in cells if "missing" in cell[method]] for method in methods}
+    return {
+        method: {"n": len(reasons), "reason": Counter(sorted(reasons)).most_common(1)[0][0]}
+        for method, reasons in gaps.items()
+        if reasons
+    }
+
+
+def _curves(cells: Sequence[dict[str, Any]], method: str, order: str, metric: str) -> np.ndarray:
+    """(sample, step), NaN where the method has no curve."""
+    curves = [cell[method].get(order, {}).get(metric) for cell in cells]
+    n_steps = max((len(curve) for curve in curves if curve is not None), default=1)
+    return np.array([curve if curve is not None else [np.nan] * n_steps for curve in curves], dtype=np.float64)
+
+
+def _compare(curves: dict[str, np.ndarray], order: str, settings: dict[str, Any]) -> dict[str, Any]:
+    areas = {method: np.array([auc(row, settings["grid"]) for row in array]) for method, array in curves.items()}
+    methods = {method: _method(areas[method], curves[method], settings["seed"]) for method in areas}
+    found: dict[str, Any] = {"methods": methods}
+    best = {name: _best(methods, name, order) for name in ("tensor", "baseline", "peer", "control")}
+    found["best"] = {name: method for name, method in best.items() if method is not None}
+    if best["tensor"] and best["baseline"]:
+        found["tensor_against_baseline"] = _against(areas, best["tensor"], best["baseline"], order, settings["seed"])
+    if best["tensor"]:
+        found["tensor_against_each"] = {
+            method: _against(areas, best["tensor"], method, order, settings["seed"])
+            for method in areas
+            if group(method) != "tensor"
+        }
+    return found
+
+
+def _best(methods: dict[str, Any], wanted: str, order: str) -> str | None:
+    """Highest area where the most relevant tokens go first, lowest where the least relevant do."""
+    candidates = sorted(method for method in methods if group(method) == wanted)
+    choose = max if order == "most" else min
+    return choose(candidates, key=lambda method: methods[method]["auc"]) if candidates else None
+
+
+def _method(areas: np.ndarray, curves: np.ndarray, seed: int) -> dict[str, Any]:
+    present = np.isfinite(areas)
+    low, high = _interval(_resampled(areas[present], seed))
+    return {
+        "n": int(present.sum()),
+        "auc": _short(areas[present].mean()),
+        "interval": [low, high],
+        "curve": [_short(value) for value in curves[present].mean(0)],
+    }
+
+
+def _against(areas: dict[str, np.ndarray], first: str, second: str, order: str, seed: int) -> dict[str, Any]:
+    """The paired difference of two methods, over the samples that both have."""
+    difference = areas[first] - areas[second]
+    difference = difference[np.isfinite(difference)] * (1.0 if order == "most" else -1.0)
+    if not len(difference):
+        return {"first": first, "second": second, "n": 0}
+    resampled = _resampled(difference, seed)
+    low, high = _interval(resampled)
+    return {
+        "first": first,
+        "second": second,
+        "n": len(difference),
+        "advantage": _short(difference.mean()),
+        "interval": [low, high],
+        "probability": _short((resampled > 0).mean() + (resampled == 0).mean() / 2),
+    }
+
+
+def _resampled(values: np.ndarray, seed: int) -> np.ndarray:
+    """Means of bootstrap resamples. The same seed and number of samples give the same resamples: they are paired."""
+    generator = np.random.default_rng(seed)
+    parts = [
+        values[generator.integers(len(values), size=(100, len(values)))].mean(1) for _ in range(N_RESAMPLES // 100)
+    ]
+    return np.concatenate(parts)
+
+
+def _interval(resampled: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return _short(low), _short(high)
+
+
+def _short(value: Any) -> float:
+    """Nine digits: far more than the data carry, and not the last bits, which depend on the machine."""
+    return float(f"{float(value):.9g}")

@@ -1,0 +1,130 @@
+"""`report.html` of a perturbation run: curves, tables, a few maps, and how to run it again. One file, no network."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.studies.report_curves import curves_svg
+from tensorlens.studies.runs import Run
+from tensorlens.views.page import page
+
+TITLES = {
+    ("most", "hs_mse"): "HS-MSE, most relevant first (higher is better)",
+    ("most", "abs_aopc"): "Change of probability, most relevant first (higher is better)",
+    ("least", "hs_mse"): "HS-MSE, least relevant first (lower is better)",
+    ("least", "abs_aopc"): "Change of probability, least relevant first (lower is better)",
+}
+LABELS = {"hs_mse": "mean squared change of the output state", "abs_aopc": "absolute change of probability"}
+STYLE = """
+<style>
+.study { max-width: 60rem; margin: 1rem auto; padding: 0 1rem; font-family: system-ui, sans-serif; }
+.study table { border-collapse: collapse; margin: 0.75rem 0; font-variant-numeric: tabular-nums; }
+.study th, .study td { padding: 0.2rem 0.75rem; text-align: right; border-bottom: 1px solid #8884; }
+.study th:first-child, .study td:first-child { text-align: left; }
+.study tr.best td { font-weight: 600; }
+.study pre { overflow-x: auto; padding: 0.75rem; background: #8881; }
+.study svg { max-width: 100%; height: auto; }
+</style>
+"""
+
+
+def write_report(run: Run) -> Path:
+    """Write `report.html` and the curves as `figures/*.svg` from what the run's folder holds."""
+    summary = run.summary or {}
+    figures = run.folder / "figures"
+    figures.mkdir(exist_ok=True)
+    sections = []
+    for condition, order, metric, result in each_result(summary):
+        svg = curves_svg(
+            {name: result["methods"][name]["curve"] for name in best_first(result, order)},
+            summary["grid"], f"{TITLES[order, metric]}; {condition}", LABELS[metric],
+        )  # fmt: skip
+        (figures / f"{'-'.join(condition.split(', '))}-{order}-{metric}.svg").write_text(svg, "utf-8")
+        sections.append(f"<h2>{html.escape(condition)}: {TITLES[order, metric]}</h2>{svg}{_table(result, order)}")
+    views = [TokenMap.load(path).view() for path in _examples(run.folder, summary)]
+    document = page(views, title=f"Perturbation study of {run.settings['model']}")
+    text = f"{STYLE}<main class='study'>{_head(run, summary)}{''.join(sections)}{_missing(summary)}{_again(run)}</main>"
+    return run.write_text("report.html", document.replace("<body>", f"<body>\n{text}", 1))
+
+
+def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Condition, order, metric and what was found there."""
+    for condition, found in summary.get("conditions", {}).items():
+        for order, metric in TITLES:
+            if metric in found.get(order, {}):
+                yield condition, order, metric, found[order][metric]
+
+
+def best_first(result: Mapping[str, Any], order: str) -> list[str]:
+    """The methods by their area, the best at the top."""
+    methods = result["methods"]
+    return sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
+
+
+def _head(run: Run, summary: Mapping[str, Any]) -> str:
+    settings = run.settings
+    lines = [
+        f"<h1>Perturbation study of {html.escape(settings['model'])}</h1>",
+        f"<p>{summary['n_measured']} of {summary['n_samples']} samples measured, {summary['n_skipped']} skipped. "
+        f"Tokens replaced: {', '.join(f'{fraction:.0%}' for fraction in summary['grid'])}. "
+        f"Gate convention: {html.escape(str(settings['rules'].get('gate')))}.</p>",
+    ]
+    for condition, order, metric, result in each_result(summary):
+        against = result.get("tensor_against_baseline")
+        if order == "most" and against and against["n"]:
+            low, high = against["interval"]
+            lines.append(
+                f"<p>{html.escape(condition)}, {metric}: <b>{html.escape(against['first'])}</b> against "
+                f"<b>{html.escape(against['second'])}</b>, the best baseline: {against['advantage']:+.4g} "
+                f"[{low:+.4g}, {high:+.4g}], ahead with probability {against['probability']:.3f}.</p>"
+            )
+    return "".join(lines)
+
+
+def _table(result: Mapping[str, Any], order: str) -> str:
+    rows = []
+    best = set(result["best"].values())
+    each = result.get("tensor_against_each", {})
+    for name in best_first(result, order):
+        found = result["methods"][name]
+        low, high = found["interval"]
+        behind = f"{each[name]['probability']:.3f}" if "probability" in each.get(name, {}) else ""
+        rows.append(
+            f"<tr{' class=best' if name in best else ''}><td>{html.escape(name)}</td><td>{found['auc']:.5g}</td>"
+            f"<td>[{low:.5g}, {high:.5g}]</td><td>{found['n']}</td><td>{behind}</td></tr>"
+        )
+    names = ("method", "AUC", "95 % interval", "samples", "P(best tensor method is better)")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _missing(summary: Mapping[str, Any]) -> str:
+    gaps = {
+        (method, gap["n"], gap["reason"]): condition
+        for condition, found in summary.get("conditions", {}).items()
+        for method, gap in found["missing"].items()
+    }
+    items = [f"<li><b>{html.escape(m)}</b>: {n} samples. {html.escape(reason)}</li>" for m, n, reason in sorted(gaps)]
+    items += [f"<li>skipped {html.escape(s['name'])}: {html.escape(s['reason'])}</li>" for s in summary["skipped"]]
+    return f"<h2>Missing</h2><ul>{''.join(items)}</ul>" if items else ""
+
+
+def _again(run: Run) -> str:
+    config = html.escape(json.dumps(run.config, indent=1, ensure_ascii=False))
+    return (
+        "<h2>Run it again</h2><p>With these settings, in the same folder, a run goes on where it stopped; in a new "
+        f"folder it gives the same summary.</p><pre>{config}</pre><h2>Maps of the first samples</h2>"
+    )
+
+
+def _examples(folder: Path, summary: Mapping[str, Any]) -> list[Path]:
+    """Maps of the best method of each group, for the first samples."""
+    first = next(((order, result) for _, order, _, result in each_result(summary)), None)
+    chosen = list(first[1]["best"].values()) if first else []
+    paths = [folder / "maps" / f"{index}.{method}.json" for index in range(3) for method in chosen]
+    return [path for path in paths if path.is_file()]
