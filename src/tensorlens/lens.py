@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from tensorlens.freezing.frozen_model import FrozenModel, freeze
 from tensorlens.freezing.rules import Rules
 from tensorlens.maps.targets import Classes
 from tensorlens.models.anatomy import find_anatomy
-from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
+from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
 
@@ -41,6 +42,7 @@ class Lens:
             raise InputError(
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
             )
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
         self.anatomy = find_anatomy(model, blocks)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -50,13 +52,18 @@ class Lens:
         return f"Lens({self.name}: {type(self.model).__name__}, blocks in `{self.anatomy.stack}`)"
 
     def __call__(self, value: Any) -> Any:
-        """The attention tensor at an input, or a list of them for a list of texts.
+        """The attention tensor at an input, or a list of them for a batch.
+
+        The samples of a batch go through the model one by one and without their padding, so that each is what it would
+        be alone.
 
         Args:
-            value: A text, a list of token ids, an image (PIL, path or pixel array), embeddings (L, D), or a
-                processor's output.
+            value: A text, a list of token ids, an image (PIL, path or pixel array), embeddings (L, D), a processor's
+                output, or a list of any of these.
         """
-        if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], str):
+        if isinstance(value, Mapping) and batch_size(value) > 1:
+            return [self(one) for one in split_batch(value)]
+        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, np.integer)):
             return [self(one) for one in value]
         prepared = make_input(value, self.model, self.processor)
         arguments = prepared.arguments | _constant_arguments(self.model)
@@ -73,7 +80,8 @@ class Lens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
             meta["image"] = prepared.image
         tokens = prepared.labels(n_tokens, self.model, self.processor)
-        return Context(tokens=tokens, classes=self._classes(frozen), meta=meta)
+        out_tokens = _out_labels(tokens, frozen.hidden[-1].shape[1], is_decoder=frozen.n_encoder_blocks > 0)
+        return Context(tokens=tokens, classes=self._classes(frozen), meta=meta, out_tokens=out_tokens)
 
     def _classes(self, frozen: FrozenModel) -> Classes | None:
         if frozen.readout is None:
@@ -123,6 +131,13 @@ def _constant_arguments(model: nn.Module) -> dict[str, Any]:
     return arguments | (
         {"return_dict": True} if "return_dict" in parameters or open_ended and hasattr(model, "config") else {}
     )
+
+
+def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tuple[str, ...] | None:
+    """Labels of outputs that are not the inputs: the decoder's tokens, or places after patches were merged."""
+    if n_out == len(tokens):
+        return None
+    return tokens[len(tokens) - n_out :] if is_decoder else tuple(str(position) for position in range(n_out))
 
 
 def _versions() -> dict[str, str]:

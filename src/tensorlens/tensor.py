@@ -31,11 +31,13 @@ class Context:
         tokens: A label for each input token.
         classes: Names of the classes, or None for a model without a head.
         meta: Model, versions and picture, for the map's `meta`.
+        out_tokens: A label for each output, if they are not those of the inputs.
     """
 
     tokens: tuple[str, ...]
     classes: Classes | None
     meta: dict[str, Any]
+    out_tokens: tuple[str, ...] | None = None
 
 
 class Prediction(NamedTuple):
@@ -99,6 +101,13 @@ class AttentionTensor(TensorOperator):
     def tokens(self) -> tuple[str, ...]:
         """A label for each input token."""
         return self.context.tokens
+
+    @property
+    def out_tokens(self) -> tuple[str, ...]:
+        """A label for each output: the input's, except after an encoder or where patches are merged."""
+        of_context = self.context.out_tokens
+        whole = of_context is not None and len(of_context) == self.shape[0]
+        return of_context if whole else self.context.tokens  # type: ignore[return-value]
 
     @property
     def n_blocks(self) -> int:
@@ -190,7 +199,7 @@ class AttentionTensor(TensorOperator):
         )
         return TokenMap(
             scores=found.scores,
-            out_tokens=found.row_labels or tuple(self.tokens[i] for i in every),
+            out_tokens=found.row_labels or tuple(self.out_tokens[i] for i in every),
             in_tokens=self.tokens,
             method=method,
             bias_share=found.bias_share,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError
+from tensorlens.freezing.passes import own_precision
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import Layout, first_tensor
 from tensorlens.freezing.states import find_state as find_state
@@ -103,7 +104,7 @@ class FrozenModel:
 
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         r"""$\tilde F_X(x)$ over the blocks of `span`: (batch, token, channel) to (batch, token, channel). Affine."""
-        with torch.no_grad():
+        with own_precision(), torch.no_grad():
             return plain(Walk(self, span=span, x=x, heads=heads).go())
 
     def pull(
@@ -129,7 +130,7 @@ class FrozenModel:
         self, span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, Walk]]:
         """The state entering `span`, what the frozen model makes of it, joined by an autograd graph, and the pass."""
-        with torch.enable_grad():
+        with own_precision(), torch.enable_grad():
             x = self.hidden[span.start].detach().clone().requires_grad_()
             walk = Walk(self, span=span, x=x, grad=True, heads=heads, to_logits=to_logits)
             yield x, plain(walk.go()), walk
@@ -139,7 +140,7 @@ class FrozenModel:
 
         For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
         """
-        with torch.no_grad():
+        with own_precision(), torch.no_grad():
             state = plain(Walk(self, span=Span(start, self.n_blocks), x=x, heads=heads, to_logits=True).go())
             return self._read(state, out_token)
 
@@ -164,7 +165,7 @@ class FrozenModel:
 
     def reference(self) -> Tensor:
         """$X^N$ from the model left to itself, no rule applied: what the frozen model must reproduce."""
-        with torch.no_grad():
+        with own_precision(), torch.no_grad():
             return constant(Walk(self).go())
 
     def _read(self, state: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
@@ -187,6 +188,8 @@ def freeze(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None)
         inputs: Keyword arguments for the model's forward, one sample.
         rules: The conventions; the defaults of `Rules` if None.
     """
+    with own_precision():
+        inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
     for candidate in (anatomy, *anatomy.alternatives()):
         frozen = _recorded(FrozenModel(anatomy=candidate, inputs=inputs, rules=rules or Rules()))
         if frozen.block_outputs:
@@ -197,9 +200,13 @@ def freeze(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None)
     )
 
 
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
+
+
 def _recorded(frozen: FrozenModel) -> FrozenModel:
     try:
-        with torch.no_grad():
+        with own_precision(), torch.no_grad():
             readout = Walk(frozen, recording=True, to_logits=True).go()
     except StartAtEmbedding:
         return _recorded(

@@ -106,7 +106,7 @@ class _Unrolled:
         result = self.function.forward(_NoContext(), *args)
         if any(is_live(value) for value in args) and not any(traced_in(result)):
             raise NotLinearError(
-    """A custom autograd function whose forward runs as ordinary code: no rule has seen its backward."""
+                """A custom autograd function whose forward runs as ordinary code: no rule has seen its backward."""
                 "rule can hold its factors. Switch to the model's plain implementation, or register an adapter for the "
                 "module's class with `tensorlens.adapter`."
             )

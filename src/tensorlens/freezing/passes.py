@@ -11,7 +11,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Pass:
         self.path: list[str] = []
         self.conventions: dict[str, set[str]] = {}
         self.n_reads = 0
+        self.generation: float = 0
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: list[Tensor] = []
         self._counts: Counter[tuple[str, str, str]] = Counter()
@@ -120,6 +121,8 @@ class Pass:
             return (rule if writes else linear)(self, function, args, kwargs)  # type: ignore[misc]
         if rule is None:
             raise NotLinearError(self._refusal(name))
+        if self.recording and rule is not describe:
+            self.note_ages(source.generation for source in traced_in((args, kwargs)) if source.live)
         return rule(self, function, args, kwargs)
 
     def _refusal(self, operation: str) -> str:
@@ -131,6 +134,9 @@ class Pass:
             "with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
         )
 
+    def note_ages(self, generations: Iterator[float]) -> None:
+        """Told the generations of the live tensors that a function takes; subclasses look for those past a block."""
+
     def call_module(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -139,7 +145,7 @@ class Pass:
         try:
             live = any(source.live for source in traced_in((args, kwargs)))
             adapter = find_adapter(module) if live else None
-            forward = with_kernels(self, forward) if live else forward
+            forward = with_kernels(self, forward)
             result = self.run_module(
                 module, functools.partial(self._adapt, adapter, module, forward) if adapter else forward, args, kwargs
             )
@@ -202,10 +208,22 @@ def running(run: Pass, model: nn.Module) -> Iterator[None]:
     _wrap(modules)
     set_active(run)
     try:
-        yield
+        with own_precision():
+            yield
     finally:
         set_active(before)
         _unwrap(modules)
+
+
+@contextmanager
+def own_precision() -> Iterator[None]:
+    """Away from a caller's autocast and inference mode: T is the model's in its own numbers, with gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _wrap(modules: list[nn.Module]) -> None:
@@ -217,6 +235,7 @@ def _wrap(modules: list[nn.Module]) -> None:
                 name = _method(module)
                 module.__dict__[name] = _reporting(module, getattr(module, name), name in module.__dict__)
                 module.__dict__["training"] = False  # T describes the model at inference
+                module.__dict__["_compiled_call_impl"] = None  # and its code, not what a compiler made of it
 
 
 def _unwrap(modules: list[nn.Module]) -> None:
@@ -228,6 +247,9 @@ def _unwrap(modules: list[nn.Module]) -> None:
                 name = _method(module)
                 wrapper = module.__dict__.pop(name)
                 module.__dict__["training"] = wrapper.was_training
+                module.__dict__.pop("_compiled_call_impl")
+                if wrapper.was_compiled is not None:
+                    module.__dict__["_compiled_call_impl"] = wrapper.was_compiled
                 if wrapper.was_on_instance:  # put there by somebody else
                     module.__dict__[name] = wrapper.__wrapped__
 
@@ -247,4 +269,5 @@ def _reporting(module: nn.Module, forward: Callable[..., Any], was_on_instance: 
 
     report.was_on_instance = was_on_instance  # type: ignore[attr-defined]
     report.was_training = module.training  # type: ignore[attr-defined]
+    report.was_compiled = module.__dict__.get("_compiled_call_impl")  # type: ignore[attr-defined]
     return report

@@ -57,12 +57,15 @@ class Traced(Tensor):
     ``"attention"`` (out of a softmax), ``"entry"`` (stands for the operator's input wherever the model's code still
     has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
 
+    `generation`: how many blocks had been left when it was made; an older one that is read later went past a block.
+
     Being a subclass, it takes its rules along wherever the model's code carries it: no mode and no flag on
     the parameters is needed, other threads see nothing, and `torch.no_grad` inside a model loses nothing.
     """
 
     live: bool
     role: str | None
+    generation: float
 
     @classmethod
     def __torch_function__(
@@ -85,13 +88,14 @@ def mark(tensor: Tensor, *, live: bool, role: str | None = None) -> Traced:
     tensor.__class__ = Traced
     tensor.live = live  # type: ignore[attr-defined]
     tensor.role = role  # type: ignore[attr-defined]
+    tensor.generation = getattr(active(), "generation", 0)  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
 def unmark(tensor: Tensor) -> None:
     """Make a traced tensor an ordinary one again, in place."""
     if isinstance(tensor, Traced):
-        del tensor.live, tensor.role
+        del tensor.live, tensor.role, tensor.generation
         tensor.__class__ = Tensor
 
 

@@ -7,7 +7,8 @@ the decoder's, so that every range of blocks composes with the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -63,7 +64,6 @@ class Walk(Pass):
         self.encoder_ids = {id(block) for block in frozen.anatomy.encoder_blocks}
         self.memory: Tensor | None = None
         self.embedded: Tensor | None = None
-        self.from_encoder: set[int] = set()
         if span is not None and span.start > 0 and frozen.side_channels:
             raise AnatomyError(
                 f"Block {span.start} cannot be the first of a range in `{type(frozen.anatomy.model).__name__}`: "
@@ -123,7 +123,6 @@ class Walk(Pass):
         state = find_state(args, kwargs, self.module)
         if self.recording:
             self._record_entry(n, state, module)
-            self._note_side_channels(n, state, (args, kwargs))
         elif n == self._span.stop and not self.to_logits:
             raise Reached(self._joined(n, plain(state)))
         elif n < self._span.start:
@@ -188,6 +187,7 @@ class Walk(Pass):
         if not in_encoder and frozen.body_unknown:
             frozen.body, frozen.body_unknown = self._find_body(), False
             frozen.n_encoder_blocks = n
+            self.generation = n
             if n:
                 self._join_streams(tokens)
         frozen.layouts.append(layout)
@@ -233,12 +233,9 @@ class Walk(Pass):
                 return path
         return self.path[0]
 
-    def _note_side_channels(self, n: int, state: Tensor, arguments: Any) -> None:
-        """Live tensors that enter a block beside the state, other than what the encoder gave."""
-        extra = [t for t in traced_in(arguments) if t.live and t is not state]
-        if n == self.frozen.n_encoder_blocks and self.memory is not None:
-            self.from_encoder = {id(t) for t in extra}
-        if any(id(t) not in self.from_encoder for t in extra) and (n or self.frozen.starts_at_embedding):
+    def note_ages(self, generations: Iterator[float]) -> None:
+        """A live tensor from before the last block left, not through it, is a side channel."""
+        if any(age < self.generation for age in generations) and self.module not in self.frozen.side_channels:
             self.frozen.side_channels.append(self.module)
 
     # The ends -------------------------------------------------------------------------------------------------------
@@ -268,6 +265,10 @@ class Walk(Pass):
                 live = mark(self.x[:, :split].to(memory.device), live=True)
             output, memory = replace_state(output, memory, live), live
         self.memory = memory
+        # Until the decoder begins, whatever is made of the encoder's output is part of the state of every block in it.
+        self.generation = math.inf
+        for traced in traced_in(output):
+            traced.generation = math.inf
         if self.span and self.span.stop == n and not self.to_logits:
             raise Reached(torch.cat([plain(memory), self._other_stream()], 1))
         return output
@@ -275,6 +276,9 @@ class Walk(Pass):
     def _leave_block(self, n: int, output: Any) -> Any:
         if self.recording:
             self.frozen.block_outputs.append(constants(output))
+            self.generation = n + 1
+            for traced in traced_in(output):
+                traced.generation = n + 1
         elif n == self.frozen.n_blocks - 1 and not (self.rules.include_final_norm or self.to_logits):
             raise Reached(self._as_tokens(first_tensor(output)))
         return output

@@ -10,7 +10,7 @@ import base64
 import inspect
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.models.labels import patch_labels, token_labels
+from tensorlens.models.labels import patch_labels, token_labels, with_patches
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
@@ -43,13 +43,24 @@ class ModelInput:
     def labels(self, n_tokens: int, model: nn.Module, processor: Any) -> tuple[str, ...]:
         """A label for each of the `n_tokens` tokens that entered the first block."""
         ids = self.arguments.get("input_ids")
+        decoder_ids = self.arguments.get("decoder_input_ids")
+        if decoder_ids is not None and n_tokens > decoder_ids.shape[-1]:
+            n_encoder = n_tokens - decoder_ids.shape[-1]
+            of_encoder = replace(self, arguments={k: v for k, v in self.arguments.items() if k != "decoder_input_ids"})
+            return (*of_encoder.labels(n_encoder, model, processor), *_id_labels(decoder_ids, processor))
         if ids is not None and ids.shape[-1] == n_tokens:
-            tokenizer = tokenizer_of(processor)
-            return token_labels(ids[0].tolist(), tokenizer) if tokenizer else tuple(str(i) for i in ids[0].tolist())
+            return with_patches(_id_labels(ids, processor), self.image_positions(model))
         grid = self.grid(model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             return patch_labels(n_tokens, *grid, special=_special_patches(model))
         return tuple(str(position) for position in range(n_tokens))
+
+    def image_positions(self, model: nn.Module) -> list[int]:
+        """Positions of image patches among the tokens of a vision–language model."""
+        config = getattr(model, "config", None)
+        token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+        ids = self.arguments.get("input_ids")
+        return [] if token is None or ids is None else (ids[0] == token).nonzero()[:, 0].tolist()
 
     def grid(self, model: nn.Module) -> tuple[int, int] | None:
         """Rows and columns of patches, for an image."""
@@ -69,6 +80,12 @@ def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInpu
         model: The model it is for.
         processor: Tokenizer or image processor.
     """
+    made = _make_input(value, model, processor)
+    start = _decoder_start(made.arguments, model)
+    return replace(made, arguments=made.arguments | start) if start else made
+
+
+def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
     if isinstance(value, Mapping):
         return _from_mapping(value, model)
     if isinstance(value, (str, Path)) and Path(str(value)).suffix.lower() in IMAGE_SUFFIXES:
@@ -86,6 +103,21 @@ def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInpu
         "(token, channel), "
         f"or the output of a processor; got {type(value).__name__}."
     )
+
+
+def _decoder_start(arguments: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """The first token of a decoder whose input was left open."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in forward_parameters(model):
+        return {}
+    if "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments:
+        return {}
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        start = getattr(config, "bos_token_id", None)
+    if start is None:
+        raise InputError("The decoder needs an input: pass `decoder_input_ids` together with the encoder's input.")
+    return {"decoder_input_ids": torch.tensor([[start]], device=_device(model))}
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -163,6 +195,57 @@ def _from_embeddings(embeddings: Tensor, model: nn.Module) -> ModelInput:
     )
 
 
+def batch_size(processed: Mapping[str, Any]) -> int:
+    """How many samples a processor's output holds."""
+    for name in ("input_ids", "inputs_embeds", "attention_mask", "pixel_values", "input_values", "input_features"):
+        value = processed.get(name)
+        if value is not None:
+            dims = torch.as_tensor(value).dim()
+            return len(value) if dims > 1 and not (name == "inputs_embeds" and dims == 2) else 1
+    return 1
+
+
+def split_batch(processed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The samples of a processor's output one by one, padding dropped, on whichever side it was."""
+    size = batch_size(processed)
+    tensors = {
+        name: torch.as_tensor(value) if isinstance(value, (Tensor, np.ndarray, list)) else value
+        for name, value in processed.items()
+    }
+    return [drop_padding({name: _row(value, i, size) for name, value in tensors.items()}) for i in range(size)]
+
+
+def _row(value: Any, i: int, size: int) -> Any:
+    return value[i : i + 1] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+
+
+def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """One sample without its padded positions: a mask of ones says nothing, and each token then has its own place."""
+    arguments = dict(arguments)
+    for prefix in ("", "decoder_"):
+        mask = arguments.get(f"{prefix}attention_mask")
+        ids = arguments.get(f"{prefix}input_ids", arguments.get(f"{prefix}inputs_embeds"))
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dim() != 2
+            or len(mask) != 1
+            or ids is None
+            or ids.shape[:2] != mask.shape
+        ):
+            continue
+        kept = mask[0].bool()
+        aligned = [
+            name
+            for name, value in arguments.items()
+            if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == mask.shape
+            and name.startswith("decoder_") == bool(prefix)
+        ]  # fmt: skip
+        arguments |= {name: arguments[name][:, kept] for name in aligned}
+        del arguments[f"{prefix}attention_mask"]
+        arguments.pop(f"{prefix}position_ids", None)
+    return arguments
+
+
 def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
     device = _device(model)
     arguments: dict[str, Any] = {
@@ -170,20 +253,16 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
         for name, value in processed.items()
         if name != "labels"
     }
+    arguments = drop_padding(arguments)
     ids = arguments.get("input_ids")
     if ids is not None:
         arguments["input_ids"] = _id_arguments(ids, model)["input_ids"] if ids.dim() == 1 or len(ids) == 1 else ids
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() and name != "input_ids" and ids is not None and value.dim() == 1:
+        if isinstance(value, Tensor) and value.dim() == 1 and name != "input_ids" and ids is not None:
             arguments[name] = value[None]
         if isinstance(value, Tensor) and value.is_floating_point():
             _check_numbers(value, name)
             arguments[name] = arguments[name].to(_dtype(model))
-    sizes = {len(value) for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1}
-    if sizes - {1}:
-        raise InputError(
-            f"Expected one sample, a batch axis of 1; got {max(sizes)}. Pass the samples one at a time, or as a list."
-        )
     return ModelInput(arguments=arguments, kind="processed")
 
 
@@ -231,6 +310,11 @@ def _data_uri(image: Any, longest: int = 448) -> str:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _id_labels(ids: Tensor, processor: Any) -> tuple[str, ...]:
+    tokenizer = tokenizer_of(processor)
+    return token_labels(ids[0].tolist(), tokenizer) if tokenizer else tuple(str(i) for i in ids[0].tolist())
 
 
 def _special_patches(model: nn.Module) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,18 @@ def patch_labels(n_tokens: int, rows: int, columns: int, special: Sequence[str] 
     n_special = n_tokens - rows * columns
     names = [*special[:n_special], *(f"[REG{k + 1}]" for k in range(n_special - len(special[:n_special])))]
     return (*names, *(f"patch {row},{column}" for row in range(rows) for column in range(columns)))
+
+
+def with_patches(labels: Sequence[str], positions: Sequence[int]) -> tuple[str, ...]:
+    """Labels of text and image in one sequence: the tokens that stand for the image are named by row and column.
+
+    Patches that make no square are numbered.
+    """
+    side = math.isqrt(len(positions))
+    named = list(labels)
+    for k, position in enumerate(positions):
+        named[position] = f"patch {k // side},{k % side}" if side * side == len(positions) else f"patch {k}"
+    return tuple(named)
 
 
 def distinct(labels: Sequence[str]) -> tuple[str, ...]:

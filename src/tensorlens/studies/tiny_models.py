@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import LoadError
-from tensorlens.studies.tiny_overrides import ARGUMENTS, OVERRIDES, SIZES
+from tensorlens.studies.tiny_overrides import ARGUMENTS, OVERRIDES, SINGLE_PRECISION, SIZES
 
 TASKS = {
     "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
@@ -64,6 +64,7 @@ def build(
     Raises:
         LoadError: If transformers cannot build it, with the reason.
     """
+    dtype = torch.float32 if model_type in SINGLE_PRECISION else dtype
     try:
         config = tiny_config(model_type, task)
         model = _from_config(task, config, attention)
