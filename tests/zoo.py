@@ -6,6 +6,7 @@ The default initialisation sets biases to zero and gains to one, which hides mos
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +108,7 @@ CASES = [(name, attention) for name, family in ZOO.items() for attention in fami
 def build(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """A tiny model with every parameter drawn at random."""
     family = ZOO[name]
-    model = family.model._from_config(family.config, attn_implementation=attention)
+    model = family.model._from_config(deepcopy(family.config), attn_implementation=attention)
     return randomise(model, seed).to(dtype).eval()
 
 

@@ -12,29 +12,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import Hidden, TensorSlice, TokenMatrix
+from tensorlens.axes import Hidden, TokenMatrix
 from tensorlens.errors import InputError
 from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.norms import frobenius_norms, spectral_norms
 
 NormKind = Literal["frobenius", "spectral"]
 
 
 def norm(T: TensorOperator, out_tokens: Sequence[int], kind: NormKind = "frobenius") -> TokenMatrix:
-    r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), one dense slice at a time.
+    r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), exact, streamed.
 
     Convention: the paper writes $\lVert·\rVert_2$ of a D×D block, which may mean either norm. Frobenius is the default;
     spectral is what Proposition 1 speaks of.
     """
     if kind not in ("frobenius", "spectral"):
         raise InputError(f"`norm` must be 'frobenius' or 'spectral'; got {kind!r}.")
-    return torch.stack([slice_norm(T.rows(i), kind) for i in out_tokens])
-
-
-def slice_norm(rows: TensorSlice, kind: NormKind = "frobenius") -> Float[Tensor, " in_token"]:
-    """The norm of each D×D block of a slice T[i]."""
-    if kind == "frobenius":
-        return torch.linalg.vector_norm(rows, dim=(0, 2))
-    return torch.linalg.matrix_norm(rows.transpose(0, 1), ord=2)
+    return frobenius_norms(T, out_tokens) if kind == "frobenius" else spectral_norms(T, out_tokens)
 
 
 def in_out(T: TensorOperator, x_in: Hidden, x_out: Hidden, out_tokens: Sequence[int]) -> TokenMatrix:
@@ -42,10 +36,11 @@ def in_out(T: TensorOperator, x_in: Hidden, x_out: Hidden, out_tokens: Sequence[
 
     Rows sum to $⟨X^N_i, X^N_i - B_i⟩$.
     """
-    cotangents = x_out.new_zeros(len(out_tokens), *x_out.shape)
-    for row, i in enumerate(out_tokens):
-        cotangents[row, i] = x_out[i]
-    return weigh(T.adjoint(cotangents), x_in)
+    scores = x_in.new_zeros(len(out_tokens), len(x_in))
+    for piece in T.pull_outputs(out_tokens, x_out[list(out_tokens), :, None]):
+        tokens = slice(*piece.tokens)
+        scores[slice(*piece.outputs), tokens] = weigh(piece.columns.permute(2, 1, 0).to(x_in), x_in[tokens])
+    return scores
 
 
 def weigh(pulled: Float[Tensor, "row token channel"], x_in: Hidden) -> TokenMatrix:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -10,6 +12,24 @@ from torch import Tensor
 
 from tensorlens.axes import FullTensor, HiddenBatch, TensorSlice
 from tensorlens.errors import InputError, SizeError
+from tensorlens.operators.budget import Range, free_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulled:
+    """Cotangents of some outputs, pulled to the input.
+
+    Attributes:
+        columns: (in_channel, token, column); columns are ordered by output, then by cotangent.
+        tokens: The input tokens they are for; all others are zero.
+        outputs: Which of the outputs asked for.
+        cotangents: Which of the cotangents of each.
+    """
+
+    columns: Tensor
+    tokens: Range
+    outputs: Range
+    cotangents: Range
 
 
 class TensorOperator(ABC):
@@ -75,6 +95,21 @@ class TensorOperator(ABC):
         """The dense slice T[i] of shape (out_channel, in_token, in_channel) for one output (Eq. 20)."""
         return self._rows(check_token(out_token, self.shape[0]))
 
+    def pull_outputs(
+        self, out_tokens: Sequence[int], starts: Float[Tensor, "output out_channel cotangent"]
+    ) -> Iterator[Pulled]:
+        """Tᵀ·u for cotangents that live on one output each, a piece at a time and in no more memory than is free."""
+        n_cotangents = starts.shape[2]
+        for row, i in enumerate(out_tokens):
+            u = starts.new_zeros(n_cotangents, *self.shape[:2])
+            u[:, i] = starts[row].T
+            yield Pulled(
+                columns=self.adjoint(u).permute(2, 1, 0),
+                tokens=Range(0, self.n_tokens),
+                outputs=Range(row, row + 1),
+                cotangents=Range(0, n_cotangents),
+            )
+
     def dense(self) -> FullTensor:
         """The whole tensor. Refused with its size when it does not fit into the memory that is free."""
         check_fits(self.shape, self.dtype, self.device)
@@ -97,7 +132,7 @@ class TensorOperator(ABC):
             )
         if not x.is_floating_point():
             raise InputError(f"`{action}` expected floating-point numbers; got {x.dtype}. Convert with `.float()`.")
-        return x.to(device=self.device, dtype=self.dtype).reshape(-1, *expected)
+        return x.to(device=self.device, dtype=self.dtype).reshape(-1, *expected).contiguous()
 
 
 class Transposed:
@@ -124,19 +159,6 @@ def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
             f"`{name}` must be a position from {-n_tokens} to {n_tokens - 1} ({n_tokens} tokens); got {token!r}."
         )
     return token % n_tokens
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        import os
-
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

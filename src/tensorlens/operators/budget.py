@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from tqdm import tqdm
 
 from tensorlens.errors import InputError, SizeError
 
@@ -18,6 +19,18 @@ SHARE = 0.5
 """Part of the free memory that one computation may plan with."""
 
 Result = TypeVar("Result")
+
+
+class Range(NamedTuple):
+    """Positions `start` to `stop` - 1."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many positions."""
+        return self.stop - self.start
 
 
 def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
@@ -63,24 +76,69 @@ def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = S
     return max(1, min(wanted, int(share * free_bytes(device) / max(1, bytes_each))))
 
 
-def until_it_fits(work: Callable[[int], Result], size: int) -> Result:
-    """`work(size)`, with half the size again whenever memory runs out."""
-    while True:
+class Pieces:
+    """Work on cotangents of outputs, cut into pieces of at most so many columns, with a progress bar if it takes long.
+
+    Iterating gives a range of outputs and a range of their cotangents. When `attempt` runs out of memory, the piece is
+    given again at half the size.
+
+    Args:
+        n_outputs: How many outputs.
+        n_cotangents: How many cotangents for each.
+        most: How many columns a piece may have.
+    """
+
+    def __init__(self, n_outputs: int, n_cotangents: int, most: int) -> None:
+        self.n_outputs, self.n_cotangents = n_outputs, n_cotangents
+        self.width = max(1, min(n_cotangents, most))
+        self.group = max(1, min(n_outputs, most // max(1, n_cotangents)))
+        self._failed = False
+
+    @property
+    def n_passes(self) -> int:
+        """How many pieces there are."""
+        return -(-self.n_outputs // self.group) * -(-self.n_cotangents // self.width)
+
+    def __iter__(self) -> Iterator[tuple[Range, Range]]:
+        output = cotangent = 0
+        total = self.n_outputs * self.n_cotangents
+        with tqdm(total=total, unit="cotangent", delay=3, leave=False, disable=None) as bar:
+            while output < self.n_outputs:
+                outputs = Range(output, min(output + self.group, self.n_outputs))
+                cotangents = Range(cotangent, min(cotangent + self.width, self.n_cotangents))
+                yield outputs, cotangents
+                if self._failed:
+                    self._failed = False
+                    continue
+                bar.update(outputs.size * cotangents.size)
+                cotangent = cotangents.stop % self.n_cotangents
+                output = outputs.stop if cotangent == 0 else output
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """What `work` gives, or None if memory ran out, in which case the piece comes again, smaller."""
         try:
-            return work(size)
+            return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if size == 1:
-                raise SizeError(
-                    "Memory ran out with the smallest piece of work. Expected room for the cotangents of one channel "
-                    "of one output; use a shorter input, `precision='bfloat16'`, or a device with more memory."
-                ) from error
+            self._halve(error)
         # Outside the handler, whose traceback holds the tensors of the attempt.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        size = (size + 1) // 2
+        return None
+
+    def _halve(self, error: BaseException) -> None:
+        self._failed = True
+        if self.group > 1:
+            self.group = (self.group + 1) // 2
+        elif self.width > 1:
+            self.width = (self.width + 1) // 2
+        else:
+            raise SizeError(
+                "Memory ran out with the smallest piece of work. Expected room for one cotangent of one output; use a "
+                "shorter input, `precision='bfloat16'`, or a device with more memory."
+            ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,45 +7,27 @@ sliding windows), and in the last block only the asked output itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
-from tensorlens.freezing.rebuilding import held_factors, norm_scale, wide
+from tensorlens.freezing.rebuilding import held_factors, norm_scale
 from tensorlens.freezing.survey import block_parts, final_norm
-from tensorlens.operators.budget import Precision, compute_type, free_bytes, matmul_mode
+from tensorlens.operators.budget import Precision, Range, compute_type, free_bytes, matmul_mode
 from tensorlens.operators.folding import FoldedBlock, fold_block, norm_columns
 
 FEW_COLUMNS = 64
 """Up to here heads are gathered by a copy; beyond, by one strided product for each head."""
 
 
-class Range(NamedTuple):
-    """Tokens `start` to `stop` - 1."""
+class Columns(NamedTuple):
+    """Cotangents (channel, token, column) at some block; zero for all other tokens."""
 
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pulled:
-    """Cotangents at the input of the operator.
-
-    Attributes:
-        columns: (in_channel, token, column); columns are ordered by output, then by cotangent.
-        tokens: The input tokens they are for; all others are zero.
-    """
-
-    columns: Tensor
+    values: Tensor
     tokens: Range
 
 
@@ -69,8 +51,13 @@ class FoldedRows:
         self._blocks: dict[int, FoldedBlock] = {}
         self._token_matrices: dict[int, Tensor] = {}
 
+    @property
+    def n_inner(self) -> int:
+        """Width of the widest feed-forward."""
+        return max(parts.feed_forward.down.weight.shape[0] for parts in self.parts.values())
+
     @torch.no_grad()
-    def pull(self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False) -> Pulled:
+    def pull(self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False) -> Columns:
         """Cotangents `starts` (output, out_channel, column) of the given outputs, all pulled to the input together.
 
         Args:
@@ -84,6 +71,17 @@ class FoldedRows:
             for n in range(last - 1, self.span.start - 1, -1):
                 pulled = self._through(n, pulled, keep_matrices=keep_matrices)
             return pulled
+
+    @torch.no_grad()
+    def pull_states(self, columns: Tensor) -> Tensor:
+        """Cotangents (out_channel, token, column) of whole states, pulled to (in_channel, token, column)."""
+        with matmul_mode(self.precision):
+            if self.tail is not None:
+                columns = norm_columns(self.tail, columns) * self._tail_scale[:, None].to(columns)
+            pulled = Columns(columns.contiguous(), Range(0, self.n_tokens))
+            for n in range(self.span.stop - 1, self.span.start - 1, -1):
+                pulled = self._through(n, pulled, keep_matrices=False)
+            return pulled.values
 
     def block(self, n: int) -> FoldedBlock:
         """The matrices of one block."""
@@ -102,7 +100,7 @@ class FoldedRows:
 
     # The last block: each column has one live token ------------------------------------------------------------------
 
-    def _leave_last(self, block: FoldedBlock, out_tokens: Sequence[int], starts: Tensor) -> Pulled:
+    def _leave_last(self, block: FoldedBlock, out_tokens: Sequence[int], starts: Tensor) -> Columns:
         tokens = Range(min(block.first[i] for i in out_tokens), max(block.last[i] for i in out_tokens) + 1)
         width = starts.shape[2]
         shape = (block.value.shape[0], tokens.size, len(out_tokens) * width)
@@ -110,14 +108,19 @@ class FoldedRows:
         for slot, (i, start) in enumerate(zip(out_tokens, starts, strict=True)):
             view = columns[:, :, slot * width : (slot + 1) * width]
             self._leave_one(block, i, self._before_tail(i, start.to(self.dtype)), tokens, view)
-        return Pulled(columns=columns, tokens=tokens)
+        return Columns(columns, tokens)
 
     def _before_tail(self, out_token: int, start: Tensor) -> Tensor:
         if self.tail is None:
             return start
+        return norm_columns(self.tail, start) * self._tail_scale[out_token].to(start)
+
+    @cached_property
+    def _tail_scale(self) -> Tensor:
+        assert self.tail is not None, "asked of a model with a final norm"
         scale = norm_scale(self.frozen, f"after block {self.frozen.n_blocks - 1}", self.tail)
         assert scale is not None, "the survey found the final norm by its scale"
-        return norm_columns(self.tail, start) * scale[out_token].to(start)
+        return scale
 
     def _leave_one(self, block: FoldedBlock, i: int, c: Tensor, tokens: Range, into: Tensor) -> None:
         """Cotangents (channel, column) of one output to (channel, token, column) of everything it sees."""
@@ -131,8 +134,8 @@ class FoldedRows:
 
     # All other blocks ------------------------------------------------------------------------------------------------
 
-    def _through(self, n: int, pulled: Pulled, *, keep_matrices: bool) -> Pulled:
-        block, c, tokens = self.block(n), pulled.columns, pulled.tokens
+    def _through(self, n: int, pulled: Columns, *, keep_matrices: bool) -> Columns:
+        block, c, tokens = self.block(n), pulled.values, pulled.tokens
         y = self._token_wise(n, block, c, tokens, keep_matrices=keep_matrices)
         u = torch.mm(block.out, (c if block.is_parallel else y).flatten(1)).unflatten(1, c.shape[1:])
         del c, pulled
@@ -144,7 +147,7 @@ class FoldedRows:
             wider[:, tokens.start - live.start :][:, : tokens.size] = y
             y = wider
         y.flatten(1).addmm_(block.value, mixed.flatten(1))
-        return Pulled(columns=y, tokens=live)
+        return Columns(y, live)
 
     def _token_wise(self, n: int, block: FoldedBlock, c: Tensor, tokens: Range, *, keep_matrices: bool) -> Tensor:
         matrices = self._token_matrices.get(n)
@@ -153,7 +156,7 @@ class FoldedRows:
         elif keep_matrices:
             self._token_matrices[n] = token_matrices(block, Range(0, self.n_tokens))
             matrices = self._token_matrices[n][:, tokens.start : tokens.stop]
-        elif folding_pays(*block.up.shape, c.shape[2]):
+        elif folding_pays(block.up.shape[0], block.up.shape[1], c.shape[2]):
             matrices = token_matrices(block, tokens)
         else:
             return _token_wise(block, c, tokens)
@@ -224,16 +227,3 @@ def _mix(block: FoldedBlock, u: Tensor, tokens: Range, live: Range) -> Tensor:
         else:
             into.baddbmm_(shared, u[head])
     return mixed.flatten(0, 1)
-
-
-def squared_norms(pulled: Pulled, n_outputs: int) -> Tensor:
-    """Sums of squares (output, column, token) over channels, in float32 or better."""
-    columns = pulled.columns
-    wide_type = wide(columns[:0]).dtype
-    sums = torch.linalg.vector_norm(columns, dim=0, dtype=wide_type).square()  # (token, column)
-    return sums.T.unflatten(0, (n_outputs, -1))
-
-
-def chunks(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Consecutive pieces of at most `size`."""
-    return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,31 +1,56 @@
-"""`FrozenOperator`: the attention tensor of a frozen model, by replay and backward passes alone."""
+"""`FrozenOperator`: the attention tensor of a frozen model, which is never stored.
+
+`apply` goes by replay and single cotangents by backward passes. Many cotangents at once (rows, norms, sketches) go by
+matrix products where the blocks can be folded, and by batched backward passes where they cannot.
+"""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TensorSlice
+from tensorlens.errors import AnatomyError
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
-from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.base import Pulled, TensorOperator
+from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes
+from tensorlens.operators.folded import FoldedRows
 
 CHUNK = 32
 """States pushed, or cotangents pulled, at a time."""
+
+ENOUGH_TO_FOLD = 8
+"""Cotangents from which folding the blocks costs less than a backward pass for each."""
+
+MOST_COLUMNS = {"cuda": 8192, "cpu": 2048}
+"""More cotangents at a time than this make no product faster, and let causal models do work above the diagonal."""
 
 
 class FrozenOperator(TensorOperator):
     r"""$T_X$ of a frozen model over a range of blocks, perhaps with some heads silenced (Eq. 27).
 
-    Costs nothing to hold beyond the frozen model. `apply` is a replay less the replay at zero, `adjoint` a backward
-    pass.
+    Costs nothing to hold beyond the frozen model until rows or norms are asked for, which may keep folded weights.
+
+    Args:
+        frozen: The model, held still.
+        span: The range of blocks; all of them if None.
+        heads: For each block named, a multiplier for each head.
+        precision: How the products for rows, norms and sketches are computed: the model's own type, in float32 or
+            better, if None.
     """
 
-    def __init__(self, frozen: FrozenModel, span: Span | None = None, heads: Heads | None = None) -> None:
+    def __init__(
+        self, frozen: FrozenModel, span: Span | None = None, heads: Heads | None = None, *,
+        precision: Precision | None = None,
+    ) -> None:  # fmt: skip
         self.frozen, self.heads = frozen, heads or {}
+        self.precision: Precision | None = precision
         self.span = Span(0, frozen.n_blocks) if span is None else span
+        self.compute_type = compute_type(precision, self.dtype)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -86,8 +111,72 @@ class FrozenOperator(TensorOperator):
         return self.push(x) - self.bias
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        return self.frozen.pull(u, self.span, self.heads, chunk=CHUNK)
+        if len(u) < ENOUGH_TO_FOLD or self.folded is None:
+            return self.frozen.pull(u, self.span, self.heads, chunk=CHUNK)
+        size = fitting(self.bytes_per_column, len(u), self.device)
+        parts = [self.folded.pull_states(part.permute(2, 1, 0).to(self.compute_type)) for part in u.split(size)]
+        return torch.cat([part.permute(2, 1, 0) for part in parts]).to(self.dtype)
 
     def _rows(self, out_token: int) -> TensorSlice:
-        units = torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
-        return self.frozen.pull(units, self.span, self.heads, read=lambda y: y[0, out_token], chunk=CHUNK)
+        units = torch.eye(self.shape[1], dtype=self.compute_type, device=self.device)
+        rows = torch.zeros(self.shape[3], self.shape[2], self.shape[1], dtype=self.dtype, device=self.device)
+        for piece in self.pull_outputs((out_token,), units[None]):
+            rows[:, slice(*piece.tokens), slice(*piece.cotangents)] = piece.columns
+        return rows.permute(2, 1, 0)
+
+    # Many cotangents -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def folded(self) -> FoldedRows | None:
+        """The folded adjoint, or None where a block cannot be taken apart."""
+        try:
+            return FoldedRows(self.frozen, self.span, self.heads, self.precision)
+        except AnatomyError:
+            return None
+
+    @property
+    def bytes_per_column(self) -> int:
+        """Memory for one cotangent on its way: it, what attention and feed-forward make of it, and their sum."""
+        inner = 0 if self.folded is None else self.folded.n_inner
+        return (4 * self.n_channels + inner) * self.n_tokens * self.compute_type.itemsize
+
+    def pull_outputs(
+        self, out_tokens: Sequence[int], starts: Float[Tensor, "output out_channel cotangent"]
+    ) -> Iterator[Pulled]:
+        """Cotangents that live on one output each, pulled to the input, as many at a time as go into free memory.
+
+        Outputs go in groups, so that a causal model does little work above the diagonal. When memory runs out all the
+        same, the groups are halved.
+        """
+        most = fitting(self.bytes_per_column, MOST_COLUMNS.get(self.device.type, 2048), self.device)
+        pieces = Pieces(len(out_tokens), starts.shape[2], most)
+        folded = self.folded if len(out_tokens) * starts.shape[2] >= ENOUGH_TO_FOLD else None
+        keep = folded is not None and self._matrices_fit(pieces.n_passes)
+        for outputs, cotangents in pieces:
+            tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), :, slice(*cotangents)]
+            pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
+            pulled = pieces.attempt(partial(pull, tokens, part))
+            if pulled is not None:
+                columns, seen = pulled
+                yield Pulled(columns=columns, tokens=seen, outputs=outputs, cotangents=cotangents)
+                del columns, pulled
+            elif folded is not None:
+                keep = False
+                folded.forget_matrices()
+        if folded is not None:
+            folded.forget_matrices()
+
+    def _matrices_fit(self, n_passes: int) -> bool:
+        """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
+        n_bytes = (self.span.stop - self.span.start) * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
+        return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
+
+    def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
+        """By backward passes: (in_channel, token, column), for all tokens."""
+        pulled = [
+            self.frozen.pull(
+                start.T.to(self.dtype), self.span, self.heads, read=lambda y, i=i: y[0, i], chunk=CHUNK
+            ).reshape(-1, self.n_tokens, self.n_channels)
+            for i, start in zip(out_tokens, starts, strict=True)
+        ]
+        return torch.cat(pulled).permute(2, 1, 0), Range(0, self.n_tokens)

@@ -1,10 +1,8 @@
-"""Singular values: the norm of an operator that is never stored, and what a set of singular values says.
-
-The measured norm is what the bounds in `bounds.py` and `product_bound.py` are compared with.
-"""
+"""Leading singular values and vectors, of a block T_ij or of the whole operator, by randomised subspace iteration."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,98 +10,104 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.base import TensorOperator, check_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredNorm:
-    r"""An estimate of $\Vert T\Vert_2$ from below.
+class Spectrum:
+    r"""The leading part of a singular value decomposition: $T ≈ \sum_k σ_k\, u_k v_k^\top$.
 
     Attributes:
-        value: The largest singular value found.
-        change: Its relative change in the last step: how far it may still be off, roughly.
-        n_steps: Applications of T and of its adjoint.
+        values: σ, largest first.
+        out_vectors: u, one for each value: (k, out_channel) for a block, (k, out_token, out_channel) for an operator.
+        in_vectors: v, likewise.
+        total: $\\lVert T \\rVert_F^2$, exact for a block and estimated from the probes for a whole operator.
     """
 
-    value: float
-    change: float
-    n_steps: int
+    values: Float[Tensor, " k"]
+    out_vectors: Tensor
+    in_vectors: Tensor
+    total: float
+
+    @property
+    def share(self) -> Float[Tensor, " k"]:
+        """The part of the squared Frobenius norm that each value carries."""
+        return self.values.square() / self.total
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the shares found, in nats: its exponential counts the directions that matter."""
+        share = self.values.square() / self.values.square().sum()
+        return float(torch.special.entr(share).sum())
 
 
-def operator_norm(
-    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = 1e-4, seed: int = 0
-) -> MeasuredNorm:
-    r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes a step, nothing of size L·D·L·D.
-
-    Every Ritz value is at most the true one, so that the estimate never exceeds the norm.
+def spectrum(
+    T: TensorOperator, out_token: int | None = None, in_token: int | None = None, *, k: int = 16, seed: int = 0,
+    tolerance: float = 1e-4, most: int = 100,
+) -> Spectrum:  # fmt: skip
+    r"""Leading singular triplets of $T_{ij}$, or of the whole T if no token is named.
 
     Args:
-        operator: T.
-        max_steps: Steps at most.
-        tolerance: Relative change at which to stop.
-        seed: Of the first vector.
+        T: The operator.
+        out_token: i; needs `in_token` too.
+        in_token: j.
+        k: How many triplets.
+        seed: Of the random start.
+        tolerance: Relative change of the values at which to stop.
+        most: Iterations at which to stop all the same.
     """
-    if max_steps < 1:
-        raise InputError(f"`max_steps` must be at least 1; got {max_steps}.")
-    generator = torch.Generator().manual_seed(seed)
-    shape = operator.shape[2:]
-    v = torch.randn(shape, generator=generator, dtype=torch.float64).to(operator.device)
-    basis, diagonal, beside = [v / v.norm()], [], []
-    value, change = 0.0, float("inf")
-    while len(diagonal) < max_steps:
-        w = operator.adjoint(operator.apply(basis[-1].to(operator.dtype))).to(torch.float64)
-        diagonal.append(float((w * basis[-1]).sum()))
-        # Against all earlier vectors, twice: rounding would let the top value appear again and again.
-        for _ in range(2):
-            stacked = torch.stack(basis)
-            w = w - torch.einsum("k,kld->ld", torch.einsum("kld,ld->k", stacked, w), stacked)
-        top = _largest_ritz_value(diagonal, beside)
-        value, change = top, abs(top - value) / top if top else 0.0
-        length = float(w.norm())
-        if change < tolerance or length <= 1e-12 * top or not top:
+    if not isinstance(k, int) or k < 1:
+        raise InputError(f"`k` must be a whole number of at least 1; got {k!r}.")
+    if (out_token is None) != (in_token is None):
+        raise InputError("`spectrum` expected both `out_token` and `in_token`, or neither; got one of them.")
+    if out_token is not None and in_token is not None:
+        return _block_spectrum(T, out_token, in_token, k)
+    n_out, d_out, n_in, d_in = T.shape
+    found = _iterate(
+        lambda x: T.apply(x.T.reshape(-1, n_in, d_in)).reshape(x.shape[1], -1).T,
+        lambda u: T.adjoint(u.T.reshape(-1, n_out, d_out)).reshape(u.shape[1], -1).T,
+        _start(T, n_in * d_in, k, seed), k, tolerance, most,
+    )  # fmt: skip
+    values, outs, ins, total = found
+    return Spectrum(
+        values=values,
+        out_vectors=outs.T.reshape(-1, n_out, d_out),
+        in_vectors=ins.T.reshape(-1, n_in, d_in),
+        total=total,
+    )
+
+
+def _block_spectrum(T: TensorOperator, out_token: int, in_token: int, k: int) -> Spectrum:
+    """A block is D×D, and forming it takes D cotangents whatever is wanted of it; its decomposition is then exact."""
+    block = T.rows(out_token)[:, check_token(in_token, T.n_tokens, "in_token")]
+    block = block.float() if block.dtype.itemsize < 4 else block
+    u, values, v = torch.linalg.svd(block, full_matrices=False)
+    return Spectrum(values=values[:k], out_vectors=u.T[:k], in_vectors=v[:k], total=float(values.square().sum()))
+
+
+def _start(T: TensorOperator, n: int, k: int, seed: int) -> Tensor:
+    # A few vectors more than asked for: the last of the values converge with the gap to what was left out.
+    width = min(n, k + 8)
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed)).to(T.device, T.dtype)
+
+
+def _iterate(
+    push: Callable[[Tensor], Tensor],
+    pull: Callable[[Tensor], Tensor],
+    start: Tensor,
+    k: int,
+    tolerance: float,
+    most: int,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Subspace iteration on TᵀT, read off by Rayleigh and Ritz."""
+    pushed = push(start)
+    total = float(pushed.square().sum(0).mean())
+    values = pushed.new_zeros(k)
+    for _ in range(most):
+        basis = torch.linalg.qr(pull(torch.linalg.qr(pushed)[0]))[0]
+        pushed = push(basis)
+        u, found, v = torch.linalg.svd(pushed, full_matrices=False)
+        if bool(((found[:k] - values).abs() <= tolerance * found[0]).all()):
             break
-        beside.append(length)
-        basis.append(w / length)
-    return MeasuredNorm(value=value, change=change, n_steps=len(diagonal))
-
-
-def _largest_ritz_value(diagonal: list[float], beside: list[float]) -> float:
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    for i, length in enumerate(beside):
-        matrix[i, i + 1] = matrix[i + 1, i] = length
-    return float(torch.linalg.eigvalsh(matrix)[-1].clamp_min(0).sqrt())
-
-
-def singular_values(matrix: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch value"]:
-    """Singular values in float64, by the smaller Gram matrix: exact to 1e-8 of the largest, and fast."""
-    wide = matrix.to(torch.float64)
-    gram = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
-    return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(-1)
-
-
-def stable_rank(values: Float[Tensor, "*batch value"]) -> Float[Tensor, "*batch"]:
-    r"""$\Vert T\Vert_F^2 / \Vert T\Vert_2^2$: how many directions of the largest size weigh as much; 0 for zero."""
-    total, top = values.square().sum(-1), values.amax(-1).square()
-    return torch.where(top > 0, total / top.clamp_min(torch.finfo(values.dtype).tiny), torch.zeros_like(top))
-
-
-def effective_rank(values: Float[Tensor, "*batch value"]) -> Float[Tensor, "*batch"]:
-    r"""$\exp H(p)$, $p = \sigma / \sum\sigma$ (Roy and Vetterli 2007): the entropy of the spectrum as a count."""
-    return perplexity(values)
-
-
-def perplexity(weights: Float[Tensor, "*batch item"]) -> Float[Tensor, "*batch"]:
-    """The exponential of the entropy of non-negative weights: how many items share them; 0 if all are zero."""
-    total = weights.sum(-1, keepdim=True)
-    shares = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
-    entropy = -torch.special.xlogy(shares, shares).sum(-1)
-    return torch.where(total[..., 0] > 0, entropy.exp(), torch.zeros_like(entropy))
-
-
-def hoyer_sparsity(weights: Float[Tensor, "*batch item"]) -> Float[Tensor, "*batch"]:
-    r"""$(\sqrt n - \Vert w\Vert_1/\Vert w\Vert_2)/(\sqrt n - 1)$ (Hoyer 2004): 0 for equal sizes, 1 for only one."""
-    n = weights.shape[-1]
-    if n == 1:
-        return torch.ones_like(weights[..., 0])
-    ratio = weights.abs().sum(-1) / weights.norm(dim=-1).clamp_min(torch.finfo(weights.dtype).tiny)
-    return (n**0.5 - ratio) / (n**0.5 - 1)
+        values = found[:k]
+    return found[:k], u[:, :k], (basis @ v.T)[:, :k], total  # type: ignore[possibly-unbound]

@@ -1,0 +1,116 @@
+r"""Norms of the D×D blocks $T_{ij}$, exact and sketched, and the spectral norm of an operator. No tensor is stored.
+
+Exact Frobenius norms stream the rows of T a few outputs at a time and keep only sums of squares. Sketches pull a few
+random cotangents instead of all D. Spectral norms come from iterating on products with T and its transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens.axes import TokenMatrix
+from tensorlens.errors import InputError
+from tensorlens.operators.base import Pulled, TensorOperator
+
+
+class Sketch(NamedTuple):
+    """Norms from random probes.
+
+    Attributes:
+        norms: The estimates.
+        standard_error: Of each estimate, from the spread of the probes.
+    """
+
+    norms: TokenMatrix
+    standard_error: TokenMatrix
+
+
+def frobenius_norms(T: TensorOperator, out_tokens: Sequence[int]) -> TokenMatrix:
+    r"""$\lVert T_{ij} \rVert_F$ for the given outputs and all inputs, exact."""
+    units = torch.eye(T.shape[1], dtype=T.dtype, device=T.device).expand(len(out_tokens), -1, -1)
+    return _squares(T, out_tokens, units).sum(1).sqrt()
+
+
+def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int = 16, seed: int = 0) -> Sketch:
+    r"""$\lVert T_{ij} \rVert_F^2 = E\lVert g^\top T_{ij} \rVert^2$ for standard normal g, by the mean over probes.
+
+    Args:
+        T: The operator.
+        out_tokens: The outputs.
+        n_probes: How many probes for each output; the error goes down with the root.
+        seed: Of the probes.
+    """
+    if not isinstance(n_probes, int) or n_probes < 1:
+        raise InputError(f"`probes` must be a whole number of at least 1; got {n_probes!r}. 16 is a good start.")
+    generator = torch.Generator().manual_seed(seed)
+    probes = torch.randn(T.shape[1], n_probes, generator=generator).to(T.device, T.dtype)
+    squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1))
+    norms = squares.mean(1).sqrt()
+    spread = squares.std(1) / n_probes**0.5 if n_probes > 1 else torch.full_like(norms, torch.nan)
+    # The error of a root: d√s = ds / 2√s.
+    return Sketch(norms, torch.where(norms > 0, spread / (2 * norms), 0))
+
+
+def _squares(
+    T: TensorOperator, out_tokens: Sequence[int], starts: Float[Tensor, "output out_channel cotangent"]
+) -> Float[Tensor, "output cotangent in_token"]:
+    """Sums of squares over input channels of every cotangent, in float32 or better."""
+    dtype = torch.float32 if T.dtype.itemsize < 4 else T.dtype
+    squares = torch.zeros(len(out_tokens), starts.shape[2], T.n_tokens, dtype=dtype, device=T.device)
+    for piece in T.pull_outputs(out_tokens, starts):
+        squares[slice(*piece.outputs), slice(*piece.cotangents), slice(*piece.tokens)] = _piece_squares(piece, dtype)
+    return squares
+
+
+def _piece_squares(piece: Pulled, dtype: torch.dtype) -> Tensor:
+    # (token, column) to (output, cotangent, token)
+    by_column = torch.linalg.vector_norm(piece.columns, dim=0, dtype=dtype).square()
+    return by_column.T.unflatten(0, (piece.outputs.size, piece.cotangents.size))
+
+
+# Spectral ------------------------------------------------------------------------------------------------------------
+
+
+def spectral_norms(T: TensorOperator, out_tokens: Sequence[int]) -> TokenMatrix:
+    r"""$\lVert T_{ij} \rVert_2$ for the given outputs and all inputs, one dense slice at a time."""
+    return torch.stack([largest_singular_values(T.rows(i).transpose(0, 1)) for i in out_tokens])
+
+
+def largest_singular_values(
+    matrices: Float[Tensor, "batch rows columns"], *, width: int = 8, tolerance: float = 1e-6, most: int = 200
+) -> Float[Tensor, " batch"]:
+    """The largest singular value of each matrix, by subspace iteration on a few vectors.
+
+    Args:
+        matrices: The matrices.
+        width: Vectors carried; more converge faster where the largest values lie close together.
+        tolerance: Relative change at which to stop.
+        most: Iterations at which to stop all the same.
+    """
+    matrices = matrices.float() if matrices.dtype.itemsize < 4 else matrices
+    if min(matrices.shape[1:]) <= 4 * width:
+        return torch.linalg.svdvals(matrices)[:, 0]
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(matrices.shape[2], width, generator=generator).to(matrices)
+    pushed = matrices @ vectors
+    before = torch.zeros(len(matrices), dtype=matrices.dtype, device=matrices.device)
+    for _ in range(most):
+        basis = torch.linalg.qr(matrices.mT @ torch.linalg.qr(pushed)[0])[0]
+        pushed = matrices @ basis
+        found = torch.linalg.svdvals(pushed)[:, 0]
+        if bool(((found - before) <= tolerance * found).all()):
+            return found
+        before = found
+    return before
+
+
+def spectral_norm(T: TensorOperator, *, tolerance: float = 1e-4, seed: int = 0) -> float:
+    r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
+    from tensorlens.operators.spectrum import spectrum
+
+    return float(spectrum(T, k=1, tolerance=tolerance, seed=seed).values[0])

@@ -1,0 +1,211 @@
+"""Every fast path gives the numbers of the slow one, on every family."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor
+
+import tensorlens as tl
+from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.operators import folded as folded_module
+from tensorlens.operators import matrix_free
+from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.budget import Pieces, Range, compute_type
+from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.norms import (
+    frobenius_norms,
+    largest_singular_values,
+    sketched_norms,
+    spectral_norm,
+    spectral_norms,
+)
+from tensorlens.operators.spectrum import spectrum
+
+
+@cache
+def frozen_model(name: str) -> FrozenModel:
+    return tl.Lens(zoo.build(name, zoo.ZOO[name].attentions[-1]))(zoo.sample(name)).operator.frozen
+
+
+def operator(name: str, **options: Any) -> FrozenOperator:
+    return FrozenOperator(frozen_model(name), **options)
+
+
+def by_backward(T: FrozenOperator, out_token: int) -> Tensor:
+    """T[i] by autograd alone: nothing is shared with the folded way but the tape."""
+    units = torch.eye(T.shape[1], dtype=T.dtype)
+    return T.frozen.pull(units, T.span, T.heads, read=lambda y: y[0, out_token])
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
+    return bool((found - expected).norm() <= tolerance * expected.norm())
+
+
+@pytest.mark.parametrize(("name", "attention"), zoo.CASES)
+def test_folded_rows_are_the_rows(name: str, attention: str) -> None:
+    T = tl.Lens(zoo.build(name, attention))(zoo.sample(name)).operator
+    assert T.folded is not None
+    for i in (0, T.shape[0] - 1):
+        assert close(T.rows(i), by_backward(T, i))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "gemma3", "mistral", "neox-parallel", "olmo2", "dinov2"])
+@pytest.mark.parametrize("few", [0, 64])
+def test_folded_rows_of_parts_and_with_heads_left_out(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded_module, "FEW_COLUMNS", few)  # both ways to gather heads
+    T = operator(name, heads={1: torch.tensor([1.0, 0.0, 0.5, 1.0])}, span=Span(0, 2))
+    assert close(T.rows(2), by_backward(T, 2))
+    assert close(operator(name, span=Span(1, 3)).rows(2), by_backward(operator(name, span=Span(1, 3)), 2))
+
+
+@pytest.mark.parametrize("gate", ["freeze_gate", "freeze_up", "half"])
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_folded_rows_under_every_gate_rule(name: str, gate: Any) -> None:
+    T = tl.Lens(zoo.build(name), rules=tl.Rules(gate=gate))(zoo.sample(name)).operator
+    assert close(T.rows(3), by_backward(T, 3))
+
+
+def test_without_the_final_norm() -> None:
+    T = tl.Lens(zoo.build("gpt2"), rules=tl.Rules(include_final_norm=False))(zoo.sample("gpt2")).operator
+    assert T.folded is not None and T.folded.tail is None
+    assert close(T.rows(3), by_backward(T, 3))
+
+
+@pytest.mark.parametrize("name", ["bert", "mistral", "modernbert", "phi"])
+@pytest.mark.parametrize("most", [5, 40, 4096])
+def test_norms_do_not_depend_on_the_pieces(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix_free.MOST_COLUMNS, "cpu", most)
+    T = operator(name)
+    expected = torch.stack([by_backward(T, i).norm(dim=(0, 2)) for i in range(T.shape[0])])
+    assert close(frobenius_norms(T, range(T.shape[0])), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_a_batch_of_cotangents_is_pulled_as_one_by_one(name: str) -> None:
+    T = operator(name)
+    u = torch.randn(matrix_free.ENOUGH_TO_FOLD, *T.shape[:2], dtype=T.dtype)
+    assert close(T.adjoint(u), torch.cat([T.frozen.pull(one[None], T.span) for one in u]))
+
+
+def test_only_tokens_in_sight_are_carried() -> None:
+    T = operator("mistral")  # a window of 3 tokens, 3 blocks
+    assert T.folded is not None
+    assert T.folded.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 7)
+    first = FrozenOperator(T.frozen, Span(1, 3)).folded
+    assert first is not None
+    assert first.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(2, 7)
+    assert first.pull((1,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 2)
+
+
+def test_what_cannot_be_folded_goes_by_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    T = operator("gpt2")
+    expected = frobenius_norms(T, (1, 5))
+    unfolded = operator("gpt2")
+    monkeypatch.setitem(unfolded.__dict__, "folded", None)
+    assert close(frobenius_norms(unfolded, (1, 5)), expected)
+    assert close(unfolded.rows(4), T.rows(4))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 3e-2)])
+def test_precision_is_what_was_asked_for(precision: Any, tolerance: float) -> None:
+    T, low = operator("bert"), operator("bert", precision=precision)
+    assert close(low.rows(2), T.rows(2), tolerance)
+    assert close(frobenius_norms(low, (0, 3)), frobenius_norms(T, (0, 3)), tolerance)
+    assert not close(low.rows(2), T.rows(2), 1e-9)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(tl.InputError, match="`precision` must be one of float32, tf32, bfloat16; got 'int8'"):
+        compute_type("int8", torch.float32)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_cover_every_cotangent_once_even_when_memory_runs_out() -> None:
+    pieces, done = Pieces(5, 6, 17), torch.zeros(5, 6)
+    tries = 0
+
+    def work(size: int) -> int:
+        if size > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return size
+
+    for outputs, cotangents in pieces:
+        tries += 1
+        if pieces.attempt(lambda: work(outputs.size * cotangents.size)) is not None:  # noqa: B023
+            done[slice(*outputs), slice(*cotangents)] += 1
+    assert (done == 1).all() and tries > 10
+
+
+def test_out_of_memory_with_one_cotangent_says_so() -> None:
+    def work() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    pieces = Pieces(1, 1, 1)
+    with pytest.raises(tl.SizeError, match="smallest piece"):
+        for _ in pieces:
+            pieces.attempt(work)
+
+
+def test_running_out_of_memory_halves_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    T = operator("bert")
+    expected = frobenius_norms(T, range(7))
+    assert T.folded is not None
+    pull = T.folded.pull
+
+    def scarce(out_tokens: Any, starts: Tensor, **options: Any) -> Any:
+        if len(out_tokens) * starts.shape[2] > 10:
+            raise torch.OutOfMemoryError("out of memory")
+        return pull(out_tokens, starts, **options)
+
+    monkeypatch.setattr(T.folded, "pull", scarce)
+    assert close(frobenius_norms(T, range(7)), expected)
+
+
+# Sketches and spectra ------------------------------------------------------------------------------------------------
+
+
+def test_a_sketch_is_within_its_standard_error() -> None:
+    T = operator("bert")
+    exact, (found, error) = frobenius_norms(T, range(7)), sketched_norms(T, range(7), n_probes=400)
+    assert ((found - exact).abs() < 5 * error).all()
+    assert (error < 0.1 * exact).all()
+    assert torch.equal(found, sketched_norms(T, range(7), n_probes=400).norms)
+    assert not torch.equal(found, sketched_norms(T, range(7), n_probes=400, seed=1).norms)
+
+
+def test_a_sketch_of_a_causal_model_is_zero_above_the_diagonal() -> None:
+    found, error = sketched_norms(operator("gpt2"), range(7), n_probes=4)
+    assert (found.triu(1) == 0).all() and (error.triu(1) == 0).all()
+
+
+def test_spectral_norms_are_the_largest_singular_values() -> None:
+    T: TensorOperator = operator("bert")
+    expected = torch.linalg.svdvals(T.rows(1).transpose(0, 1))[:, 0]
+    assert close(spectral_norms(T, (1,))[0], expected)
+    wide = torch.randn(3, 50, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert close(largest_singular_values(wide), torch.linalg.svdvals(wide)[:, 0], 1e-4)
+
+
+def test_spectrum_of_the_whole_operator_and_of_a_block() -> None:
+    T = operator("gpt2")
+    u, values, v = torch.linalg.svd(T.dense().reshape(7 * 16, 7 * 16))
+    found = spectrum(T, k=4, tolerance=1e-9)
+    assert close(found.values, values[:4], 1e-4)
+    assert ((found.out_vectors[0].flatten() @ u[:, 0]).abs() - 1).abs() < 1e-3
+    assert ((found.in_vectors[0].flatten() @ v[0]).abs() - 1).abs() < 1e-3
+    assert abs(spectral_norm(T, tolerance=1e-9) - float(values[0])) < 1e-4 * float(values[0])
+    block = spectrum(T, 5, 2, k=3)
+    assert close(block.values, torch.linalg.svdvals(T.rows(5)[:, 2])[:3])
+    assert 0 < float(block.share.sum()) <= 1 + 1e-9 and block.entropy > 0
+
+
+def test_a_spectrum_needs_both_tokens_or_none() -> None:
+    with pytest.raises(tl.InputError, match="both `out_token` and `in_token`"):
+        spectrum(operator("gpt2"), 1)
