@@ -105,8 +105,8 @@ class RelationOperator:
             self._slice = self.mean.rows(-1)
         return torch.einsum("dje,sje->sd", self._slice, x.to(self._slice))
 
-    def across(self, x: Float[Tensor, "example token channel"]) -> Float[Tensor, "example example out_channel"]:
-        """[i, k]: the operator of example k alone on the state of example i."""
+    def across(self, x: Float[Tensor, "state token channel"]) -> Float[Tensor, "state example out_channel"]:
+        """[i, k]: the operator of example k alone on state i."""
         return torch.stack([tensor.apply(x)[:, -1] for tensor in self.tensors], dim=1)
 
 
