@@ -83,7 +83,7 @@ class Settings:
 
 def perturbation(
     lens: Lens, data: Any, out: str | Path, *, methods: Sequence[str] | None = None, limit: int | None = None,
-    presets: Sequence[Preset] = ("strict",), replacements: Sequence[str] | None = None,
+    presets: Sequence[str] = ("strict",), replacements: Sequence[str] | None = None,
     grid: Sequence[float] = GRID, n_tokens: int = 128, min_tokens: int = 1, cut: Cut = "each",
     column: str | None = None, split: str = "test", absolute: bool = False, seed: int = 0, n_random: int = 5,
     norm_probes: int | None = None, batch_size: int = 64, progress: bool | None = None,

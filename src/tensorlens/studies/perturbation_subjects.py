@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ Cut = Literal["each", "windows"]
 Preset = Literal["strict", "paper-like"]
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
+Copies = list[tuple[Tensor, dict[str, Tensor]]]
+"""Inputs with tokens replaced, one a row of masks: groups that run together, each with the places of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,34 +44,6 @@ class Sample:
     inputs: dict[str, Tensor]
     n_tokens: int
     fixed: frozenset[int]
-
-
-class Subject(Protocol):
-    """What the study asks of a kind of input."""
-
-    is_causal: bool
-    replacements: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """What sample `index` is called."""
-        ...
-
-    def load(self, index: int) -> Sample:
-        """Sample `index`, ready for the model; `InputError` where it cannot be read."""
-        ...
-
-    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """For each row of `masks` (copy, token) the input with those tokens replaced.
-
-        In groups that can be run together, each with the places of its copies.
-        """
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """What of the subject the result depends on."""
-        ...
 
 
 def maskable(sample: Sample, is_causal: bool, preset: Preset) -> list[int]:
@@ -131,7 +105,7 @@ class Texts:
         inputs = {"input_ids": tensor}
         return Sample(name=self.names[index], value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed)
 
-    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> Copies:
         """Ids with the mask token, embeddings without the word, a mask over the attention, or fewer tokens."""
         ids = sample.inputs["input_ids"]
         places, masks = torch.arange(len(masks)), masks.to(ids.device)
@@ -234,7 +208,7 @@ def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
 
-def _shortened(ids: Tensor, masks: Tensor) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def _shortened(ids: Tensor, masks: Tensor) -> Copies:
     """Copies without the masked tokens, those of one length together."""
     n_gone = masks.sum(1)
     groups = []
@@ -288,7 +262,7 @@ class Images:
             fixed=frozenset(range(n_special)),
         )
 
-    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> Copies:
         """Pixels of whole patches replaced, before the model cuts them."""
         pixels = sample.inputs["pixel_values"]
         patch: Any = self.lens.model.config.patch_size  # type: ignore[union-attr]
@@ -324,3 +298,7 @@ class Images:
         if self._special is None:
             self._special = PlainModel(self.lens).n_tokens({"pixel_values": pixels}) - n_patches
         return self._special
+
+
+Subject = Texts | Images
+"""What the study can perturb."""

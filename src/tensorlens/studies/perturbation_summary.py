@@ -45,7 +45,7 @@ def summarise(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> di
     }
 
 
-def _span(values: Sequence[int]) -> dict[str, float]:
+def _span(values: Sequence[int]) -> dict[str, Any]:
     return {"min": min(values), "mean": _short(np.mean(values)), "max": max(values)} if values else {}
 
 
@@ -79,7 +79,9 @@ def _curves(cells: Sequence[dict[str, Any]], method: str, order: str, metric: st
 
 
 def _compare(curves: dict[str, np.ndarray], order: str, settings: dict[str, Any]) -> dict[str, Any]:
-    areas = {method: np.array([auc(row, settings["grid"]) for row in array]) for method, array in curves.items()}
+    areas = {
+        method: np.array([auc(row, settings["grid"]) for row in array.tolist()]) for method, array in curves.items()
+    }
     methods = {method: _method(areas[method], curves[method], settings["seed"]) for method in areas}
     found: dict[str, Any] = {"methods": methods}
     best = {name: _best(methods, name, order) for name in ("tensor", "baseline", "peer", "control")}

@@ -1,0 +1,82 @@
+"""`tensorlens perturb`."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tensorlens.app import options
+from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
+from tensorlens.studies.perturbation import PerturbationResult
+from tensorlens.studies.perturbation import perturbation as run_perturbation
+from tensorlens.studies.perturbation_measures import GRID
+from tensorlens.studies.runs import Processes
+
+
+def perturb(
+    model: Model,
+    data: Annotated[
+        str,
+        typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that is there is continued.", show_default=False)],
+    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; all if not given.")] = None,
+    limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
+    ] = None,
+    replacement: Annotated[
+        list[str] | None,
+        typer.Option(help="Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128,
+    min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1,
+    windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
+    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
+    split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
+    grid: Annotated[str, typer.Option(help="Fractions replaced.")] = ",".join(map(str, GRID)),
+    absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
+    norm_probes: Annotated[int | None, typer.Option(help="Estimate tensor.norm by this many random probes.")] = None,
+    seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
+    json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    attention: AttentionBackend = None,
+    gate: Gate = "freeze_gate",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Is it better? Replace what each method calls relevant and see how far the output moves.
+
+    Example: tensorlens perturb minilm --data reviews.csv --out runs/minilm --limit 50
+
+    Several processes: accelerate launch --num_processes 2 -m tensorlens perturb minilm --data reviews.csv --out runs/m
+    """
+    lens = options.load_lens(
+        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=True,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    result = run_perturbation(
+        lens, data, out, methods=methods.split(",") if methods else None, limit=limit,
+        presets=preset or ("strict",), replacements=replacement or None,  # type: ignore[arg-type]  # checked by the study
+        grid=[float(value) for value in grid.split(",")], n_tokens=tokens, min_tokens=min_tokens,
+        cut="windows" if windows else "each", column=column, split=split, absolute=absolute, seed=seed,
+        norm_probes=norm_probes, batch_size=batch_size,
+    )  # fmt: skip
+    if Processes.from_environment().is_first:
+        typer.echo(json_module.dumps(result.summary) if json else _table(result))
+
+
+def _table(result: PerturbationResult) -> str:
+    """The areas of the first condition, best first, and where the rest is."""
+    condition, found = next(iter(result.summary["conditions"].items()), ("", {}))
+    lines = [f"{result.summary['n_measured']} samples measured, {result.summary['n_skipped']} skipped; {condition}"]
+    methods = found.get("most", {}).get("hs_mse", {}).get("methods", {})
+    for name in result.areas(condition) if methods else ():
+        low, high = methods[name]["interval"]
+        lines.append(f"{name:28} {methods[name]['auc']:.5g}  [{low:.5g}, {high:.5g}]")
+    lines += [f"{name:28} missing: {gap['reason']}" for name, gap in found.get("missing", {}).items()]
+    return "\n".join([*lines, f"Report: {result.report}"])

@@ -1,0 +1,338 @@
+"""The perturbation study: what it replaces, what it measures, what it survives."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_study import METHODS, TEXTS, lens_on, study
+from zoo import build
+
+import tensorlens as tl
+from tensorlens.errors import InputError, MethodError
+from tensorlens.maps.methods import Method
+from tensorlens.studies import perturbation_measures as measures
+from tensorlens.studies.datasets import read_dataset
+from tensorlens.studies.perturbation import perturbation
+from tensorlens.studies.perturbation_subjects import Images, Texts, maskable
+from tensorlens.studies.perturbation_summary import summarise
+
+TINY = str(Path(__file__).with_name("tiny_study.py"))
+
+
+# What is measured ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 20, 126])
+def test_the_number_replaced_is_the_fraction_rounded_up(n):
+    masks = measures.masks_along(list(range(n)), n + 2, measures.GRID)
+    assert masks.sum(1).tolist() == [math.ceil(n * percent / 100) for percent in (5, 10, 15, 20, 25, 30)]
+    assert not masks[:, n:].any()
+    assert bool((masks[1:] >= masks[:-1]).all())
+
+
+def test_ties_go_by_position_and_signs_count_unless_told():
+    scores = torch.tensor([0.0, 2.0, -3.0, 2.0])
+    assert measures.ranking(scores, [0, 1, 2, 3], "most", absolute=False) == [1, 3, 0, 2]
+    assert measures.ranking(scores, [0, 1, 2, 3], "most", absolute=True) == [2, 1, 3, 0]
+    assert measures.ranking(scores, [3, 2, 0], "least", absolute=False) == [2, 0, 3]
+    with pytest.raises(InputError, match="cannot be ranked"):
+        measures.ranking(torch.tensor([0.0, math.nan]), [0, 1], "most", absolute=False)
+
+
+def test_measures_by_hand():
+    clean, moved = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 4.0], [1.0, 2.0]])
+    assert measures.hidden_state_mse(clean, moved).tolist() == [2.0, 0.0]
+    logits, others = torch.tensor([0.0, math.log(3)]), torch.tensor([[math.log(3), 0.0], [0.0, math.log(3)]])
+    assert measures.absolute_aopc(logits, others).tolist() == pytest.approx([0.5, 0.0])
+    assert measures.auc([0.0, 1.0, 2.0], [0.0, 0.1, 0.3]) == pytest.approx((0.05 + 0.3) / 0.3)
+    for grid in ([0.1, 0.2], [0.0], [0.0, 0.2, 0.2], [0.0, 1.5]):
+        with pytest.raises(InputError, match="rising fractions"):
+            measures.check_grid(grid)
+
+
+def test_the_true_order_beats_random_on_a_linear_model():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(20, 1, generator=generator).double() * torch.tensor([[1.0, -2.0, 0.5]]).double()
+
+    def area(scores):
+        masks = measures.masks_along(measures.ranking(scores, range(20), "most", absolute=False), 20, measures.GRID)
+        outputs = (~masks).double() @ weights
+        return measures.auc([0.0, *measures.hidden_state_mse(weights.sum(0), outputs).tolist()], measures.GRID)
+
+    oracle = area(weights.norm(dim=1))
+    assert all(oracle > area(torch.rand(20, generator=generator)) for _ in range(20))
+
+
+# What is replaced ----------------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_and_the_last_of_a_decoder_are_protected():
+    encoder = Texts(lens_on("bert"), read_dataset(TEXTS), n_tokens=16)
+    sample = encoder.load(1)
+    assert not encoder.is_causal
+    assert maskable(sample, False, "strict") == [1, 2, 3, 4] == maskable(sample, False, "paper-like")
+    decoder = Texts(lens_on("gpt2"), read_dataset(TEXTS), n_tokens=16)
+    sample = decoder.load(1)
+    assert decoder.is_causal
+    assert maskable(sample, True, "strict") == [0, 1, 2]
+    assert maskable(sample, True, "paper-like") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("replacement", ["token", "zero", "mean", "attention", "delete"])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_copies_change_the_chosen_tokens_only(name, replacement):
+    texts = Texts(lens_on(name), read_dataset(TEXTS), n_tokens=16)
+    sample = texts.load(0)
+    ids = sample.inputs["input_ids"][0]
+    masks = torch.zeros(2, sample.n_tokens, dtype=torch.bool)
+    masks[0, 2] = masks[1, 2] = masks[1, 4] = True
+    groups = texts.copies(sample, masks, replacement)
+    assert sorted(torch.cat([places for places, _ in groups]).tolist()) == [0, 1]
+    if replacement == "delete":
+        assert [inputs["input_ids"].shape for _, inputs in groups] == [(1, len(ids) - 1), (1, len(ids) - 2)]
+        assert groups[0][1]["input_ids"][0].tolist() == [i for p, i in enumerate(ids.tolist()) if p != 2]
+        return
+    (_, inputs), *_ = groups
+    if replacement == "token":
+        assert inputs["input_ids"][0, 2] == 3
+        assert torch.equal(inputs["input_ids"][~masks], ids.repeat(2)[~masks.flatten()])
+    elif replacement == "attention":
+        assert torch.equal(inputs["attention_mask"] == 0, masks)
+    else:
+        words = texts.lens.model.get_input_embeddings()(ids)
+        expected = 0 * words[0] if replacement == "zero" else texts.lens.model.get_input_embeddings().weight.mean(0)
+        torch.testing.assert_close(inputs["inputs_embeds"][masks], expected.expand(3, -1))
+        torch.testing.assert_close(inputs["inputs_embeds"][0][~masks[0]], words[~masks[0]])
+
+
+def test_windows_join_texts_and_leave_headings_out():
+    texts = Texts(lens_on("gpt2"), read_dataset([*TEXTS, "= the heading ="]), n_tokens=8, cut="windows")
+    assert {len(ids) for ids in texts.ids} == {8}
+    joined = [i for ids in texts.ids for i in ids]
+    assert joined == [i for text in TEXTS for i in texts.tokenizer(text)["input_ids"]][: len(joined)]
+
+
+@pytest.fixture
+def picture_folder(tmp_path):
+    from PIL import Image
+
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 255, (12, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    (folder / "broken.png").write_bytes(b"no picture")
+    return folder
+
+
+def vision_lens(name="dinov2"):
+    from transformers import ViTImageProcessor
+
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.5, 0.4, 0.3], image_std=[0.2, 0.3, 0.4])
+    return tl.Lens(build(name, dtype=torch.float32), processor, name=name)
+
+
+def test_patches_become_black_before_normalisation(picture_folder):
+    images = Images(vision_lens(), read_dataset(picture_folder))
+    sample = images.load(0)
+    assert (sample.n_tokens, sample.fixed) == (5, frozenset({0}))
+    masks = torch.zeros(1, 5, dtype=torch.bool)
+    masks[0, 2] = True  # the patch in the first row, second column
+    ((_, inputs),) = images.copies(sample, masks, "black")
+    before, after = sample.inputs["pixel_values"][0], inputs["pixel_values"][0]
+    assert torch.allclose(after[:, :4, 4:], torch.tensor([-0.5 / 0.2, -0.4 / 0.3, -0.3 / 0.4])[:, None, None])
+    assert torch.equal(after[:, :, :4], before[:, :, :4]) and torch.equal(after[:, 4:], before[:, 4:])
+
+
+# The whole path ------------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_with_texts_of_every_length(tmp_path):
+    result = study(tmp_path, min_tokens=1)
+    summary = result.summary
+    assert (summary["n_samples"], summary["n_measured"], summary["n_skipped"]) == (6, 6, 0)
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    cell, copy = (records[i]["conditions"]["token"]["tensor.norm"] for i in (0, 4))
+    assert cell == copy
+    assert all(c[order]["hs_mse"][0] == 0 for c in (cell, copy) for order in ("most", "least"))
+    assert set(result.areas()) == set(METHODS) - {"tensor.in_class"}
+    gap = summary["conditions"]["token"]["missing"]["tensor.in_class"]
+    assert gap["n"] == 6 and "no head" in gap["reason"]
+    assert "abs_aopc" not in summary["conditions"]["token"]["most"]
+    against = summary["conditions"]["token"]["most"]["hs_mse"]["tensor_against_baseline"]
+    assert against["n"] == 6 and 0 <= against["probability"] <= 1
+    page = result.report.read_text()
+    assert "<svg" in page and "tensor.norm" in page and "no head" in page and "Run it again" in page
+    assert "src=" not in page.replace('src="data:', "") and len(list((tmp_path / "figures").iterdir())) == 2
+
+
+def test_a_decoder_under_both_presets_and_two_replacements(tmp_path):
+    result = study(tmp_path, "gpt2", presets=("strict", "paper-like"), replacements=("token", "attention"))
+    assert set(result.summary["conditions"]) == {
+        "strict, token", "strict, attention", "paper-like, token", "paper-like, attention",
+    }  # fmt: skip
+    assert result.summary["n_skipped"] == 1  # one token, which is the last
+    found = result.summary["conditions"]["paper-like, token"]["most"]
+    assert set(found) == {"hs_mse", "abs_aopc"} and "tensor.in_class" in found["abs_aopc"]["methods"]
+
+
+def test_a_classifier_has_probabilities(tmp_path):
+    result = study(tmp_path, "bert-classifier", limit=2)
+    assert result.areas(metric="abs_aopc").keys() == set(METHODS)
+
+
+def test_pictures_one_of_them_broken(tmp_path, picture_folder):
+    result = perturbation(
+        vision_lens(),
+        picture_folder,
+        tmp_path / "run",
+        methods=METHODS,
+        replacements=("black", "mean", "blur"),
+        progress=False,
+    )
+    summary = result.summary
+    assert (summary["n_measured"], summary["n_skipped"]) == (3, 1)
+    assert summary["skipped"][0]["name"] == "broken.png" and "cannot be read" in summary["skipped"][0]["reason"]
+    assert set(summary["conditions"]) == {"black", "mean", "blur"}
+    assert "broken.png" in result.report.read_text()
+
+
+def test_a_method_that_fails_on_one_sample_loses_that_cell_only(tmp_path, monkeypatch):
+    plain = tl.METHODS["rollout.attn"]
+
+    def fails_on_short(question):
+        if len(question.operator.input) == 6:
+            raise MethodError("not this one")
+        return plain.compute(question)
+
+    monkeypatch.setitem(tl.METHODS, "rollout.attn", Method(name="rollout.attn", summary="", compute=fails_on_short))
+    broken, whole = study(tmp_path / "broken").summary, None
+    monkeypatch.undo()
+    whole = study(tmp_path / "whole").summary
+    found, expected = (summary["conditions"]["token"]["most"]["hs_mse"]["methods"] for summary in (broken, whole))
+    assert found["rollout.attn"]["n"] == 5 and expected["rollout.attn"]["n"] == 6
+    assert broken["conditions"]["token"]["missing"]["rollout.attn"]["reason"].endswith("not this one")
+    assert {name: cell for name, cell in found.items() if name != "rollout.attn"} == {
+        name: cell for name, cell in expected.items() if name != "rollout.attn"
+    }
+
+
+def test_wrong_choices_are_named(tmp_path):
+    for options, message in (
+        ({"methods": ["tensor.nrom"]}, "methods"), ({"replacements": ["black"]}, "replacements"),
+        ({"presets": ["lax"], "name": "gpt2"}, "presets"), ({"min_tokens": 99}, "min_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            study(tmp_path / "x", **options)
+    study(tmp_path / "run", limit=2)
+    with pytest.raises(InputError, match="limit is 2 there and 3 here"):
+        study(tmp_path / "run", limit=3)
+    with pytest.raises(InputError, match="fingerprint"):
+        study(tmp_path / "run", limit=2, data=[*TEXTS, "another"])
+
+
+def test_the_model_is_left_in_its_mode(tmp_path):
+    lens = lens_on()
+    lens.model.train()
+    perturbation(lens, TEXTS[:2], tmp_path, methods=["tensor.in_out"], progress=False)
+    assert all(module.training for module in lens.model.modules())
+    assert not any(module._forward_hooks for module in lens.model.modules())
+
+
+# The summary ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_is_better_on_every_sample_is_better_for_sure():
+    noise = np.random.default_rng(0).random(40)
+    records = [
+        {"index": i, "n_tokens": 9, "conditions": {"token": {
+            "tensor.norm": {"most": {"hs_mse": [0.0, value + 0.1]}},
+            "rollout.attn": {"most": {"hs_mse": [0.0, value]}},
+        }}}
+        for i, value in enumerate(noise)
+    ]  # fmt: skip
+    summary = summarise(records, {"methods": ["tensor.norm", "rollout.attn"], "grid": [0.0, 0.3], "seed": 0})
+    found = summary["conditions"]["token"]["most"]["hs_mse"]
+    assert found["tensor_against_baseline"]["probability"] == 1.0
+    assert found["tensor_against_baseline"]["advantage"] == pytest.approx(0.05)
+    assert found["tensor_against_baseline"]["interval"] == pytest.approx([0.05, 0.05])  # paired: the noise cancels
+    low, high = found["methods"]["tensor.norm"]["interval"]
+    assert low < found["methods"]["tensor.norm"]["auc"] < high
+
+
+# Interruptions and processes -----------------------------------------------------------------------------------------
+
+
+def environment(**more: str) -> dict[str, str]:
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(tl.__file__).parents[1])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | more
+
+
+def test_killed_at_a_random_moment_it_ends_with_the_same_summary(tmp_path):
+    study(tmp_path / "whole")
+    process = subprocess.Popen([sys.executable, TINY, str(tmp_path / "killed")], env=environment())
+    samples = tmp_path / "killed" / "samples.jsonl"
+    while process.poll() is None and not (samples.exists() and samples.stat().st_size):
+        time.sleep(0.01)
+    time.sleep(random.random() / 4)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    study(tmp_path / "killed")
+    for name in ("summary.json", "samples.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.large
+def test_two_processes_give_the_summary_of_one(tmp_path):
+    study(tmp_path / "one")
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        "2",
+        "--cpu",
+        TINY,
+        str(tmp_path / "two"),
+    ]
+    subprocess.run(command, check=True, env=environment(OMP_NUM_THREADS="1"), timeout=300)
+    assert (tmp_path / "two" / "summary.json").read_bytes() == (tmp_path / "one" / "summary.json").read_bytes()
+    assert len((tmp_path / "two" / "sessions.jsonl").read_text().splitlines()) == 2
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text('id,sentiment,review\n1,0,"one, two"\n2,1,three\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "one, two", "label": 0}\n{"text": "three", "label": 1}\n')
+    (tmp_path / "a.txt").write_text("one, two\n\nthree\n")
+    found = [read_dataset(tmp_path / name) for name in ("a.csv", "a.jsonl", "a.txt")]
+    assert [data.items for data in found] == [("one, two", "three")] * 3
+    assert len({data.fingerprint for data in found}) == 1
+    assert found[0].labels == ("0", "1") == found[1].labels
+    with pytest.raises(InputError, match="Name the column"):
+        read_dataset(tmp_path / "a.csv", column="body")
+    with pytest.raises(InputError, match="does not exist"):
+        read_dataset(tmp_path / "absent.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="found none"):
+        read_dataset(tmp_path / "empty")
+    library = type(sys)("datasets")
+    library.load_dataset = lambda name, configuration, split: [{"text": f"{name} {configuration} {split}"}]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert read_dataset("owner/data:part", split="train").items == ("owner/data part train",)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(tl.MissingExtraError, match="studies"):
+        read_dataset("owner/data")
