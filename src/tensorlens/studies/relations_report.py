@@ -83,6 +83,11 @@ def relation_table(summary: dict[str, Any], metric: str = "agreement") -> str:
     return _markdown(["relation", "aligned", "tested", *map(_name, shown), "majority", "chance"], rows)
 
 
+def left_out_table(summary: dict[str, Any]) -> str:
+    """A Markdown table of the relations that do not survive, and why."""
+    return _markdown(["relation", "why"], [[key, reason] for key, reason in summary["left_out"].items()])
+
+
 def survival(summary: dict[str, Any]) -> str:
     """One sentence: how many relations survive, and of which category."""
     parts = ", ".join(f"{len(keys)} {category}" for category, keys in summary["survived"].items())

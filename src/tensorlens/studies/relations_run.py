@@ -7,7 +7,7 @@ the mean operator of the whole model, ``lre.fixed@embedding`` is LRE on the toke
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,13 @@ def relations(
     found, problems = load_relations(data, categories)
     found = _limited(found, limit)
     decoder = _Decoder(lens, options)
-    settings = {"model": lens.name, "relations": [r.key for r in found], "rules": lens.rules.as_dict()}
+    settings = {"model": lens.name, "relations": [r.key for r in found], "rules": decoder.lens.rules.as_dict()}
     run = Run(out, "relations", settings | {"dtype": str(decoder.dtype), "options": asdict(options)})
     plan = [(relation, split) for relation in found for split in range(options.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
-    for relation in found:
-        problems += long_objects(relation, decoder.tokens)
-    summary = run.complete(len(plan), lambda records: summarise(records, _plain(problems), options.min_test))
+    summary = run.complete(
+        len(plan), lambda records: summarise(records, decoder.described(problems, found), options.min_test)
+    )
     if run.processes.is_first:
         write_report(run, summary)
     return summary
@@ -129,11 +129,6 @@ def _limited(relations: list[Relation], limit: int | None) -> list[Relation]:
     for relation in relations:
         kept.setdefault(relation.category, []).append(relation)
     return [relation for group in kept.values() for relation in group[:limit]]
-
-
-def _plain(problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    """Problems without the folder of the data, which differs from machine to machine."""
-    return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in problems]
 
 
 class _Decoder:
@@ -152,6 +147,11 @@ class _Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.lens.model.parameters()).dtype
+
+    def described(self, problems: list[Problem], relations: list[Relation]) -> list[dict[str, Any]]:
+        """What is wrong with the files, without the folder of the data, which differs from machine to machine."""
+        every = [*problems, *(note for relation in relations for note in long_objects(relation, self.tokens))]
+        return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in every]
 
     def measure(self, relation: Relation, split: int) -> dict[str, Any]:
         """The record of one split; what cannot be measured is said, and the run goes on."""
