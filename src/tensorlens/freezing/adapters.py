@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing import gains
+from tensorlens.freezing.functions import held
 from tensorlens.freezing.nonlinear import activate
 from tensorlens.freezing.traced import Interpreter, constant, is_live, mark, plain
 
@@ -28,7 +29,11 @@ ADAPTERS: dict[str, Adapter] = {}
 
 
 def adapter(*class_names: str) -> Callable[[Adapter], Adapter]:
-    """Register an adapter for module classes, named as ``package.module.Class``."""
+    """Register an adapter for module classes, named as ``package.module.Class``.
+
+    A name with one part more, ``package.module.Class.attribute``, means the module that such a module has under that
+    name, whatever its class.
+    """
 
     def register(function: Adapter) -> Adapter:
         ADAPTERS.update(dict.fromkeys(class_names, function))
@@ -37,8 +42,15 @@ def adapter(*class_names: str) -> Callable[[Adapter], Adapter]:
     return register
 
 
-def find_adapter(module: nn.Module) -> Adapter | None:
-    """The adapter for a module's class or its nearest ancestor that has one."""
+def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
+    """The adapter for a module's place in its parent, or for its class or nearest ancestor that has one.
+
+    Args:
+        module: What is about to run.
+        place: Class of its parent and the name it has there, ``package.module.Class.attribute``.
+    """
+    if place in ADAPTERS:
+        return ADAPTERS[place]
     for cls in type(module).__mro__:
         found = ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
@@ -73,6 +85,28 @@ for _name, _gain in {
     "MishActivation": gains.mish,
 }.items():
     adapter(f"transformers.activations.{_name}")(_activation(_gain))
+
+
+@adapter("transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextAltUp.modality_router")
+def gate_layer(run: Interpreter, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
+    """A layer whose output only says how much of each stream to take: held."""
+    run.fire("gate: layer held")
+    return held(run, "gate layer", lambda: forward(constant(x)))
+
+
+@adapter(
+    "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv",
+    "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
+)
+def gated_convolution(
+    run: Interpreter, module: Any, forward: Callable[..., Any], hidden_states: Tensor, **_: Any
+) -> Any:
+    """C ⊙ conv(B ⊙ x): both gates are held, the convolution stays linear."""
+    run.fire("gate: convolution, B and C held")
+    before, after, x = module.in_proj(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
+    before, after = (held(run, name, partial(constant, gate)) for name, gate in (("B", before), ("C", after)))
+    mixed = module.conv(before * x)[..., : x.shape[-1]]
+    return module.out_proj((after * mixed).transpose(-1, -2).contiguous())
 
 
 @adapter("torch.nn.modules.activation.MultiheadAttention")

@@ -82,7 +82,8 @@ def frozen(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
     """The result is a number the pass arrived at: a statistic, a gate with φ(0) ≠ 0, a decision. It is held."""
     name = name_of(function)
     run.fire(f"held: {name}")
-    return held(run, name, lambda: _constants(raw(function, *args, **kwargs)))
+    role = "gate" if name in ("sigmoid", "hardsigmoid") else None
+    return held(run, name, lambda: _constants(raw(function, *args, **kwargs)), role=role)
 
 
 def _constants(value: Any) -> Any:
@@ -183,7 +184,10 @@ def multiply(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     """Linear with one live factor; with two, the gate rule or a convention decides what is held."""
     first, second = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if not (is_live(first) and is_live(second)):
-        return linear(run, function, args, kwargs)
+        result = linear(run, function, args, kwargs)
+        if is_live(result) and "gate" in (getattr(first, "role", None), getattr(second, "role", None)):
+            result.role = "activated"  # z ⊙ σ(z): a swish, spelled out
+        return result
     if first is second:
         return power(run, torch.square, (first,), {})
     if "activated" in (first.role, second.role) and first.role != second.role:

@@ -53,6 +53,8 @@ class Pass:
         self.generation: float = 0
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: list[Tensor] = []
+        self._places: dict[int, str] = {}
+        self.modules: list[nn.Module] = []
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     @property
@@ -134,6 +136,14 @@ class Pass:
             "with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
         )
 
+    def _place_of(self, module: nn.Module) -> str | None:
+        """Class of the module's parent and the name it has there."""
+        if not self._places:
+            for parent in self.modules:
+                of_parent = f"{type(parent).__module__}.{type(parent).__qualname__}"
+                self._places |= {id(child): f"{of_parent}.{name}" for name, child in parent.named_children()}
+        return self._places.get(id(module))
+
     def note_ages(self, generations: Iterator[float]) -> None:
         """Told the generations of the live tensors that a function takes; subclasses look for those past a block."""
 
@@ -144,7 +154,7 @@ class Pass:
         self.path.append(self.names[id(module)])
         try:
             live = any(source.live for source in traced_in((args, kwargs)))
-            adapter = find_adapter(module) if live else None
+            adapter = find_adapter(module, self._place_of(module)) if live else None
             forward = with_kernels(self, forward)
             result = self.run_module(
                 module, functools.partial(self._adapt, adapter, module, forward) if adapter else forward, args, kwargs
@@ -203,7 +213,7 @@ _wrapped: dict[int, int] = {}
 @contextmanager
 def running(run: Pass, model: nn.Module) -> Iterator[None]:
     """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
-    modules = list(model.modules())
+    modules = run.modules = list(model.modules())
     before = active()
     _wrap(modules)
     set_active(run)

@@ -54,9 +54,8 @@ class Traced(Tensor):
 
     `live`: it depends on the input, linearly. Otherwise it was computed from the input and then held fixed.
     `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation),
-    ``"attention"`` (out of a softmax), ``"entry"`` (stands for the operator's input wherever the model's code still
-    has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
-
+    ``"attention"`` (out of a softmax), ``"gate"`` (out of a sigmoid), ``"entry"`` (stands for the operator's input
+    wherever the model's code still has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
     `generation`: how many blocks had been left when it was made; an older one that is read later went past a block.
 
     Being a subclass, it takes its rules along wherever the model's code carries it: no mode and no flag on

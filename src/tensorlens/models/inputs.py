@@ -247,6 +247,12 @@ def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
+    for name in ("past_key_values", "encoder_outputs"):
+        if processed.get(name) is not None:
+            raise InputError(
+                f"`{name}` holds what earlier tokens left behind, whose influence would be lost. "
+                "Pass the whole input instead."
+            )
     device = _device(model)
     arguments: dict[str, Any] = {
         name: torch.as_tensor(value).to(device) if isinstance(value, (Tensor, np.ndarray, list)) else value

@@ -39,7 +39,7 @@ class FamilyRecord:
     """One line of the compatibility table.
 
     Attributes:
-        task: ``causal``, ``masked``, ``seq2seq``, ``vision``, ``audio`` or ``vision-language``.
+        task: ``causal``, ``masked``, ``seq2seq``, ``vision`` or ``audio``.
         model_type: As in transformers.
         attention: ``eager`` or ``sdpa``.
         status: ``certified``, ``refused`` or ``not_built``.
@@ -190,8 +190,10 @@ def unexplained_bias(tensor: AttentionTensor) -> float:
 
 
 def _is_additive(name: str) -> bool:
-    last = ".".join(name.split(".")[-2:])
-    return "bias" in last or "embed" in last or "token" in last or "position" in last
+    owner, last = (["", *name.split(".")])[-2:]
+    return (
+        "bias" in last or "norm" not in owner and any(word in f"{owner}.{last}" for word in ("embed", "token", "pos"))
+    )
 
 
 def _contributions(frozen: FrozenModel, additive: list[nn.Parameter], u: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ TASKS = {
         "MODEL_FOR_IMAGE_MAPPING_NAMES",
     ),
     "audio": ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_CTC_MAPPING_NAMES"),
-    "vision-language": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
 }
 """By task: the mappings of transformers that list its model types, the first that has a type deciding on the class."""
 
@@ -151,11 +150,13 @@ def _fit_lists(default: Any, chosen: dict[str, Any], overrides: dict[str, Any]) 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Draw every parameter: matrices to keep the scale, gains around one, biases around zero."""
     generator = torch.Generator().manual_seed(seed)
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
-                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+                fan_in = parameter[0].numel() if id(parameter) in convolutions else parameter.shape[-1]
+                parameter.copy_(noise * 1.5 / fan_in**0.5)
             else:
                 parameter.copy_(float(name.endswith("weight")) + 0.3 * noise)
         for name, buffer in model.named_buffers():

@@ -76,6 +76,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": dict(head_dim=8),
     "deepseek_v2": _LATENT | dict(num_experts_per_tok=2),
     "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], full_attn_idxs=[1]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),
     "gemma3n_text": dict(num_hidden_layers=6, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
                          layer_types=["sliding_attention", "full_attention"] * 3,
@@ -100,9 +101,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "neomme": dict(head_dim=16, num_attention_heads=2),
     "musicgen": dict(decoder=dict(num_codebooks=1)),
     "musicgen_melody": dict(decoder=dict(num_codebooks=1)),
-    "hrm_text": dict(H_cycles=2, L_cycles=2, L_bp_cycles=[1], num_layers_per_stack=1),
+    "hrm_text": dict(num_layers_per_stack=1),
+    **dict.fromkeys(
+        ["qwen4_exp", "qwen4_exp_text"],
+        dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
+             ngram_vocab_size_base=50, hc_lowrank=8),
+    ),
     "blt": dict(encoder_hash_byte_group_vocab=20),
     # Vision
+    "audio-spectrogram-transformer": dict(max_length=64, num_mel_bins=16, patch_size=8),
     "swin": _SWIN,
     "swinv2": _SWIN,
     "donut-swin": _SWIN,
@@ -131,7 +138,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "levit": dict(image_size=64, hidden_sizes=[8, 16, 16], num_attention_heads=[1, 2, 2], depths=[1, 1, 1],
                   key_dim=[4, 4, 4], attention_ratio=[2, 2, 2], mlp_ratio=[2, 2, 2],
                   down_ops=[["Subsample", 4, 2, 4, 2, 2], ["Subsample", 4, 4, 4, 2, 2]]),
-    "efficientnet": dict(image_size=32, hidden_dim=128, in_channels=[32, 16], out_channels=[16, 24],
+    "efficientnet": dict(image_size=32, hidden_dim=1280, in_channels=[32, 16], out_channels=[16, 24],
                          kernel_sizes=[3, 3],
                          strides=[1, 2], num_block_repeats=[1, 1], expand_ratios=[1, 2], depthwise_padding=[],
                          width_coefficient=1.0, depth_coefficient=1.0),
@@ -159,6 +166,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "vision/imagegpt": {
         "pixel_values": None,
         "input_ids": lambda generator, dtype: torch.randint(0, 50, (1, 9), generator=generator),
+    },
+    "audio-spectrogram-transformer": {
+        "input_values": lambda generator, dtype: torch.randn(1, 64, 16, generator=generator, dtype=dtype)
     },
     "vjepa2": {
         "pixel_values": None,

@@ -1,0 +1,121 @@
+"""The compatibility table as a page and as JSON."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tensorlens.freezing.adapters import ADAPTERS
+from tensorlens.freezing.kernels import KERNELS
+from tensorlens.studies.families import FamilyRecord
+
+_NOTES = """
+Each line is a tiny model of that type with every parameter drawn at random, biases and gains too, frozen at one input
+and certified: value, linearity away from the input, adjoint identity, completeness with a bias found by replay at zero,
+and composition of blocks; the model was bit for bit the same afterwards. *Error* is the largest of these errors;
+models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *B unexplained* is what is left of
+the bias after the contributions of all additive parameters (joint homogeneity): a part of the input wrongly held would
+show here.
+
+A blank under *conventions* means that no product of two live tensors carries gradient, so that the rules alone say what
+T is. Gated feed-forwards follow `Rules(gate=...)`. In recurrences what gates is held and what is carried stays linear:
+{roles}
+Gates with φ(0) ≠ 0 (sigmoid, softplus, exp), routers and top-k choices are held; expert outputs stay linear.
+"""
+
+
+def write_table(records: Iterable[FamilyRecord], path: Path) -> None:
+    """Write the records as JSON to `path` and as a page beside it, with the suffix ``.md``."""
+    ordered = sorted(records, key=lambda record: (record.task, record.model_type, record.attention))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"versions": versions(), "records": [record.as_dict() for record in ordered]}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(ordered))
+
+
+def read_table(path: Path) -> list[FamilyRecord]:
+    """The records of a table written before; none if there is no file."""
+    if not path.exists():
+        return []
+    return [FamilyRecord(**record) for record in json.loads(path.read_text())["records"]]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that the table is about."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
+
+
+def page(records: list[FamilyRecord]) -> str:
+    """The table as Markdown."""
+    by_task: dict[str, list[FamilyRecord]] = defaultdict(list)
+    for record in records:
+        by_task[record.task].append(record)
+    named = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines = ["# Compatibility", "", f"Made by `tensorlens families` with {named}.", "", *_summary(by_task)]
+    lines += [_NOTES.format(roles=_roles()), "## Adapters", "", *_adapters()]
+    for task, of_task in by_task.items():
+        lines += ["", f"## {task}", "", *_certified(of_task), "", *_others(of_task)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(by_task: dict[str, list[FamilyRecord]]) -> Iterator[str]:
+    yield "| task | attention | certified | refused | not built |"
+    yield "|---|---|---|---|---|"
+    for task, records in by_task.items():
+        for attention in sorted({record.attention for record in records}):
+            counts = Counter(record.status for record in records if record.attention == attention)
+            numbers = " | ".join(str(counts[status]) for status in ("certified", "refused", "not_built"))
+            yield f"| {task} | {attention} | {numbers} |"
+
+
+def _roles() -> str:
+    held: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, arguments in KERNELS.items():
+        held[arguments].append(name)
+    return "\n".join(f"- `{'`, `'.join(names)}`: held are {', '.join(arguments)}." for arguments, names in held.items())
+
+
+def _adapters() -> Iterator[str]:
+    """How many lines each adapter has: adding a family needs nothing else."""
+    names: dict[Callable[..., Any], list[str]] = defaultdict(list)
+    for class_name, function in ADAPTERS.items():
+        names[function].append(class_name.rsplit(".", 1)[-1])
+    yield "| adapter for | lines |"
+    yield "|---|---|"
+    for function, classes in names.items():
+        yield f"| {', '.join(classes)} | {len(inspect.getsourcelines(function)[0])} |"
+    yield f"| {', '.join(KERNELS)} | 1 each |"
+
+
+def _certified(records: list[FamilyRecord]) -> Iterator[str]:
+    lines: dict[str, dict[str, FamilyRecord]] = defaultdict(dict)
+    for record in records:
+        if record.status == "certified":
+            lines[record.model_type][record.attention] = record
+    if not lines:
+        return
+    yield "| model type | attention | error | B unexplained | shape of T | conventions |"
+    yield "|---|---|---|---|---|---|"
+    for model_type, found in lines.items():
+        first = next(iter(found.values()))
+        error = max(max(record.errors.values()) for record in found.values())
+        conventions = "; ".join(f"{name}: {len(modules)} modules" for name, modules in first.conventions.items())
+        shape = "×".join(map(str, first.shape))
+        unexplained = f"{first.unexplained:.0e}" if first.unexplained is not None else ""
+        yield f"| {model_type} | {', '.join(found)} | {error:.0e} | {unexplained} | {shape} | {conventions} |"
+
+
+def _others(records: list[FamilyRecord]) -> Iterator[str]:
+    others = [record for record in records if record.status != "certified"]
+    if not others:
+        return
+    yield "| model type | attention | status | reason |"
+    yield "|---|---|---|---|"
+    for record in others:
+        reason = " ".join(record.reason.split()).replace("|", "\\|")[:220]
+        yield f"| {record.model_type} | {record.attention} | {record.status.replace('_', ' ')} | {reason} |"

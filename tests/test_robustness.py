@@ -1,0 +1,174 @@
+"""Models in states that users have them in: handled, and the same T as ever; the model as it was found."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorlens as tl
+from tensorlens.studies.families import fingerprint
+from tensorlens.studies.tiny_models import TinyModel, build
+
+IDS = [5, 9, 33, 12, 7]
+
+
+@pytest.fixture
+def tiny() -> TinyModel:
+    return build("causal", "llama", "sdpa", torch.float32)
+
+
+def pulled(model: Any, value: Any = IDS) -> Tensor:
+    tensor = tl.Lens(model)(value)
+    assert tensor.certificate().passed
+    return tensor.adjoint(tensor.output)
+
+
+def agree(first: Tensor, second: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((first - second).norm() <= tolerance * second.norm())
+
+
+def test_compiled_models_are_read_below_the_compiler(tiny: TinyModel):
+    expected = pulled(tiny.model)
+    compiled = torch.compile(tiny.model, backend="eager")
+    assert agree(pulled(compiled), expected)
+    tiny.model.compile(backend="eager")
+    impl = tiny.model._compiled_call_impl
+    assert agree(pulled(tiny.model), expected)
+    assert tiny.model._compiled_call_impl is impl
+
+
+def test_train_mode(tiny: TinyModel):
+    expected = pulled(tiny.model)
+    tiny.model.config.attention_dropout = 0.5
+    tiny.model.train()
+    assert agree(pulled(tiny.model), expected)
+    assert all(module.training for module in tiny.model.modules())
+
+
+def test_gradient_checkpointing(tiny: TinyModel):
+    expected = pulled(tiny.model)
+    tiny.model.gradient_checkpointing_enable()
+    tiny.model.train()
+    assert agree(pulled(tiny.model), expected)
+
+
+def test_autocast(tiny: TinyModel):
+    expected = pulled(tiny.model)
+    with torch.autocast("cpu", torch.bfloat16):
+        tensor = tl.Lens(tiny.model)(IDS)
+    assert agree(tensor.adjoint(tensor.output), expected)
+    tensor = tl.Lens(tiny.model)(IDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert agree(tensor.adjoint(tensor.output), expected)
+
+
+def test_cache(tiny: TinyModel):
+    expected = pulled(tiny.model)
+    tiny.model.config.use_cache = True
+    assert agree(pulled(tiny.model, {"input_ids": torch.tensor([IDS]), "use_cache": True}), expected)
+    with pytest.raises(tl.InputError, match="past_key_values"):
+        tl.Lens(tiny.model)({"input_ids": torch.tensor([IDS]), "past_key_values": object()})
+
+
+def test_inference_mode(tiny: TinyModel):
+    expected = pulled(tiny.model)
+    with torch.inference_mode():
+        tensor = tl.Lens(tiny.model)(torch.tensor(IDS))
+        inside = tensor.adjoint(tensor.output)
+    assert agree(inside, expected)
+    assert agree(tensor.adjoint(tensor.output), expected)
+
+
+def test_two_threads(tiny: TinyModel):
+    before, expected = fingerprint(tiny), pulled(tiny.model)
+    found: dict[int, Tensor] = {}
+
+    def look(k: int) -> None:
+        found[k] = pulled(tiny.model)
+
+    threads = [threading.Thread(target=look, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(agree(found[k], expected) for k in range(2))
+    assert fingerprint(tiny) == before
+
+
+@pytest.mark.parametrize("case", [("causal", "llama"), ("seq2seq", "bart"), ("causal", "mamba"), ("vision", "vit")])
+def test_untouched_after_an_exception_in_the_middle(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
+    tiny = build(*case, "eager")
+    before = fingerprint(tiny)
+
+    def explode(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+    from tensorlens.freezing.functions import RULES
+
+    with monkeypatch.context() as patch:
+        for name in ("rsqrt", "layer_norm"):
+            patch.setitem(RULES, name, explode)
+        with pytest.raises(ZeroDivisionError):
+            tl.Lens(tiny.model)(tiny.arguments)
+    assert fingerprint(tiny) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_storage(tiny: TinyModel, dtype: torch.dtype):
+    expected = pulled(tiny.model)
+    tensor = tl.Lens(tiny.model.to(dtype))(IDS)
+    assert tensor.certificate().passed
+    assert agree(tensor.adjoint(tensor.output).float(), expected, 0.1)
+    norms = [factor for site, factor in tensor.operator.frozen.tape.factors.items() if site.operation == "rsqrt"]
+    assert norms and all(factor.dtype is torch.float32 for factor in norms)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_off_load(tiny: TinyModel, where: str, tmp_path: Path):
+    accelerate = pytest.importorskip("accelerate")
+    expected = pulled(tiny.model)
+    if where == "cpu":
+        model = accelerate.cpu_offload(tiny.model, execution_device="cpu")
+    else:
+        model = accelerate.disk_offload(tiny.model, str(tmp_path), execution_device="cpu")
+    assert next(model.model.layers[0].parameters()).device.type == "meta"
+    assert agree(pulled(model), expected)
+    assert next(model.model.layers[0].parameters()).device.type == "meta"
+
+
+def test_device_map_over_places(tiny: TinyModel, tmp_path: Path):
+    accelerate = pytest.importorskip("accelerate")
+    expected = pulled(tiny.model)
+    places: dict[str, Any] = {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(3)}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = accelerate.dispatch_model(
+        tiny.model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
+    )
+    assert agree(pulled(model), expected)
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_its_samples_one_at_a_time(tiny: TinyModel, side: str):
+    lens = tl.Lens(tiny.model)
+    samples = [[5, 9, 33, 12, 7], [8, 21, 40], [6]]
+    width = max(map(len, samples))
+    ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    for row, sample in enumerate(samples):
+        place = slice(width - len(sample), width) if side == "left" else slice(0, len(sample))
+        ids[row, place], mask[row, place] = torch.tensor(sample), 1
+    batch = lens({"input_ids": ids, "attention_mask": mask})
+    lists = lens(samples)
+    for together, listed, sample in zip(batch, lists, samples, strict=True):
+        alone = lens(sample)
+        assert together.n_tokens == len(sample)
+        for other in (together, listed):
+            assert torch.equal(other.adjoint(other.output), alone.adjoint(alone.output))
+            assert torch.equal(other.map().scores, alone.map().scores)
