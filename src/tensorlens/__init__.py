@@ -1,44 +1,62 @@
 """TensorLens: a Transformer, at a given input, as one exact linear operator.
 
 >>> import tensorlens as tl
->>> lens = tl.load("smollm2-135m")                       # doctest: +SKIP
->>> T = lens("The Eiffel Tower is in the city of")       # doctest: +SKIP
->>> T.map("tensor.in_class", out_token=-1).show()        # doctest: +SKIP
+>>> lens = tl.load("minilm")
+>>> T = lens("A cat sat on the mat.")
+>>> bool(((T @ T.input + T.bias - T.output).norm() / T.output.norm()) < 1e-5)
+True
 """
 
+from tensorlens import studies
+from tensorlens.__about__ import __version__
 from tensorlens.errors import (
-    AnatomyError as AnatomyError,
+    AnatomyError,
+    InputError,
+    LoadError,
+    MethodError,
+    MissingExtraError,
+    NotLinearError,
+    SizeError,
+    TensorLensError,
 )
-from tensorlens.errors import (
-    InputError as InputError,
-)
-from tensorlens.errors import (
-    LoadError as LoadError,
-)
-from tensorlens.errors import (
-    MethodError as MethodError,
-)
-from tensorlens.errors import (
-    MissingExtraError as MissingExtraError,
-)
-from tensorlens.errors import (
-    NotLinearError as NotLinearError,
-)
-from tensorlens.errors import (
-    SizeError as SizeError,
-)
-from tensorlens.errors import (
-    TensorLensError as TensorLensError,
-)
-from tensorlens.freezing.adapters import adapter as adapter
-from tensorlens.freezing.functions import rules_for as rules_for
-from tensorlens.freezing.nonlinear import activate as activate
-from tensorlens.freezing.rules import Rules as Rules
-from tensorlens.lens import Lens as Lens
-from tensorlens.lens import load as load
-from tensorlens.maps.methods import METHODS as METHODS
-from tensorlens.maps.token_map import TokenMap as TokenMap
-from tensorlens.operators.certificate import Certificate as Certificate
-from tensorlens.operators.mean import MeanTensor as MeanTensor
-from tensorlens.tensor import AttentionTensor as AttentionTensor
-from tensorlens.tensor import Prediction as Prediction
+from tensorlens.freezing.adapters import adapter
+from tensorlens.freezing.functions import rules_for
+from tensorlens.freezing.nonlinear import activate
+from tensorlens.freezing.rules import Rules
+from tensorlens.lens import Lens, load
+from tensorlens.maps.methods import METHODS
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.operators.certificate import Certificate
+from tensorlens.operators.mean import MeanTensor
+from tensorlens.operators.spectrum import spectrum
+from tensorlens.tensor import AttentionTensor, Prediction
+
+__all__ = [
+    # from a model to its operator
+    "load",
+    "Lens",
+    "Rules",
+    "AttentionTensor",
+    "MeanTensor",
+    # what to ask of it
+    "METHODS",
+    "TokenMap",
+    "Prediction",
+    "Certificate",
+    "spectrum",
+    "studies",
+    # teaching it a module or a torch function of your own
+    "adapter",
+    "activate",
+    "rules_for",
+    # what can go wrong
+    "TensorLensError",
+    "AnatomyError",
+    "InputError",
+    "LoadError",
+    "MethodError",
+    "MissingExtraError",
+    "NotLinearError",
+    "SizeError",
+    "__version__",
+]

@@ -21,7 +21,9 @@ SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 def check(
     model: Model,
-    input: Annotated[str | None, typer.Argument(help="A text or the path of an image; one of ours if not given.", show_default=False)] = None,
+    input: Annotated[
+        str | None, typer.Argument(help="A text or the path of an image; one of ours if not given.", show_default=False)
+    ] = None,
     json: Json = False,
     device: Device = None,
     dtype: Dtype = None,

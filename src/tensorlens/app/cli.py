@@ -7,8 +7,12 @@ import sys
 import typer
 
 from tensorlens.app.check_command import check
+from tensorlens.app.families_command import families
+from tensorlens.app.fidelity_command import fidelity
 from tensorlens.app.map_command import map_
 from tensorlens.app.methods_command import methods
+from tensorlens.app.perturb_command import perturb
+from tensorlens.app.relations_command import relations
 from tensorlens.errors import TensorLensError
 
 app = typer.Typer(
@@ -21,6 +25,10 @@ app = typer.Typer(
 app.command("map")(map_)
 app.command("check")(check)
 app.command("methods")(methods)
+app.command("perturb")(perturb)
+app.command("relations")(relations)
+app.command("fidelity")(fidelity)
+app.command("families")(families)
 
 
 def main() -> None:

@@ -15,17 +15,25 @@ from tensorlens.tensor import AttentionTensor
 
 def map_(
     model: Model,
-    input: Annotated[str, typer.Argument(help="A text, the path of an image, or - for standard input.", show_default=False)],
+    input: Annotated[
+        str, typer.Argument(help="A text, the path of an image, or - for standard input.", show_default=False)
+    ],
     method: Annotated[str, typer.Option(help="A method; `tensorlens methods` lists them.")] = "tensor.in_out",
     target: Annotated[str | None, typer.Option(help="For tensor.in_class: a token, id or class label.")] = None,
     against: Annotated[str | None, typer.Option(help="The other target of a contrast.")] = None,
-    out_token: Annotated[int | None, typer.Option(help="Position of the output to explain; every one if not given.")] = None,
+    out_token: Annotated[
+        int | None, typer.Option(help="Position of the output to explain; every one if not given.")
+    ] = None,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
     heads: Annotated[list[str] | None, typer.Option(help="Keep only these heads: BLOCK:HEAD,HEAD. Repeatable.")] = None,
-    without_heads: Annotated[list[str] | None, typer.Option(help="Leave these heads out: BLOCK:HEAD,HEAD. Repeatable.")] = None,
+    without_heads: Annotated[
+        list[str] | None, typer.Option(help="Leave these heads out: BLOCK:HEAD,HEAD. Repeatable.")
+    ] = None,
     norm: Annotated[str, typer.Option(help="For tensor.norm: frobenius or spectral.")] = "frobenius",
     certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,
-    out: Annotated[Path | None, typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.")
+    ] = None,
     json: Json = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -36,7 +44,7 @@ def map_(
 ) -> None:
     """Which inputs made this output? A map in the terminal, or in a file.
 
-    Example: tensorlens map smollm2-135m "The Eiffel Tower is located in the city of" --method tensor.in_class --out-token -1
+    Example: tensorlens map smollm2-135m "The Eiffel Tower is in the city of" --method tensor.in_class --out-token -1
     """
     lens = options.load_lens(
         model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,

@@ -15,7 +15,9 @@ Model = Annotated[str, typer.Argument(help="Bundled short name, folder, .gguf fi
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 (default), float64, bfloat16, float16 or auto.")]
-AttentionBackend = Annotated[str | None, typer.Option("--attention", help="eager or sdpa; transformers' choice if not given.")]
+AttentionBackend = Annotated[
+    str | None, typer.Option("--attention", help="eager or sdpa; transformers' choice if not given.")
+]
 Gate = Annotated[str, typer.Option(help="Gated feed-forwards: freeze_gate, freeze_up or half.")]
 FinalNorm = Annotated[bool, typer.Option(help="Whether the output is taken after the final norm.")]
 TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with the model.")]
@@ -27,7 +29,9 @@ def load_lens(
 ) -> Lens:  # fmt: skip
     """The lens that the options describe."""
     rules = Rules(gate=gate, include_final_norm=final_norm)  # type: ignore[arg-type]  # checked by Rules itself
-    return load(model, device=device, dtype=dtype, attention=attention, rules=rules, trust_remote_code=trust_remote_code)
+    return load(
+        model, device=device, dtype=dtype, attention=attention, rules=rules, trust_remote_code=trust_remote_code
+    )
 
 
 def read_input(value: str) -> str:
