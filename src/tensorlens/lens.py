@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from tensorlens.errors import InputError
-from tensorlens.freezing.frozen_model import FrozenModel, freeze
+from tensorlens.freezing.frozen_model import FrozenModel
 from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.streaming import hold
 from tensorlens.maps.targets import Classes
 from tensorlens.models.anatomy import find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
@@ -67,7 +68,7 @@ class Lens:
             return [self(one) for one in value]
         prepared = make_input(value, self.model, self.processor)
         arguments = prepared.arguments | _constant_arguments(self.model)
-        frozen = freeze(self.anatomy, arguments, self.rules)
+        frozen = hold(self.anatomy, arguments, self.rules)
         return AttentionTensor(FrozenOperator(frozen), self._context(prepared, frozen))
 
     def _context(self, prepared: ModelInput, frozen: FrozenModel) -> Context:

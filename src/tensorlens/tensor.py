@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing.frozen_model import Span
+from tensorlens.freezing.frozen_model import Heads, Span
 from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.operators.base import TensorOperator, check_token
+from tensorlens.operators.base import Pulled, TensorOperator, check_token
+from tensorlens.operators.budget import Precision
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.matrix_free import FrozenOperator
 
@@ -135,7 +136,7 @@ class AttentionTensor(TensorOperator):
                 f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
             )
         first = self.operator.span.start
-        return self._part(FrozenOperator(self.operator.frozen, Span(first + start, first + stop), self.operator.heads))
+        return self._part(self._operator(Span(first + start, first + stop), self.operator.heads))
 
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
         """Only the named heads' token mixing, in the blocks named; other blocks stay whole.
@@ -157,7 +158,7 @@ class AttentionTensor(TensorOperator):
             index = self.operator.span.start + block
             multiplier = self._head_multiplier(index, list(heads), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
-        return self._part(FrozenOperator(self.operator.frozen, self.operator.span, multipliers))
+        return self._part(self._operator(self.operator.span, multipliers))
 
     def _head_multiplier(self, index: int, heads: list[int], *, keep: bool) -> Tensor:
         n_heads = self.operator.frozen.tape.n_heads.get(index)
@@ -170,6 +171,9 @@ class AttentionTensor(TensorOperator):
         multiplier[heads] = 1.0 if keep else 0.0
         return multiplier
 
+    def _operator(self, span: Span, heads: Heads) -> FrozenOperator:
+        return FrozenOperator(self.operator.frozen, span, heads, precision=self.operator.precision)
+
     def _part(self, operator: FrozenOperator) -> AttentionTensor:
         return AttentionTensor(operator, self.context)
 
@@ -177,7 +181,7 @@ class AttentionTensor(TensorOperator):
 
     def map(
         self, method: str = "tensor.in_out", out_token: int | None = None, target: Target | None = None, *,
-        norm: NormKind = "frobenius",
+        norm: NormKind = "frobenius", probes: int | None = None, seed: int = 0, precision: Precision | None = None,
     ) -> TokenMap:  # fmt: skip
         """A token map: how much each input carries of each output.
 
@@ -188,13 +192,24 @@ class AttentionTensor(TensorOperator):
                 None explains
                 the model's own prediction.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
+            probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
+                None for the exact norm.
+            seed: Of the probes.
+            precision: How many cotangents at once are pulled: ``"float32"``, ``"tf32"`` or ``"bfloat16"``; the
+                model's own type, in float32 or better, if None.
         """
         check_out_token(out_token, self.operator.frozen.pools, method)
         every = range(self.shape[0]) if out_token is None else (check_token(out_token, self.shape[0]),)
         found = answer(
             method,
             Question(
-                operator=self.operator, out_tokens=tuple(every), target=target, classes=self.context.classes, norm=norm
+                operator=self.operator if precision is None else self.with_precision(precision).operator,
+                out_tokens=tuple(every),
+                target=target,
+                classes=self.context.classes,
+                norm=norm,
+                probes=probes,
+                seed=seed,
             ),
         )
         return TokenMap(
@@ -218,6 +233,17 @@ class AttentionTensor(TensorOperator):
             "rules": self.operator.frozen.rules.as_dict(),
             "certificate": verdict,
         }
+
+    def with_precision(self, precision: Precision | None) -> AttentionTensor:
+        """The same operator with its rows, norms and sketches computed in another precision."""
+        operator = self.operator
+        if precision == operator.precision:
+            return self
+        return self._part(FrozenOperator(operator.frozen, operator.span, operator.heads, precision=precision))
+
+    def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
+        """Cotangents that live on one output each, pulled to the input a piece at a time."""
+        return self.operator.pull_outputs(out_tokens, starts)
 
     def certificate(self) -> Certificate:
         """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied."""

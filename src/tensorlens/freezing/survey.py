@@ -73,6 +73,20 @@ def _or_raise(found: Found) -> Any:
 
 
 def _survey(frozen: FrozenModel, n: int) -> BlockParts:
+    name = type(frozen.anatomy.model).__name__
+    instead = "Rows and norms go by backward passes instead; methods that need the weights do not apply."
+    if frozen.n_encoder_blocks or frozen.side_channels or frozen.starts_at_embedding:
+        raise AnatomyError(
+            f"The blocks of `{name}` cannot be taken apart: they take more than one hidden state. {instead}"
+        )
+    try:
+        return _search(frozen, n)
+    except (RuntimeError, ValueError, IndexError) as error:
+        # A state of another shape than (token, channel) fails somewhere in the comparisons.
+        raise AnatomyError(f"Block {n} of `{name}` cannot be taken apart: {error}. {instead}") from None
+
+
+def _search(frozen: FrozenModel, n: int) -> BlockParts:
     watch = Watch(frozen, n)
     with torch.no_grad():
         state = watch.go()

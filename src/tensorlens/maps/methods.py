@@ -18,6 +18,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.maps import collapse
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.norms import sketched_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Question:
         target: What In+Class explains; None for the model's own prediction at each output.
         classes: Names of the classes, or None for a model without a head.
         norm: Which norm `tensor.norm` takes of a block.
+        probes: For `tensor.norm`: how many random probes to sketch it with; None for the exact norm.
+        seed: Of the probes.
     """
 
     operator: FrozenOperator
@@ -37,6 +40,8 @@ class Question:
     target: Target | None = None
     classes: Classes | None = None
     norm: collapse.NormKind = "frobenius"
+    probes: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +107,27 @@ def _share(question: Question) -> Tensor:
 
 @method("tensor.norm", "Norm of each D×D block of T: how strongly an input can move an output")
 def _norm(question: Question) -> Answer:
-    scores = collapse.norm(question.operator, question.out_tokens, question.norm)
-    return Answer(scores=scores, bias_share=_share(question), notes={"norm": question.norm})
+    operator, notes = question.operator, {"norm": question.norm, "probes": question.probes}
+    if question.probes is None:
+        scores = collapse.norm(operator, question.out_tokens, question.norm)
+        return Answer(scores=scores, bias_share=_share(question), notes=notes)
+    if question.norm != "frobenius":
+        raise MethodError("`probes` sketches the Frobenius norm; for the spectral norm leave `probes` out.")
+    sketch = sketched_norms(operator, question.out_tokens, question.probes, question.seed)
+    notes |= {"seed": question.seed, "standard_error": sketch.standard_error.tolist()}
+    return Answer(scores=sketch.norms, bias_share=_share(question), notes=notes)
 
 
 @method("tensor.in_out", "What each input contributes along the output that came out; signed")
 def _in_out(question: Question) -> Answer:
     operator = question.operator
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
-    return Answer(scores=scores, bias_share=_share(question))
+    if not operator.is_streamed:
+        return Answer(scores=scores, bias_share=_share(question))
+    # A replay at zero would cost more than the map: what the inputs do not carry is the bias's.
+    size = torch.linalg.vector_norm(operator.output[list(question.out_tokens)], dim=-1, dtype=torch.float64).square()
+    carried = scores.sum(1, dtype=torch.float64) / size
+    return Answer(scores=scores, bias_share=(1 - carried).to(scores), notes={"bias_share": "by completeness"})
 
 
 @method("tensor.contribution", "Length of what each input contributes to the output")

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, SizeError
+from tensorlens.freezing.memory import free_bytes as free_bytes
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
@@ -55,20 +56,6 @@ def matmul_mode(precision: str | None) -> Iterator[None]:
         yield
     finally:
         settings.allow_tf32 = before
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, what torch holds in reserve included."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        import os
-
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
+from tensorlens.freezing.streaming import StreamedModel
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes
 from tensorlens.operators.folded import FoldedRows
@@ -128,11 +129,18 @@ class FrozenOperator(TensorOperator):
 
     @cached_property
     def folded(self) -> FoldedRows | None:
-        """The folded adjoint, or None where a block cannot be taken apart."""
+        """The folded adjoint, or None where a block cannot be taken apart or there is no tape to take factors from."""
+        if self.is_streamed:
+            return None
         try:
             return FoldedRows(self.frozen, self.span, self.heads, self.precision)
         except AnatomyError:
             return None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the frozen model keeps no tape, because the input is long."""
+        return isinstance(self.frozen, StreamedModel)
 
     @property
     def bytes_per_column(self) -> int:
