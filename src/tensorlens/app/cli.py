@@ -7,6 +7,7 @@ import sys
 import typer
 
 from tensorlens.app.check_command import check
+from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
 from tensorlens.app.map_command import map_
@@ -29,6 +30,7 @@ app.command("perturb")(perturb)
 app.command("relations")(relations)
 app.command("fidelity")(fidelity)
 app.command("families")(families)
+app.command("explore")(explore)
 
 
 def main() -> None:

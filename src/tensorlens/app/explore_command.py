@@ -1,0 +1,109 @@
+"""`tensorlens explore`."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import webbrowser
+from functools import partial
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from tensorlens.app import options
+from tensorlens.app.explorer.library import Library, open_library
+from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, TrustRemoteCode
+from tensorlens.errors import InputError, missing_extra
+
+FIRST_PORT = 8765
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY = ("0.0.0.0", "::")
+
+
+def explore(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL…]",
+            help="Models by name; saved maps (.json, .safetensors) and folders of study reports too.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port; a free one if not given.", min=0, max=65535)] = None,
+    browser: Annotated[bool, typer.Option(help="Open the browser.")] = True,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on. Beyond this machine, a token is needed.")
+    ] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="Token every visitor must show; made up if one is needed.")] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for one question.", min=1)] = Limits.seconds,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.", min=1)] = Limits.tokens,
+    device: Device = None,
+    dtype: Dtype = None,
+    attention: AttentionBackend = None,
+    gate: Gate = "freeze_gate",
+    final_norm: FinalNorm = True,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Look around in the browser: type a text or drop an image, and ask one map after the other.
+
+    Example: tensorlens explore smollm2-135m deit-tiny
+    """
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            raise missing_extra("The explorer", package, "explore")
+    load = partial(
+        options.load_lens, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    library = open_library(models or ["smollm2-135m"], load)
+    is_local = host in _LOOPBACK
+    if token is not None and len(token) < 12:
+        raise InputError(
+            f"Expected a token of at least 12 characters, got {len(token)}. Leave it out to have one made."
+        )
+    token = token or (None if is_local else secrets.token_urlsafe(24))
+    listener = _listen(host, port)
+    _serve(listener, library, host, token, Limits(seconds=time_limit, tokens=max_tokens), opens_browser=browser)
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """A bound socket: on the port asked for, or on the first free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reason = ""
+    for candidate in (port,) if port is not None else (*range(FIRST_PORT, FIRST_PORT + 20), 0):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, candidate))
+        except OSError as error:
+            listener.close()
+            reason = error.strerror or str(error)
+            continue
+        return listener
+    raise InputError(f"Expected to serve on {host}, port {port}; got: {reason}. Choose another --port or --host.")
+
+
+def _serve(
+    listener: socket.socket, library: Library, host: str, token: str | None, limits: Limits, *, opens_browser: bool
+) -> None:  # fmt: skip
+    import uvicorn
+
+    from tensorlens.app.explorer.guard import LOOPBACK, Access
+    from tensorlens.app.explorer.server import create_app
+
+    port = listener.getsockname()[1]
+    hosts = None if host in _ANY else LOOPBACK | {host.lower(), socket.gethostname().lower()}
+    app = create_app(library, access=Access(hosts=hosts, token=token), limits=limits)
+    shown = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    typer.echo(f"TensorLens explorer: {address}\nStop it with Ctrl+C.")
+    if opens_browser:
+        threading.Timer(0.6, webbrowser.open, (address,)).start()
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=limits.connections,
+        timeout_keep_alive=10, timeout_graceful_shutdown=3, h11_max_incomplete_event_size=64 * 1024,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,249 @@
+"""The work behind the routes: a model pass, kept for each input, and the maps asked of it. Runs in the worker's thread.
+
+Maps whose rows cost a backward pass each are computed some rows at a time, the last output first, so that there is
+something to see at once, and a place to stop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tensorlens.app.explorer.jobs import Event, Job, Worker
+from tensorlens.app.explorer.library import Library, kind_of
+from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.parts import Parts
+from tensorlens.app.explorer.pictures import read_picture
+from tensorlens.app.explorer.questions import Ask, Subject
+from tensorlens.app.explorer.recent import Recent
+from tensorlens.errors import InputError
+from tensorlens.lens import Lens
+from tensorlens.maps.methods import Question, answer
+from tensorlens.maps.targets import Target
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.inputs import tokenizer_of
+from tensorlens.tensor import AttentionTensor
+from tensorlens.views.page import payload
+from tensorlens.views.record import is_by_output
+
+ROW_BY_ROW = frozenset(
+    {"tensor.norm", "tensor.in_out", "tensor.in_class", "gradient.times_input", "gradient.integrated"}
+)
+"""Methods whose cost grows with the outputs asked for; the others take as long for one row as for all."""
+
+N_PREDICTIONS = 8
+_QUICK, _SLOW = 0.25, 1.0
+_PREVIEW_CELLS = 400 * 400
+_PREVIEW_SECONDS = 0.7
+
+
+class Answers:
+    """Everything the explorer computes and keeps.
+
+    Args:
+        library: Models named at start.
+        worker: The thread that calls the methods taking a job.
+        limits: Bounds.
+    """
+
+    def __init__(self, library: Library, worker: Worker, limits: Limits) -> None:
+        self.library, self.limits, self._worker = library, limits, worker
+        self.tensors: Recent[Subject, Parts] = Recent(limits.tensors, limits.tensor_bytes)
+        self.results: Recent[str, TokenMap] = Recent(64, limits.result_bytes)
+        self.images: Recent[str, Any] = Recent(limits.images, limits.images * 4 * 1024 * 1024)
+
+    def add_image(self, data: bytes) -> str:
+        """Keep an uploaded picture and give its id, a digest of its bytes."""
+        picture = read_picture(data, self.limits)
+        key = hashlib.sha256(data).hexdigest()[:32]
+        self.images.put(key, picture, 3 * picture.width * picture.height)
+        return key
+
+    def open_model(self, job: Job, name: str) -> Event:
+        """Load a model and say what it takes."""
+        return {"type": "done", "model": name, "kind": kind_of(self._lens(job, name))}
+
+    def predict(self, job: Job, subject: Subject, out_token: int) -> Event:
+        """The model's own top predictions at one output; none without a head."""
+        parts = self._parts(job, subject)
+        return {"type": "done", "predictions": predictions(parts.whole, out_token)}
+
+    def map(self, job: Job, ask: Ask) -> Event:
+        """The map of a question, with its certificate; news on the way."""
+        parts = self._parts(job, ask.subject)
+        job.tell("input", **about(parts.whole, ask))
+        found = self.results.get(ask.key)
+        if found is None:
+            found = self._fresh(job, ask, parts)
+            self.results.put(ask.key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
+        return {"type": "done", "map": payload(found.view()), "result": ask.key} | facts(found)
+
+    def _fresh(self, job: Job, ask: Ask, parts: Parts) -> TokenMap:
+        T = parts.part(ask)
+        found = _rows(job, ask, T) if ask.method in ROW_BY_ROW else _at_once(job, ask, T)
+        job.tell("progress", stage="Measuring the certificate", done=None)
+        certificate = T.certificate()
+        verdict = {"passed": certificate.passed, "errors": certificate.errors}
+        return replace(found, meta=found.meta | {"certificate": verdict})
+
+    def _lens(self, job: Job, name: str) -> Lens:
+        if name not in self.library.opened:
+            job.tell("progress", stage=f"Loading {name}", done=None)
+            lens = self.library.lens(name)
+            self._worker.watch((*lens.anatomy.blocks, *lens.anatomy.encoder_blocks))
+        return self.library.lens(name)
+
+    def _parts(self, job: Job, subject: Subject) -> Parts:
+        """The tensor of an input: the one that is kept, or a new one from a model pass."""
+        kept = self.tensors.get(subject)
+        if kept is not None:
+            return kept
+        lens = self._lens(job, subject.model)
+        job.tell("progress", stage="Model pass", done=None)
+        made = Parts(self._tensor(lens, subject))
+        self.tensors.put(subject, made, made.n_bytes)
+        return made
+
+    def _tensor(self, lens: Lens, subject: Subject) -> AttentionTensor:
+        if subject.image is not None:
+            picture = self.images.get(subject.image)
+            if picture is None:
+                raise InputError("Expected a picture that is still here, got one that is gone. Drop it again.")
+            return lens(picture)
+        assert subject.text is not None
+        T = lens(_token_ids(lens, subject.text, self.limits))
+        return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | {"text": subject.text}))
+
+
+def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
+    """Names, numbers and probabilities of the top predictions at one output, as plain data."""
+    if T.context.classes is None or T.operator.frozen.readout is None:
+        return []
+    return [
+        {"name": one.name, "index": one[1], "probability": one.probability}
+        for one in T.predictions(N_PREDICTIONS, 0 if T.operator.frozen.pools else out_token)
+    ]
+
+
+def about(T: AttentionTensor, ask: Ask) -> Event:
+    """What the page needs to know of an input: sizes, heads, tokens, predictions."""
+    out_token = T.shape[0] - 1 if ask.out_token is None else ask.out_token
+    frozen = T.operator.frozen
+    return {
+        "n_blocks": T.n_blocks,
+        "n_heads": [frozen.tape.n_heads.get(block, 0) for block in range(T.n_blocks)],
+        "tokens": list(T.out_tokens),
+        "pools": frozen.pools,
+        "out_token": out_token % T.shape[0],
+        "predictions": predictions(T, out_token),
+    }
+
+
+def facts(found: TokenMap) -> Event:
+    """Verdict and largest error of a map's certificate, to stand beside it."""
+    certificate = found.meta.get("certificate")
+    if not isinstance(certificate, dict) or not certificate.get("errors"):
+        return {"certificate": None}
+    return {"certificate": {"passed": certificate["passed"], "error": max(certificate["errors"].values())}}
+
+
+def _token_ids(lens: Lens, text: str, limits: Limits) -> list[int]:
+    """The text as tokens. A lens would open a text that ends in .png as a file; ids it takes as they are."""
+    tokenizer = tokenizer_of(lens.processor)
+    if tokenizer is None:
+        raise InputError(f"`{lens.name}` takes no text. Drop a picture instead, or choose another model.")
+    ids = tokenizer(text)["input_ids"]
+    if len(ids) > limits.tokens:
+        raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
+    return list(ids)
+
+
+def _target(ask: Ask) -> Target | None:
+    return ask.target if ask.target is None or ask.against is None else (ask.target, ask.against)
+
+
+def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
+    job.tell("progress", stage="Computing", done=None)
+    return T.map(ask.method, ask.out_token, _target(ask))
+
+
+def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
+    """The rows one after the other: first that of the output asked for, or the last one."""
+    pools = T.operator.frozen.pools and ask.method == "tensor.in_class"
+    first = None if pools else T.shape[0] - 1 if ask.out_token is None else ask.out_token
+    row = T.map(ask.method, first, _target(ask))
+    if pools or ask.out_token is not None or T.shape[0] == 1:
+        return row
+    sheet = _Sheet(row, T)
+    question = Question(operator=T.operator, out_tokens=(), target=_target(ask), classes=T.context.classes)
+    for outputs in _groups(T.shape[0] - 1):
+        job.check()
+        found = answer(ask.method, replace(question, out_tokens=tuple(outputs)))
+        sheet.fill(outputs, found.scores, found.bias_share, found.notes)
+        sheet.report(job)
+    return sheet.whole()
+
+
+def _groups(n_left: int) -> Iterator[range]:
+    """Ranges of outputs, the last ones first, each about as long as takes a moment to compute."""
+    size = 1
+    while n_left > 0:
+        outputs = range(max(0, n_left - size), n_left)
+        start = time.monotonic()
+        yield outputs
+        seconds = time.monotonic() - start
+        size = max(1, size // 2) if seconds > _SLOW else size * 8 if seconds < _QUICK / 4 else size * 2
+        n_left = outputs.start
+
+
+class _Sheet:
+    """A map that fills row by row; rows not yet known are NaN."""
+
+    def __init__(self, last: TokenMap, T: AttentionTensor) -> None:
+        n_out = T.shape[0]
+        self._map = last
+        self._tokens, self._n_known = T.out_tokens, 1
+        self._scores = torch.full((n_out, last.shape[1]), torch.nan, dtype=last.scores.dtype)
+        self._bias = torch.full((n_out,), torch.nan, dtype=last.bias_share.dtype)
+        self._scores[-1], self._bias[-1] = last.scores[0], last.bias_share[0]
+        self._by_row: dict[str, list[Any]] = {"out_positions": list(range(n_out))}
+        for name, value in last.meta.items():
+            if name != "out_positions" and (is_by_output(name, value, 1) or name in ("target", "explains")):
+                one = value[0] if isinstance(value, list) else value
+                self._by_row[name] = [one] * n_out if name != "logit" else [None] * (n_out - 1) + [one]
+        self._shown = 0.0
+
+    def fill(self, outputs: range, scores: torch.Tensor, bias: torch.Tensor, notes: dict[str, Any]) -> None:
+        rows = slice(outputs.start, outputs.stop)
+        self._scores[rows], self._bias[rows] = scores.detach().cpu(), bias.detach().cpu()
+        for name, value in notes.items():
+            if name in self._by_row:
+                self._by_row[name][rows] = value if isinstance(value, list) else [value] * len(outputs)
+        self._n_known += len(outputs)
+
+    def report(self, job: Job) -> None:
+        n_out, n_in = self._scores.shape
+        job.tell("progress", stage="Computing", done=self._n_known, total=n_out)
+        is_due = time.monotonic() - self._shown > _PREVIEW_SECONDS
+        if is_due and self._n_known < n_out and n_out * n_in <= _PREVIEW_CELLS:
+            self._shown = time.monotonic()
+            job.tell("preview", map=payload(self.whole().view()))
+
+    def whole(self) -> TokenMap:
+        meta = dict(self._map.meta)
+        for name, values in self._by_row.items():
+            is_one = name in ("target", "explains") and len(set(map(str, values))) == 1
+            meta[name] = values[0] if is_one else values
+        return TokenMap(
+            scores=self._scores,
+            out_tokens=tuple(self._tokens),
+            in_tokens=self._map.in_tokens,
+            method=self._map.method,
+            bias_share=self._bias,
+            meta=meta,
+        )

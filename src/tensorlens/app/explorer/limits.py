@@ -1,0 +1,40 @@
+"""`Limits`: how much one request, and the server as a whole, may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds that keep one request from taking the machine.
+
+    Attributes:
+        characters: Of a text.
+        tokens: Of a text, once it is tokens.
+        json_bytes: Of the body of a question.
+        image_bytes: Of an uploaded file.
+        image_pixels: Of a picture, once it is decoded.
+        images: Uploaded pictures kept.
+        waiting: Questions in the queue; the next one is refused.
+        connections: Requests in the air at a time.
+        seconds: For one question, from its start.
+        upload_seconds: For a body to arrive.
+        tensors: Model passes kept.
+        tensor_bytes: Memory of all of them; the newest is kept in any case.
+        result_bytes: Memory of the maps kept for download.
+    """
+
+    characters: int = 20_000
+    tokens: int = 2_048
+    json_bytes: int = 128 * 1024
+    image_bytes: int = 12 * 2**20
+    image_pixels: int = 40_000_000
+    images: int = 32
+    waiting: int = 8
+    connections: int = 96
+    seconds: float = 300.0
+    upload_seconds: float = 30.0
+    tensors: int = 4
+    tensor_bytes: int = 3 * 2**30
+    result_bytes: int = 256 * 2**20

@@ -1,0 +1,158 @@
+"""What may be asked: JSON from a stranger, made into a checked `Ask`. Nothing here is or becomes a path."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tensorlens.app.explorer.limits import Limits
+from tensorlens.errors import InputError
+from tensorlens.maps.methods import METHODS
+
+Pick = str | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and its input: what one model pass is kept for.
+
+    Attributes:
+        model: One of the names given at start.
+        text: The text, or None.
+        image: The id of an uploaded picture, or None.
+    """
+
+    model: str
+    text: str | None
+    image: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A map that someone wants.
+
+    Attributes:
+        subject: Model and input.
+        method: A name in `METHODS`.
+        out_token: The output, or None for every one.
+        target: What to explain, or None for the model's own prediction.
+        against: The other one of a contrast, or None.
+        blocks: First block and the one after the last, or None for all.
+        heads: Blocks and their heads, counted from the first block of the model.
+        keeps_heads: Whether only those heads are kept, or all but those.
+    """
+
+    subject: Subject
+    method: str = "tensor.in_out"
+    out_token: int | None = None
+    target: Pick | None = None
+    against: Pick | None = None
+    blocks: tuple[int, int] | None = None
+    heads: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    keeps_heads: bool = False
+
+    @property
+    def key(self) -> str:
+        """A name for the answer: the same question has the same one."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def read_ask(document: Any, limits: Limits) -> Ask:
+    """The question in a JSON document.
+
+    Raises:
+        InputError: a part is missing, of the wrong kind or too long.
+    """
+    subject = read_subject(document, limits)
+    method = document.get("method", "tensor.in_out")
+    if not isinstance(method, str) or method not in METHODS:
+        raise InputError(f"Expected a method by name, got {_brief(method)}. Choose one of {', '.join(METHODS)}.")
+    target, against = (_pick(document, name) for name in ("target", "against"))
+    if against is not None and target is None:
+        raise InputError("Expected a target with the other one of a contrast, got none. Choose what to explain first.")
+    return Ask(
+        subject=subject,
+        method=method,
+        out_token=_number(document, "out_token"),
+        target=target,
+        against=against,
+        blocks=_blocks(document.get("blocks")),
+        heads=_heads(document.get("heads")),
+        keeps_heads=document.get("keeps_heads") is True,
+    )
+
+
+def read_subject(document: Any, limits: Limits) -> Subject:
+    """Model and input in a JSON document."""
+    if not isinstance(document, Mapping):
+        raise InputError(f"Expected a JSON object, got {_brief(document)}. Send names and values.")
+    model, text, image = (document.get(name) for name in ("model", "text", "image"))
+    for name, value in (("model", model), ("text", text), ("image", image)):
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"Expected `{name}` to be text, got {_brief(value)}. Send a string.")
+    if model is None:
+        raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
+    if (text is None) == (image is None):
+        raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
+    if text is not None:
+        _check_text(text, limits)
+    return Subject(model=model, text=text, image=image)
+
+
+def read_output(document: Any) -> int:
+    """Which output's predictions are wanted; the last if it does not say."""
+    number = _number(document, "out_token")
+    return -1 if number is None else number
+
+
+def _check_text(text: str, limits: Limits) -> None:
+    if not text.strip():
+        raise InputError("Expected some text, got none. Type a sentence.")
+    if len(text) > limits.characters:
+        raise InputError(f"Expected at most {limits.characters} characters, got {len(text)}. Shorten the text.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError("Expected text in Unicode, got half of a surrogate pair. Paste it again from its source.")
+
+
+def _number(document: Mapping[str, Any], name: str) -> int | None:
+    value = document.get(name)
+    if value is not None and type(value) is not int:
+        raise InputError(f"Expected `{name}` to be a whole number or null, got {_brief(value)}. Send a position.")
+    return value
+
+
+def _pick(document: Mapping[str, Any], name: str) -> Pick | None:
+    value = document.get(name)
+    if value is None or type(value) is int or isinstance(value, str) and 0 < len(value) <= 200:
+        return value
+    raise InputError(f"Expected `{name}` to be a token, a class or its number, got {_brief(value)}. Choose one.")
+
+
+def _blocks(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and all(type(end) is int for end in value):
+        return value[0], value[1]
+    raise InputError(f"Expected `blocks` to be two whole numbers such as [3, 9], got {_brief(value)}. Send a range.")
+
+
+def _heads(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    if value is None:
+        return ()
+    try:
+        if len(value) > 1_000 or any(len(heads) > 1_000 for heads in value.values()):
+            raise ValueError("too many")
+        found = {int(block): tuple(sorted({int(head) for head in heads})) for block, heads in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(
+            f'Expected `heads` as blocks and their heads such as {{"3": [0, 2]}}, got {_brief(value)}. Send an object.'
+        ) from None
+    return tuple(sorted(found.items()))
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,0 +1,294 @@
+"""The routes of the explorer. Every answer is JSON, a stream of JSON lines, a file to save, or part of the page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tensorlens.__about__ import __version__
+from tensorlens.app.explorer.answers import Answers, facts
+from tensorlens.app.explorer.guard import Access, Guard
+from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
+from tensorlens.app.explorer.library import Library, kind_of
+from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.questions import read_ask, read_output, read_subject
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.maps.methods import METHODS
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.views.page import component, payload
+
+STATIC = Path(__file__).parent / "static"
+_SHARED = "mount, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
+_KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".json": "application/json",
+    ".csv": "text/csv",
+    ".safetensors": "application/octet-stream",
+}
+_DOWNLOADS = (".html", ".png", ".svg", ".json", ".csv", ".safetensors")
+# A report brings its own scripts and styles; sandboxed, it is a stranger to this server.
+_REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+)
+_HEARTBEAT = 0.5
+
+
+class TooLarge(InputError):
+    """A body is longer than its limit."""
+
+
+def create_app(library: Library, *, access: Access | None = None, limits: Limits | None = None) -> Starlette:
+    """The explorer as an ASGI application.
+
+    Args:
+        library: The models, maps and reports it may show.
+        access: Host names and token; loopback without a token if None.
+        limits: Bounds on requests and memory; the defaults of `Limits` if None.
+    """
+    return _Explorer(library, limits or Limits()).app(access or Access())
+
+
+class _Explorer:
+    """The routes, and what they share."""
+
+    def __init__(self, library: Library, limits: Limits) -> None:
+        self.library, self.limits = library, limits
+        self.worker = Worker(limits.waiting)
+        self.answers = Answers(library, self.worker, limits)
+        self.decoders = asyncio.Semaphore(2)
+
+    def app(self, access: Access) -> Starlette:
+        routes = [
+            Route("/", self.page),
+            Route("/static/{name}", self.static),
+            Route("/component.js", self.component),
+            Route("/api/start", self.start),
+            Route("/api/open", self.open, methods=["POST"]),
+            Route("/api/map", self.map, methods=["POST"]),
+            Route("/api/predictions", self.predict, methods=["POST"]),
+            Route("/api/images", self.upload, methods=["POST"]),
+            Route("/api/saved/{number:int}", self.saved),
+            Route("/api/results/{name}", self.download),
+            Route("/reports/{number:int}", self.report),
+        ]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Guard, access=access)],
+            exception_handlers={TensorLensError: _explain, Exception: _apologise},
+            lifespan=self.lifespan,
+        )
+        app.state.explorer = self
+        return app
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Load the first model while the browser opens; stop the worker at the end."""
+        if self.library.names:
+            first = self.library.names[0]
+            self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=3600))
+        yield
+        await run_in_threadpool(self.worker.close)
+
+    # The page ---------------------------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        return _static("index.html")
+
+    async def static(self, request: Request) -> Response:
+        return _static(request.path_params["name"])
+
+    async def component(self, request: Request) -> Response:
+        script = f"(() => {{\n'use strict';\n{component()}\nwindow.TensorLens = {{ {_SHARED} }};\n}})();"
+        return Response(script, media_type=_KINDS[".js"])
+
+    async def start(self, request: Request) -> Response:
+        """What there is to choose from."""
+        opened = self.library.opened
+        return JSONResponse(
+            {
+                "version": __version__,
+                "models": [
+                    {"name": n, "kind": kind_of(opened[n]) if n in opened else None} for n in self.library.names
+                ],
+                "methods": [
+                    {"name": name, "summary": method.summary, "takes_target": method.takes_target}
+                    for name, method in METHODS.items()
+                ],
+                "maps": [title for title, _ in self.library.maps],
+                "reports": [report.title for report in self.library.reports],
+                "limits": asdict(self.limits),
+            }
+        )
+
+    # Questions --------------------------------------------------------------------------------------------------------
+
+    async def open(self, request: Request) -> Response:
+        document = await self._json(request)
+        name = document.get("model") if isinstance(document, dict) else None
+        if not isinstance(name, str):
+            raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
+        return self._stream(request, lambda job: self.answers.open_model(job, name))
+
+    async def map(self, request: Request) -> Response:
+        ask = read_ask(await self._json(request), self.limits)
+        return self._stream(request, lambda job: self.answers.map(job, ask))
+
+    async def predict(self, request: Request) -> Response:
+        document = await self._json(request)
+        subject, out_token = read_subject(document, self.limits), read_output(document)
+        return self._stream(request, lambda job: self.answers.predict(job, subject, out_token))
+
+    async def upload(self, request: Request) -> Response:
+        async with self.decoders:
+            data = await self._body(request, self.limits.image_bytes)
+            return JSONResponse({"image": await run_in_threadpool(self.answers.add_image, data)})
+
+    # What is there already --------------------------------------------------------------------------------------------
+
+    async def saved(self, request: Request) -> Response:
+        number = request.path_params["number"]
+        found = await run_in_threadpool(self._kept, f"saved-{number}")
+        event = {"type": "done", "result": f"saved-{number}", "map": await run_in_threadpool(_payload, found)}
+        return JSONResponse(event | facts(found))
+
+    async def download(self, request: Request) -> Response:
+        name, _, suffix = request.path_params["name"].rpartition(".")
+        if f".{suffix}" not in _DOWNLOADS:
+            raise InputError(f"Expected a name ending in one of {' '.join(_DOWNLOADS)}, got {suffix[:20]!r}.")
+        found = self._kept(name)
+        content = await run_in_threadpool(_saved, found, f".{suffix}")
+        file = f"{found.method.replace('.', '-')}.{suffix}"
+        headers = {"content-disposition": f'attachment; filename="{file}"'}
+        return Response(content, media_type=_KINDS[f".{suffix}"], headers=headers)
+
+    async def report(self, request: Request) -> Response:
+        number = request.path_params["number"]
+        if number >= len(self.library.reports):
+            raise InputError(f"There is no report {number}; the explorer was started with {len(self.library.reports)}.")
+        text = await run_in_threadpool(self.library.reports[number].path.read_text, "utf-8")
+        return HTMLResponse(text, headers={"content-security-policy": _REPORT_POLICY})
+
+    def _kept(self, name: str) -> TokenMap:
+        kind, _, number = name.partition("saved-")
+        if kind == "" and number.isdecimal() and int(number) < len(self.library.maps):
+            return self.library.maps[int(number)][1]
+        found = self.answers.results.get(name)
+        if found is None:
+            raise InputError("This map is no longer kept by the server. Ask for it again, then save it.")
+        return found
+
+    # Bodies and streams -----------------------------------------------------------------------------------------------
+
+    async def _json(self, request: Request) -> Any:
+        body = await self._body(request, self.limits.json_bytes)
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"Expected a JSON document, got something else ({type(error).__name__}).") from error
+
+    async def _body(self, request: Request, most: int) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.upload_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise TooLarge(f"Expected at most {most:,} bytes, got more. Send something smaller.")
+        except TimeoutError:
+            raise InputError(
+                f"Expected the whole request within {self.limits.upload_seconds:g} s, got a part."
+            ) from None
+        return bytes(body)
+
+    def _stream(self, request: Request, work: Callable[[Job], Event]) -> Response:
+        """Queue the work and give its news line by line as they come."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        job = Job(work, seconds=self.limits.seconds, notify=lambda: _wake(loop, news))
+        self.worker.submit(job)
+        return StreamingResponse(self._lines(request, job, news), media_type="application/x-ndjson")
+
+    async def _lines(self, request: Request, job: Job, news: asyncio.Event) -> AsyncIterator[str]:
+        """News as lines, with a beat in between; a reader who went away is noticed, and the work stopped."""
+        try:
+            while not await request.is_disconnected():
+                news.clear()
+                events = job.news()
+                ahead = self.worker.ahead_of(job)
+                if not events:
+                    events = [{"type": "beat"} if ahead is None else {"type": "waiting", "ahead": ahead}]
+                for event in events:
+                    yield json.dumps(event) + "\n"
+                if events[-1]["type"] in ("done", "error"):
+                    return
+                await _quietly(asyncio.wait_for(news.wait(), _HEARTBEAT))
+        except ClientDisconnect:
+            return
+        finally:
+            job.cancel()
+
+
+async def _quietly(waiting: Any) -> None:
+    try:
+        await waiting
+    except TimeoutError:
+        return
+
+
+def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(news.set)
+
+
+def _static(name: str) -> Response:
+    content = _files().get(name)
+    if content is None:
+        return JSONResponse({"type": "error", "message": "There is no such page."}, status_code=404)
+    return Response(content, media_type=_KINDS[Path(name).suffix])
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """The page's files by name: what is asked for is looked up here and never on disk."""
+    return {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _KINDS}
+
+
+def _payload(found: TokenMap) -> dict[str, Any]:
+    return payload(found.view())
+
+
+def _saved(found: TokenMap, suffix: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="tensorlens-") as folder:
+        return found.save(Path(folder) / f"map{suffix}").read_bytes()
+
+
+def _status(error: Exception) -> int:
+    return 503 if isinstance(error, Busy) else 413 if isinstance(error, TooLarge) else 400
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    return JSONResponse({"type": "error", "message": str(error)}, status_code=_status(error))
+
+
+async def _apologise(request: Request, error: Exception) -> Response:
+    message = (
+        f"The explorer met something it did not expect ({type(error).__name__}). The server goes on; see its terminal."
+    )
+    return JSONResponse({"type": "error", "message": message}, status_code=500)

@@ -1,0 +1,146 @@
+// The controls of a panel. Each is made once, shows the state it is given, and calls back with what changed.
+
+const { element, visible, shorten, button } = window.TensorLens;
+
+export function field(label, node, extra = "") {
+  return element("label", { class: `field ${extra}` }, [element("span", { class: "label", text: label }), node]);
+}
+
+export function group(label, node, extra = "") {
+  return element("div", { class: `field ${extra}`, role: "group", "aria-label": label }, [element("span", { class: "label", text: label }), node]);
+}
+
+export function choice(label, options, change) {
+  const select = element("select", { "aria-label": label });
+  const families = new Map();
+  for (const { name, title = name } of options) {
+    const family = name.includes(".") ? name.split(".")[0] : "";
+    if (!families.has(family)) families.set(family, []);
+    families.get(family).push(element("option", { value: name, text: visible(title) }));
+  }
+  const isGrouped = families.size > 1;
+  for (const [family, nodes] of families) select.append(...(isGrouped ? [element("optgroup", { label: family }, nodes)] : nodes));
+  select.addEventListener("change", () => change(select.value));
+  return { node: select, show: (value) => (select.value = value) };
+}
+
+// Names in a row, of which one may be chosen; choosing it again lets go of it.
+function chips(label, change) {
+  const node = element("div", { class: "chips", role: "group", "aria-label": label });
+  const show = (candidates, chosen, nothing) => {
+    const isChosen = (one) => chosen !== null && (one.index ?? one.name) === (chosen.index ?? chosen.name);
+    const known = chosen === null || candidates.some(isChosen) ? candidates : [chosen, ...candidates];
+    const none = chip({ name: nothing }, chosen === null, () => change(null));
+    none.classList.add("none");
+    node.replaceChildren(none, ...known.map((one) => chip(one, isChosen(one), () => change(isChosen(one) ? null : one))));
+  };
+  return { node, show };
+}
+
+function chip({ name, probability }, isPressed, act) {
+  const node = element("button", { type: "button", class: "chip", "aria-pressed": String(isPressed) }, [element("bdi", { text: shorten(visible(name), 28) })]);
+  if (probability !== undefined) node.append(element("span", { class: "share", text: percent(probability) }));
+  node.addEventListener("click", act);
+  return node;
+}
+
+export function percent(share) {
+  const number = 100 * share;
+  return number >= 0.1 || number <= -0.1 ? `${number.toFixed(Math.abs(number) < 9.95 ? 1 : 0)} %` : "< 0.1 %";
+}
+
+// What is explained: one of the model's own predictions, another token typed in, or the difference of two.
+export function targets(change) {
+  const first = chips("Explain", (pick) => change({ target: pick, against: null }));
+  const second = chips("Rather than", (pick) => change({ against: pick }));
+  const other = element("input", { type: "text", class: "other", placeholder: "another token…", "aria-label": "Another token to explain", maxlength: "100" });
+  other.addEventListener("change", () => {
+    if (other.value) change({ target: { index: null, name: other.value }, against: null });
+    other.value = "";
+  });
+  const firstRow = element("div", { class: "chip-row" }, [first.node, other]);
+  const explain = group("Explain", firstRow, "wide");
+  const rather = group("Rather than", second.node, "wide");
+  const show = (view, { predictions, tokens, output }) => {
+    explain.hidden = !predictions.length;
+    rather.hidden = !predictions.length || view.target === null;
+    const where = tokens[output] === undefined ? "" : ` after “${shorten(visible(tokens[output]), 20).trim()}”`;
+    explain.firstChild.textContent = `Explain a prediction${where}`;
+    first.show(predictions, view.target, "the output state");
+    const others = predictions.filter((one) => one.index !== view.target?.index);
+    second.show(others, view.against, "nothing else");
+  };
+  return { nodes: [explain, rather], show };
+}
+
+// Two thumbs on one track: the first block, and the last.
+export function blockRange(change) {
+  const thumb = (label) => element("input", { type: "range", min: "0", step: "1", "aria-label": label });
+  const [low, high] = [thumb("First block"), thumb("Last block")];
+  const track = element("div", { class: "track" });
+  const text = element("output", { class: "range-text" });
+  const node = element("div", { class: "dual" }, [element("div", { class: "rails" }, [track, low, high]), text]);
+  let n = 1;
+  const paint = () => {
+    const [a, b] = [Number(low.value), Number(high.value)];
+    const last = Math.max(n - 1, 1);
+    Object.assign(track.style, { left: `${(100 * a) / last}%`, right: `${100 - (100 * b) / last}%` });
+    text.textContent = a === 0 && b === n - 1 ? `all ${n}` : a === b ? `block ${a}` : `${a} to ${b}`;
+  };
+  const limit = (moved) => {
+    if (moved === low && Number(low.value) > Number(high.value)) low.value = high.value;
+    if (moved === high && Number(high.value) < Number(low.value)) high.value = low.value;
+    paint();
+  };
+  for (const input of [low, high]) {
+    input.addEventListener("input", () => limit(input));
+    input.addEventListener("change", () => {
+      const range = [Number(low.value), Number(high.value) + 1];
+      change({ blocks: range[0] === 0 && range[1] === n ? null : range });
+    });
+  }
+  const show = (view, nBlocks) => {
+    n = nBlocks;
+    for (const input of [low, high]) input.max = String(n - 1);
+    const [start, stop] = view.blocks ?? [0, n];
+    low.value = String(start);
+    high.value = String(stop - 1);
+    paint();
+  };
+  return { node, show };
+}
+
+// Every head as a small square; a click leaves it out, a click on the block's number all of its heads.
+export function headGrid(change) {
+  const summary = element("summary", { text: "all heads" });
+  const grid = element("div", { class: "heads" });
+  const hint = element("p", { class: "hint", text: "Click a head to leave its token mixing out; click a block’s number for all of its heads." });
+  const node = element("details", { class: "head-box" }, [summary, element("div", { class: "popover" }, [grid, hint])]);
+  const toggle = (view, block, heads) => {
+    const left = new Set(view.heads[block] ?? []);
+    const isOut = heads.every((head) => left.has(head));
+    for (const head of heads) isOut ? left.delete(head) : left.add(head);
+    const chosen = { ...view.heads, [block]: [...left].sort((a, b) => a - b) };
+    if (!left.size) delete chosen[block];
+    change({ heads: chosen });
+  };
+  const cell = (view, block, head) => {
+    const isOut = (view.heads[block] ?? []).includes(head);
+    const square = element("button", { type: "button", class: "head", "aria-pressed": String(!isOut), "aria-label": `Block ${block}, head ${head}`, title: `block ${block}, head ${head}` });
+    square.addEventListener("click", () => toggle(view, block, [head]));
+    return square;
+  };
+  const show = (view, nHeads) => {
+    const count = Object.values(view.heads).reduce((sum, list) => sum + list.length, 0);
+    summary.textContent = count ? `${count} left out` : "all heads";
+    const [start, stop] = view.blocks ?? [0, nHeads.length];
+    const rows = nHeads.slice(start, stop).map((n, k) => {
+      const block = start + k;
+      const name = button(String(block), `All heads of block ${block}`, () => toggle(view, block, Array.from({ length: n }, (_, h) => h)));
+      return element("div", { class: "head-row" }, [name, ...Array.from({ length: n }, (_, head) => cell(view, block, head))]);
+    });
+    grid.replaceChildren(...rows);
+    node.hidden = !nHeads.some((n) => n > 0);
+  };
+  return { node, show };
+}

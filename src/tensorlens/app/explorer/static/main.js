@@ -1,0 +1,172 @@
+// The page: the panels, the tools above them, and the link that brings all of it back.
+
+import { getJson } from "./api.js";
+import { choice } from "./controls.js";
+import { Panel } from "./panel.js";
+import { FRESH, fromFragment, toFragment } from "./state.js";
+
+const { element, button, visible, shadeAround, chooseShade, onShadeChange } = window.TensorLens;
+const EXAMPLE = "The Eiffel Tower is located in the city of";
+const KEPT_SHADE = "tensorlens-shade";
+
+class Explorer {
+  constructor(catalogue) {
+    this.catalogue = catalogue;
+    this.place = document.querySelector(".panels");
+    this.panels = [];
+    this.buildTools();
+    this.restore();
+    window.addEventListener("hashchange", () => {
+      if (location.hash !== this.written) this.restore();
+    });
+  }
+
+  buildTools() {
+    const tools = document.querySelector(".tools");
+    const { maps, reports } = this.catalogue;
+    if (maps.length + reports.length) tools.append(this.buildOpener());
+    this.compare = button("Compare", "Show a second map beside this one", () => this.toggleCompare());
+    this.shade = button("", "Switch between light and dark", () => this.switchShade());
+    tools.append(this.compare, button("Copy link", "Copy a link that brings this view back", () => this.copyLink()), this.shade);
+    onShadeChange(() => this.showShade());
+    this.showShade();
+  }
+
+  buildOpener() {
+    const { maps, reports } = this.catalogue;
+    const options = [{ name: "", title: "Open…" }];
+    maps.forEach((title, k) => options.push({ name: `map ${k}`, title: `Map: ${title}` }));
+    reports.forEach((title, k) => options.push({ name: `report ${k}`, title: `Report: ${title}` }));
+    const opener = choice("Open a saved map or report", options, (value) => {
+      const [kind, number] = value.split(" ");
+      opener.show("");
+      if (kind === "report") window.open(`/reports/${number}`, "_blank", "noopener");
+      else if (kind === "map") this.openSaved(Number(number));
+    });
+    return opener.node;
+  }
+
+  openSaved(number) {
+    const last = this.panels.at(-1);
+    const view = { ...structuredClone(FRESH), model: this.catalogue.models[0]?.name ?? null, saved: number };
+    const panel = this.makePanel(view);
+    last.node.replaceWith(panel.node);
+    last.stop();
+    this.panels[this.panels.length - 1] = panel;
+    this.start(panel);
+  }
+
+  makePanel(view) {
+    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output) });
+  }
+
+  async start(panel) {
+    const { view } = panel;
+    const title = view.saved === null ? undefined : this.catalogue.maps[view.saved];
+    if (title !== undefined) {
+      try {
+        panel.showSaved(await getJson(`/api/saved/${view.saved}`), title);
+      } catch (error) {
+        panel.fail(error);
+      }
+      this.write();
+    } else if (view.image || (view.text && view.isLinked)) await panel.run();
+  }
+
+  // The panels of the link, or a fresh one with an example.
+  restore() {
+    const linked = fromFragment(location.hash);
+    const { models, methods, maps } = this.catalogue;
+    const known = (view) => ({
+      ...view,
+      model: models.some(({ name }) => name === view.model) ? view.model : (models[0]?.name ?? null),
+      method: methods.some(({ name }) => name === view.method) ? view.method : FRESH.method,
+      isLinked: true,
+    });
+    const fresh = { ...structuredClone(FRESH), model: models[0]?.name ?? null, text: EXAMPLE, saved: models.length || !maps.length ? null : 0 };
+    const views = linked.length ? linked.map(known) : [fresh];
+    this.panels.forEach((panel) => panel.stop());
+    this.panels = views.map((view) => this.makePanel(view));
+    this.arrange();
+    this.panels.forEach((panel) => this.start(panel));
+  }
+
+  arrange() {
+    this.place.replaceChildren(...this.panels.map((panel) => panel.node));
+    this.place.classList.toggle("two", this.panels.length === 2);
+    this.compare.textContent = this.panels.length === 2 ? "One map" : "Compare";
+  }
+
+  async toggleCompare() {
+    if (this.panels.length === 2) {
+      this.panels.pop().stop();
+      this.arrange();
+      this.write();
+      return;
+    }
+    const view = { ...structuredClone(this.panels[0].view), isLinked: true };
+    const second = this.makePanel(view);
+    second.thumbnail.src = this.panels[0].thumbnail.src;
+    this.panels.push(second);
+    this.arrange();
+    if (this.panels[0].result.data) await this.start(second);
+    this.write();
+  }
+
+  // The same output is chosen on both sides, where both have it.
+  follow(panel, output) {
+    for (const other of this.panels) {
+      if (other === panel || !other.result.data) continue;
+      other.result.choose(output);
+      other.view.output = other.result.output;
+      other.result.showBias();
+    }
+  }
+
+  write() {
+    this.written = toFragment(this.panels.map(({ view }) => view));
+    history.replaceState(null, "", this.written);
+  }
+
+  async copyLink() {
+    this.write();
+    try {
+      await navigator.clipboard.writeText(location.href);
+      this.toast("Link copied. It works while this explorer runs.");
+    } catch {
+      this.toast("The browser does not allow copying; take the link from the address bar.");
+    }
+  }
+
+  toast(text) {
+    const node = document.querySelector(".toast");
+    node.textContent = text;
+    node.classList.add("shown");
+    clearTimeout(this.hiding);
+    this.hiding = setTimeout(() => node.classList.remove("shown"), 2600);
+  }
+
+  switchShade() {
+    const shade = shadeAround() === "dark" ? "light" : "dark";
+    localStorage.setItem(KEPT_SHADE, shade);
+    chooseShade(shade);
+  }
+
+  showShade() {
+    const shade = shadeAround();
+    document.documentElement.dataset.shade = shade;
+    this.shade.textContent = shade === "dark" ? "Light" : "Dark";
+  }
+}
+
+async function begin() {
+  const kept = localStorage.getItem(KEPT_SHADE);
+  if (kept === "dark" || kept === "light") chooseShade(kept);
+  try {
+    window.explorer = new Explorer(await getJson("/api/start"));
+  } catch (error) {
+    document.querySelector(".panels").append(element("div", { class: "card error", role: "alert", text: visible(error.message) }));
+  }
+}
+
+begin();

@@ -1,0 +1,261 @@
+// One side of the explorer: an input, the controls, and the map they ask for.
+
+import { ask, uploadImage } from "./api.js";
+import { blockRange, choice, field, group, headGrid, targets } from "./controls.js";
+import { Result } from "./result.js";
+import { question } from "./state.js";
+
+const { element, button, visible } = window.TensorLens;
+const CLASS_METHOD = "tensor.in_class";
+const ALL_OUTPUTS_UP_TO = 256;
+
+export class Panel {
+  constructor(catalogue, view, { onChange, onSelect }) {
+    this.catalogue = catalogue;
+    this.view = view;
+    this.onChange = onChange;
+    this.input = { predictions: [], tokens: [], n_blocks: 1, n_heads: [], pools: false };
+    this.result = new Result({ onSelect: (output, row) => this.selected(output, () => onSelect(this, output)) });
+    this.build();
+    this.show();
+  }
+
+  build() {
+    const { models, methods } = this.catalogue;
+    this.model = choice("Model", models, (name) => this.useModel(name));
+    this.method = choice("Method", methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
+    this.outputs = choice("Outputs", [{ name: "every", title: "every output" }, { name: "one", title: "the selected one" }], (value) => this.change({ every: value === "every" }));
+    this.targets = targets((change) => this.pick(change));
+    this.blocks = blockRange((change) => this.change({ ...change, heads: inRange(this.view.heads, change.blocks) }));
+    this.heads = headGrid((change) => this.change(change));
+    this.summary = element("p", { class: "summary" });
+    this.more = [group("Blocks", this.blocks.node), group("Heads", this.heads.node), ...this.targets.nodes];
+    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), field("Method", this.method.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, ...this.targets.nodes]);
+    this.buildProgress();
+    this.error = element("div", { class: "card error", role: "alert", hidden: "" });
+    this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
+    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), fields]);
+    this.ask = card;
+    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.welcome]);
+  }
+
+  buildComposer() {
+    this.text = element("textarea", { "aria-label": "Text", placeholder: "Type a text, or drop an image here", spellcheck: "false", rows: "2", dir: "auto" });
+    this.text.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.run();
+    });
+    this.text.addEventListener("input", () => (this.view.text = this.text.value));
+    this.text.addEventListener("paste", (event) => this.take(event.clipboardData?.files, event));
+    this.thumbnail = element("img", { alt: "The picture to look at" });
+    this.picture = element("div", { class: "image-input", hidden: "" }, [this.thumbnail, button("Remove", "Remove the picture", () => this.dropImage())]);
+    const input = element("input", { type: "file", accept: "image/*", "aria-label": "Choose a picture" });
+    input.addEventListener("change", () => this.take(input.files));
+    this.go = element("button", { type: "button", class: "main", text: "Map", title: "Ctrl+Enter" });
+    this.go.addEventListener("click", () => this.run());
+    const file = element("label", { class: "file" }, ["Image…", input]);
+    const composer = element("div", { class: "composer" }, [element("div", {}, [this.text, this.picture]), element("div", { class: "buttons" }, [this.go, file])]);
+    for (const kind of ["dragover", "dragleave", "drop"]) {
+      composer.addEventListener(kind, (event) => {
+        event.preventDefault();
+        composer.classList.toggle("over", kind === "dragover");
+        if (kind === "drop") this.take(event.dataTransfer?.files);
+      });
+    }
+    return composer;
+  }
+
+  buildProgress() {
+    this.stage = element("span", { class: "stage" });
+    this.meter = element("progress", { max: "1", "aria-label": "Progress" });
+    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, this.meter, button("Cancel", "Stop the work", () => this.stop())]);
+  }
+
+  takesTarget(name) {
+    return this.catalogue.methods.find((method) => method.name === name)?.takes_target ?? false;
+  }
+
+  // State to screen.
+  show() {
+    const { view, input } = this;
+    if (document.activeElement !== this.text) this.text.value = view.text;
+    this.text.hidden = view.image !== null;
+    this.picture.hidden = view.image === null;
+    this.model.show(view.model);
+    this.method.show(view.method);
+    this.outputs.show(view.every ? "every" : "one");
+    this.summary.textContent = this.catalogue.methods.find((method) => method.name === view.method)?.summary ?? "";
+    for (const node of this.more) node.hidden = !input.tokens.length;
+    if (!input.tokens.length) return;
+    this.blocks.show(view, input.n_blocks);
+    this.heads.show(view, input.n_heads);
+    this.targets.show(view, { ...input, output: view.output ?? input.out_token });
+  }
+
+  // A change of the question is answered at once: the model pass is kept.
+  change(change) {
+    Object.assign(this.view, change);
+    this.show();
+    if (this.input.tokens.length && this.isOfSameInput()) this.run();
+    else this.onChange();
+  }
+
+  isOfSameInput() {
+    const { model, text, image } = this.view;
+    return this.asked && this.asked.model === model && this.asked.image === image && (image !== null || this.asked.text === text);
+  }
+
+  pick(change) {
+    const isWhole = this.view.blocks === null || this.view.blocks[1] === this.input.n_blocks;
+    const method = change.target === null ? {} : this.takesTarget(this.view.method) ? {} : { method: CLASS_METHOD, ...(isWhole ? {} : { blocks: null }) };
+    const back = change.target === null && this.view.method === CLASS_METHOD ? { method: "tensor.in_out" } : {};
+    this.change({ ...change, ...method, ...back });
+  }
+
+  useModel(name) {
+    Object.assign(this.view, { model: name, target: null, against: null, blocks: null, heads: {}, output: null });
+    this.input = { ...this.input, tokens: [], predictions: [] };
+    this.show();
+    if (this.asked) this.run();
+    else this.onChange();
+  }
+
+  // Pictures.
+  async take(files, event) {
+    const file = [...(files ?? [])].find((one) => one.type.startsWith("image/"));
+    if (!file) return;
+    event?.preventDefault();
+    try {
+      const image = await uploadImage(file);
+      this.thumbnail.src = URL.createObjectURL(file);
+      await this.useImageModel();
+      Object.assign(this.view, { image, target: null, against: null, output: null });
+      this.show();
+      this.run();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  // A dropped picture goes to a model that takes pictures, if there is one.
+  async useImageModel() {
+    const kinds = new Map(this.catalogue.models.map((model) => [model.name, model.kind]));
+    const order = [this.view.model, ...[...kinds.keys()].filter((name) => name !== this.view.model)];
+    for (const name of order) {
+      const kind = kinds.get(name) ?? (await this.open(name));
+      if (kind !== "image") continue;
+      if (name !== this.view.model) Object.assign(this.view, { model: name, blocks: null, heads: {} });
+      return;
+    }
+  }
+
+  async open(name) {
+    const { kind } = await ask("/api/open", { model: name }, { hear: (event) => this.hear(event) });
+    this.catalogue.models.find((model) => model.name === name).kind = kind;
+    this.progress.hidden = true;
+    return kind;
+  }
+
+  dropImage() {
+    Object.assign(this.view, { image: null, target: null, against: null, output: null });
+    this.show();
+    this.onChange();
+  }
+
+  // Asking.
+  async run() {
+    this.stop();
+    const mine = new AbortController();
+    this.running = mine;
+    const start = performance.now();
+    const isReused = this.isOfSameInput();
+    if (!isReused) Object.assign(this.view, { output: this.asked ? null : this.view.output });
+    this.asked = { ...this.view };
+    this.error.hidden = true;
+    this.welcome.hidden = true;
+    this.hear({ type: "progress", stage: "Asking", done: null });
+    try {
+      const found = await ask("/api/map", question(this.view), { signal: mine.signal, hear: (event) => this.hear(event) });
+      this.result.show(found.map, { output: this.view.output });
+      this.result.finish({ ...found, seconds: (performance.now() - start) / 1000, isReused });
+      this.view.output = this.result.output;
+      this.show();
+    } catch (error) {
+      if (error.name !== "AbortError") this.fail(error);
+    } finally {
+      if (this.running === mine) this.progress.hidden = true;
+      this.onChange();
+    }
+  }
+
+  hear(event) {
+    if (event.type === "input") this.learn(event);
+    if (event.type === "preview") this.result.show(event.map, { output: this.view.output, isPreview: true });
+    if (event.type === "waiting") this.say(event.ahead ? `Waiting behind ${event.ahead}` : "Waiting", null);
+    if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
+  }
+
+  learn(event) {
+    this.input = event;
+    if (event.tokens.length > ALL_OUTPUTS_UP_TO && this.view.every && !this.isWarned) {
+      this.isWarned = true;
+    }
+    this.show();
+  }
+
+  say(text, part) {
+    this.progress.hidden = false;
+    this.stage.textContent = visible(text);
+    if (part === null) this.meter.removeAttribute("value");
+    else this.meter.value = part;
+  }
+
+  stop() {
+    this.running?.abort();
+    this.running = null;
+    this.progress.hidden = true;
+  }
+
+  fail(error) {
+    this.progress.hidden = true;
+    this.error.textContent = visible(error.message).replaceAll("⏎", "\n");
+    this.error.hidden = false;
+  }
+
+  // A click on an output: its predictions, and its row if only one is shown.
+  selected(output, tell) {
+    this.view.output = output;
+    tell();
+    this.onChange();
+    if (this.view.saved !== null || this.input.pools) return;
+    clearTimeout(this.later);
+    this.later = setTimeout(() => this.predict(output), 150);
+  }
+
+  async predict(output) {
+    if (!this.isOfSameInput() || !this.input.predictions.length) return;
+    const { model, text, image } = this.view;
+    try {
+      const { predictions } = await ask("/api/predictions", { model, ...(image ? { image } : { text }), out_token: output });
+      this.input = { ...this.input, predictions, out_token: output };
+      this.show();
+    } catch {
+      // The chips of the output before stay; the map itself is not touched by this.
+    }
+  }
+
+  // A map that was saved earlier: no model behind it, so nothing to ask.
+  showSaved(found, title) {
+    this.stop();
+    this.ask.hidden = true;
+    this.welcome.hidden = true;
+    this.error.hidden = true;
+    this.result.show(found.map, { output: this.view.output });
+    this.result.finish(found);
+    this.result.origin.textContent = visible(title);
+  }
+}
+
+function inRange(heads, blocks) {
+  if (blocks === null) return heads;
+  return Object.fromEntries(Object.entries(heads).filter(([block]) => block >= blocks[0] && block < blocks[1]));
+}

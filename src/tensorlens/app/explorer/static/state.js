@@ -1,0 +1,95 @@
+// What a panel shows, as a small record, and its form in the address: everything after the #, which no server sees.
+
+export const FRESH = {
+  model: null,
+  text: "",
+  image: null,
+  saved: null,
+  method: "tensor.in_out",
+  every: true,
+  output: null,
+  target: null,
+  against: null,
+  blocks: null,
+  heads: {},
+};
+
+const PICKS = ["target", "against"];
+
+function write(view) {
+  const parts = new URLSearchParams();
+  for (const name of ["model", "text", "image", "method"]) if (view[name]) parts.set(name, view[name]);
+  if (view.saved !== null) parts.set("saved", view.saved);
+  if (view.output !== null) parts.set("output", view.output);
+  if (!view.every) parts.set("only", "1");
+  for (const name of PICKS) if (view[name]) parts.set(name, JSON.stringify([view[name].index, view[name].name]));
+  if (view.blocks) parts.set("blocks", view.blocks.join(":"));
+  if (Object.keys(view.heads).length) parts.set("without", JSON.stringify(view.heads));
+  return parts.toString();
+}
+
+// A link may come from anyone: each part is taken only if it has the right form.
+function read(text) {
+  const parts = new URLSearchParams(text);
+  const view = structuredClone(FRESH);
+  for (const name of ["model", "text", "image", "method"]) if (parts.get(name)) view[name] = parts.get(name);
+  view.saved = whole(parts.get("saved"));
+  view.output = whole(parts.get("output"));
+  view.every = parts.get("only") !== "1";
+  for (const name of PICKS) view[name] = pick(parse(parts.get(name)));
+  const blocks = (parts.get("blocks") ?? "").split(":").map(whole);
+  if (blocks.length === 2 && !blocks.includes(null)) view.blocks = blocks;
+  view.heads = heads(parse(parts.get("without")));
+  return view;
+}
+
+function whole(text) {
+  return text !== null && /^\d{1,9}$/.test(text) ? Number(text) : null;
+}
+
+function parse(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null;
+  }
+}
+
+function pick(pair) {
+  const isPick = Array.isArray(pair) && (Number.isInteger(pair[0]) || pair[0] === null) && typeof pair[1] === "string";
+  return isPick ? { index: pair[0], name: pair[1] } : null;
+}
+
+function heads(found) {
+  if (found === null || typeof found !== "object") return {};
+  const isList = (list) => Array.isArray(list) && list.length && list.every(Number.isInteger);
+  return Object.fromEntries(Object.entries(found).filter(([block, list]) => /^\d+$/.test(block) && isList(list)));
+}
+
+export function toFragment(views) {
+  return "#" + views.map((view) => encodeURIComponent(write(view))).join("&");
+}
+
+export function fromFragment(fragment) {
+  const parts = fragment.replace(/^#/, "").split("&").filter(Boolean).slice(0, 2);
+  try {
+    return parts.map((part) => read(decodeURIComponent(part)));
+  } catch {
+    return [];
+  }
+}
+
+// What the server is asked for.
+export function question(view) {
+  const value = (chosen) => (chosen === null ? null : (chosen.index ?? chosen.name));
+  return {
+    model: view.model,
+    ...(view.image ? { image: view.image } : { text: view.text }),
+    method: view.method,
+    out_token: view.every ? null : view.output,
+    target: value(view.target),
+    against: value(view.against),
+    blocks: view.blocks,
+    heads: Object.keys(view.heads).length ? view.heads : null,
+  };
+}
