@@ -23,7 +23,7 @@ from tensorlens.studies.plain_pass import plain_pass, read_out
 from tensorlens.tensor import AttentionTensor
 
 FORWARD_CHUNK = 32
-ROWS_FROM = 0.5
+ROWS_FROM = 0.2
 """Samples per channel from which the dense slice, once made, is cheaper than a replay for each sample."""
 
 
