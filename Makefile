@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-con
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all check fmt clean
+.PHONY: help demo setup test test-all families check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(VENV)/.stamp-dev  ## quick tests
 test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles, the doctests
 	$(BIN)/python -m pytest -n $(WORKERS)
 	$(BIN)/python -m pytest --doctest-modules src
+
+families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
+	$(BIN)/tensorlens families --workers $(WORKERS)
 
 check: $(VENV)/.stamp-dev  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -21,10 +21,26 @@ from tensorlens.studies.families_table import read_table, write_table
 
 SAMPLE = [
     Case("causal", name, "eager")
-    for name in (
-        "llama gpt2 bloom gemma2 gpt_oss mixtral deepseek_v3 mamba mamba2 qwen3_next rwkv recurrent_gemma zamba2 "
-        "gemma3n_text hrm_text xlnet minimax falcon"
-    ).split()
+    for name in [
+        "llama",
+        "gpt2",
+        "bloom",
+        "gemma2",
+        "gpt_oss",
+        "mixtral",
+        "deepseek_v3",
+        "mamba",
+        "mamba2",
+        "qwen3_next",
+        "rwkv",
+        "recurrent_gemma",
+        "zamba2",
+        "gemma3n_text",
+        "hrm_text",
+        "xlnet",
+        "minimax",
+        "falcon",
+    ]
 ] + [
     Case("masked", "bert", "sdpa"),
     Case("masked", "deberta-v2", "eager"),

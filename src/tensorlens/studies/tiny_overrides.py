@@ -101,7 +101,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "neomme": dict(head_dim=16, num_attention_heads=2),
     "musicgen": dict(decoder=dict(num_codebooks=1)),
     "musicgen_melody": dict(decoder=dict(num_codebooks=1)),
-    "hrm_text": dict(num_layers_per_stack=1),
+    "hrm_text": dict(num_hidden_layers=2, L_cycles=1),
     **dict.fromkeys(
         ["qwen4_exp", "qwen4_exp_text"],
         dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
