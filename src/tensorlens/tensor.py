@@ -21,6 +21,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.base import Pulled, TensorOperator, check_token
 from tensorlens.operators.budget import Precision
 from tensorlens.operators.certificate import Certificate, certify
+from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator
 
 
@@ -240,6 +241,16 @@ class AttentionTensor(TensorOperator):
         if precision == operator.precision:
             return self
         return self._part(FrozenOperator(operator.frozen, operator.span, operator.heads, precision=precision))
+
+    def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
+        """Operations, memory and time of some work before it is done.
+
+        Args:
+            work: ``"rows"`` (one slice), ``"dense"``, ``"norm"``, ``"sketch"`` or ``"in_out"``.
+            n_outputs: For norm, sketch and in_out: how many outputs; all if None.
+            probes: For a sketch.
+        """
+        return estimate(self.operator, work, n_outputs=n_outputs, probes=probes)
 
     def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
         """Cotangents that live on one output each, pulled to the input a piece at a time."""

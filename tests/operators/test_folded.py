@@ -209,3 +209,13 @@ def test_spectrum_of_the_whole_operator_and_of_a_block() -> None:
 def test_a_spectrum_needs_both_tokens_or_none() -> None:
     with pytest.raises(tl.InputError, match="both `out_token` and `in_token`"):
         spectrum(operator("gpt2"), 1)
+
+
+@pytest.mark.parametrize("work", ["rows", "dense", "norm", "sketch", "in_out"])
+def test_an_estimate_grows_with_the_work(work: str) -> None:
+    T = tl.Lens(zoo.build("gpt2"))(zoo.sample("gpt2"))
+    found = T.estimate(work)
+    assert found.flops > 0 and found.n_bytes > 0 and found.time_class == "instant"
+    assert T.estimate("norm", n_outputs=1).flops < T.estimate("norm").flops
+    with pytest.raises(tl.InputError, match="`estimate` knows rows"):
+        T.estimate("everything")

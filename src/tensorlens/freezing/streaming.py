@@ -48,8 +48,9 @@ def tape_bytes(anatomy: Anatomy, inputs: dict[str, Any]) -> int:
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(tokens, Tensor):
         return 0
-    widths = [sum(m.weight.shape[0] for m in block.modules() if isinstance(m, nn.Linear)) for block in anatomy.blocks]
-    return 6 * tokens.shape[1] * sum(widths)
+    weights = [p for block in anatomy.blocks for p in block.parameters() if p.dim() == 2]
+    # Gains and statistics are held in float32, the rest in the model's own type.
+    return sum(max(3, 2 * weight.dtype.itemsize) * max(weight.shape) for weight in weights) * tokens.shape[1]
 
 
 class Call(NamedTuple):

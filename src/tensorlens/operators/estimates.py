@@ -1,0 +1,131 @@
+"""What a computation will cost, before it is paid: operations, memory, and about how long it takes here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+
+from tensorlens.errors import InputError
+from tensorlens.operators.budget import Precision, matmul_mode
+from tensorlens.operators.folded import folding_pays
+from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, MOST_COLUMNS, FrozenOperator
+
+Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The cost of a computation.
+
+    Attributes:
+        work: What was asked for.
+        way: ``"folded"`` or ``"backward passes"``.
+        flops: Floating-point operations, a multiplication and an addition counting as two.
+        n_bytes: Memory at the peak, beyond what the operator holds already.
+        seconds: About how long, at half the rate of a large matrix product measured on the device.
+    """
+
+    work: str
+    way: str
+    flops: float
+    n_bytes: int
+    seconds: float
+
+    @property
+    def time_class(self) -> str:
+        """In words: ``"instant"``, ``"seconds"``, ``"minutes"`` or ``"hours"``."""
+        for limit, name in ((1, "instant"), (60, "seconds"), (3600, "minutes")):
+            if self.seconds < limit:
+                return name
+        return "hours"
+
+    def __str__(self) -> str:
+        """One line."""
+        cost = f"{self.flops / 1e12:.3g} TFLOP, {self.n_bytes / 2**30:.2f} GiB"
+        return f"{self.work} by {self.way}: {cost}, {self.time_class} (about {self.seconds:.2g} s)"
+
+
+def estimate(
+    operator: FrozenOperator, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16
+) -> Estimate:
+    """The cost of some work.
+
+    Args:
+        operator: The operator.
+        work: ``"rows"`` (one slice), ``"dense"``, ``"norm"``, ``"sketch"`` or ``"in_out"``.
+        n_outputs: For all but rows and dense: how many outputs; all if None.
+        probes: For a sketch.
+    """
+    if work not in get_args(Work):
+        raise InputError(f"`estimate` knows {', '.join(get_args(Work))}; got {work!r}.")
+    n_out, d_out = operator.shape[:2]
+    n_outputs = 1 if work == "rows" else n_out if n_outputs is None or work == "dense" else n_outputs
+    each = {"sketch": probes, "in_out": 1}.get(work, d_out)
+    stored = {"rows": 1, "dense": n_out}.get(work, 0) * d_out * operator.n_tokens * operator.n_channels
+    n_columns = min(n_outputs * each, MOST_COLUMNS.get(operator.device.type, 2048))
+    folds = operator.folded is not None and n_outputs * each >= ENOUGH_TO_FOLD
+    flops = folded_flops(operator, n_outputs, each) if folds else _backward_flops(operator, n_outputs * each)
+    rate = 0.5 * matmul_rate(operator.device, operator.precision, operator.compute_type)
+    return Estimate(
+        work=work,
+        way="folded" if folds else "backward passes",
+        flops=flops,
+        n_bytes=stored * operator.dtype.itemsize + n_columns * operator.bytes_per_column,
+        seconds=flops / rate,
+    )
+
+
+def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) -> float:
+    """Operations of the folded adjoint; a causal model carries only the tokens up to the output."""
+    folded = operator.folded
+    assert folded is not None, "asked of an operator that folds"
+    n, d = operator.n_tokens, operator.n_channels
+    width = min(n_outputs * n_cotangents, MOST_COLUMNS.get(operator.device.type, 2048))
+    n_passes = max(1, round(n_outputs * n_cotangents / width))
+    n_columns = n_outputs * n_cotangents
+    total = 0.0
+    for block in list(folded.parts)[:-1]:
+        parts = folded.parts[block]
+        inner = sum(p.weight.shape[1] for p in (parts.feed_forward.up,))
+        n_mixed, n_value = parts.out.weight.shape[0], parts.value.weight.shape[1]
+        is_causal = max(folded.block(block).last[: n // 2 + 1], default=0) <= n // 2
+        live = n / 2 if is_causal and n_outputs > 1 else n
+        keeps = n_passes > 2
+        token_wise = 4.0 * d * inner * live * n_columns
+        if keeps or folding_pays(d, inner, width):
+            token_wise = 2.0 * d * d * live * n_columns + 2.0 * d * d * inner * n * (1 if keeps else n_passes)
+        mixing = 2.0 * live * live * n_mixed * n_columns
+        total += token_wise + 2.0 * d * (n_mixed + n_value) * live * n_columns + mixing
+    return total
+
+
+def _backward_flops(operator: FrozenOperator, n_cotangents: int) -> float:
+    """A forward replay, and for each cotangent a backward pass through everything that is linear."""
+    blocks = operator.frozen.anatomy.blocks
+    weights = sum(p.numel() for block in blocks for p in block.parameters() if p.dim() == 2)
+    return 2.0 * weights * operator.n_tokens * (1 + n_cotangents)
+
+
+@cache
+def matmul_rate(device: torch.device, precision: Precision | None, dtype: torch.dtype) -> float:
+    """Operations per second of a matrix product, measured once."""
+    n = 4096 if device.type == "cuda" else 512
+    a = torch.randn(n, n, device=device).to(dtype)
+    best = 0.0
+    with matmul_mode(precision), torch.no_grad():
+        for _ in range(4):
+            _finish(device)
+            start = time.perf_counter()
+            torch.mm(a, a)
+            _finish(device)
+            best = max(best, 2 * n**3 / (time.perf_counter() - start))
+    return best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
