@@ -16,6 +16,7 @@ HOSTILE = (
     f"</script>{SCRIPT}",
     "<img src=x onerror='window.hacked = 1'>",
     "\"'`&<!--",
+    "<!--<script ",
     "שלום",
     " العربية",
     "e\u0301\u0323",

@@ -33,7 +33,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
 
 
-AWKWARD = torch.tensor([[0.1, float("nan"), float("inf")], [-float("inf"), -0.0, 1e-38]])
+AWKWARD = torch.tensor([[0.1, float("nan"), float("inf")], [-float("inf"), -0.0, 1e-38]], dtype=torch.float64)
 
 
 def test_scores_are_detached_copies_on_the_cpu():
@@ -109,6 +109,10 @@ def test_top_ranks_by_size_and_keeps_the_sign():
     assert tmap.top(3) == [Top(1, "in1", -2.0), Top(0, "in0", 0.5), Top(3, "in3", 0.5)]
     assert [entry.index for entry in tmap.top(99)] == [1, 0, 3, 2]
     assert tmap.top(1, out_token=0)[0].score == 9.0
+
+
+def test_top_keeps_the_order_of_equals():
+    assert [entry.index for entry in make(torch.ones(1, 3000)).top(2000)] == list(range(2000))
 
 
 def test_top_needs_a_count():

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 import io
-import os
-import shutil
+import time
 
 import numpy as np
 import pytest
+from playwright.sync_api import expect
 from view_samples import HOSTILE, SCRIPT, WORDS, map_view
 
 from tensorlens.views import page
@@ -19,57 +19,10 @@ from tensorlens.views.record import MapView, PatchGrid
 
 pytestmark = pytest.mark.browser
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
 
 def square(n: int = 7, labels=WORDS) -> MapView:
     scores = np.arange(n * n, dtype=float).reshape(n, n) - 20
     return map_view(scores, labels=labels)
-
-
-@pytest.fixture(scope="session")
-def browser():
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.fail("No Chromium found. Install it (Debian: apt-get install chromium) or name it in CHROMIUM.")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def open_html(browser, tmp_path):
-    """Open a document from disk, offline; at the end nothing may have failed, asked the network or run a label."""
-    contexts, problems = [], []
-
-    def open_it(html: str, *, is_mounted: bool = True, **options):
-        path = tmp_path / f"{len(contexts)}.html"
-        path.write_text(html, encoding="utf-8")
-        context = browser.new_context(offline=True, viewport={"width": 1180, "height": 900}, **options)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        tab.on("request", lambda request: problems.append(request.url) if request.url[:4] == "http" else None)
-        tab.goto(path.as_uri())
-        if is_mounted:
-            tab.wait_for_selector("[data-ready]", state="attached")
-        return tab
-
-    yield open_it
-    hacked = [tab.evaluate("window.hacked") for context in contexts for tab in context.pages]
-    for context in contexts:
-        context.close()
-    assert problems == []
-    assert not any(hacked)
-
-
-@pytest.fixture
-def open_map(open_html):
-    return lambda *views, **options: open_html(page.page(views, title="map"), **options)
 
 
 def cell(tab, view: MapView, i: int, j: int) -> tuple[float, float]:
@@ -79,9 +32,22 @@ def cell(tab, view: MapView, i: int, j: int) -> tuple[float, float]:
     return box["x"] + box["width"] - 2 - 40 * (n_in - j - 0.5), box["y"] + box["height"] - 2 - 40 * (n_out - i - 0.5)
 
 
-def background(tab, locator) -> tuple[int, ...]:
+def background(locator) -> tuple[int, ...]:
     text = locator.evaluate("node => getComputedStyle(node).backgroundColor")
     return tuple(int(part) for part in text.removeprefix("rgb(").rstrip(")").split(","))
+
+
+def css(colour: tuple[int, ...]) -> str:
+    return f"rgb({', '.join(map(str, colour))})"
+
+
+def eventually(check) -> None:
+    """For what has no `expect`: pictures on a canvas follow with the next frame."""
+    for _ in range(100):
+        if check():
+            return
+        time.sleep(0.05)
+    assert check()
 
 
 def test_hover_shows_the_pair_and_its_number(open_map):
@@ -89,17 +55,17 @@ def test_hover_shows_the_pair_and_its_number(open_map):
     tab = open_map(view)
     tab.mouse.move(*cell(tab, view, 4, 6))
     tooltip = tab.locator(".tooltip")
-    assert tooltip.locator(".number").inner_text() == "+14.0"
-    assert tooltip.locator(".pair").inner_text() == "“ Tower” 4 ← 6 “ in”"
+    expect(tooltip.locator(".number")).to_have_text("+14.0")
+    expect(tooltip.locator(".pair")).to_have_text("“ Tower” 4 ← 6 “ in”")
     tab.mouse.move(1, 1)
-    assert not tooltip.is_visible()
+    expect(tooltip).to_be_hidden()
 
 
 def test_hover_over_the_text_reads_the_selected_row(open_map):
     tab = open_map(square())
     tab.locator(".token").nth(2).hover()
-    assert tab.locator(".tooltip .pair").inner_text() == "“ in” 6 ← 2 “iff”"
-    assert tab.locator(".tooltip .number").inner_text() == "+24.0"
+    expect(tab.locator(".tooltip .pair")).to_have_text("“ in” 6 ← 2 “iff”")
+    expect(tab.locator(".tooltip .number")).to_have_text("+24.0")
 
 
 def test_click_on_a_token_colours_its_row_over_the_text(open_map):
@@ -107,32 +73,32 @@ def test_click_on_a_token_colours_its_row_over_the_text(open_map):
     tab = open_map(map_view(scores, labels=("a", " b", " c"), bias_share=np.array([0.1, 0.15, np.nan])))
     tokens = tab.locator(".token")
     tokens.nth(0).click()
-    assert tokens.nth(0).get_attribute("aria-selected") == "true"
-    red, white, blue = (background(tab, tokens.nth(k)) for k in (0, 2, 1))
+    expect(tokens.nth(0)).to_have_attribute("aria-selected", "true")
+    red, white, blue = (background(tokens.nth(k)) for k in (0, 2, 1))
     assert red[0] > red[2] + 80
     assert blue[2] > blue[0] + 80
     assert max(white) - min(white) < 6
     tokens.nth(1).click()
-    assert background(tab, tokens.nth(1)) == red
-    assert background(tab, tokens.nth(2)) == blue
-    assert tab.locator(".reading").inner_text() == "What carries output “ b” (1)"
-    assert "15.0 % of this output" in tab.locator(".caption").inner_text()
+    expect(tokens.nth(1)).to_have_css("background-color", css(red))
+    expect(tokens.nth(2)).to_have_css("background-color", css(blue))
+    expect(tab.locator(".reading")).to_have_text("What carries output “ b” (1)")
+    expect(tab.locator(".caption")).to_contain_text("15.0 % of this output")
     tokens.nth(2).click()
-    assert "not known to this method" in tab.locator(".caption").inner_text()
+    expect(tab.locator(".caption")).to_contain_text("not known to this method")
 
 
 def test_click_on_the_map_selects_its_row(open_map):
     view = square()
     tab = open_map(view)
     tab.mouse.click(*cell(tab, view, 2, 5))
-    assert "“iff” (2)" in tab.locator(".reading").inner_text()
+    expect(tab.locator(".reading")).to_contain_text("“iff” (2)")
 
 
 def test_a_listener_outside_learns_of_the_selection(open_map):
     tab = open_map(square())
     tab.evaluate("document.addEventListener('tensorlens:select', (event) => { window.heard = event.detail; })")
     tab.locator(".token").nth(3).click()
-    assert tab.evaluate("window.heard") == {"outToken": 3, "inToken": 0}
+    eventually(lambda: tab.evaluate("window.heard") == {"outToken": 3, "inToken": 0})
 
 
 def test_arrow_keys_move_and_are_announced(open_map):
@@ -140,10 +106,10 @@ def test_arrow_keys_move_and_are_announced(open_map):
     tab.locator("canvas.marks").focus()
     for key in ("ArrowUp", "ArrowUp", "ArrowRight", "ArrowLeft", "ArrowRight"):
         tab.keyboard.press(key)
-    assert tab.locator(".live").text_content() == "Output 4  Tower from input 1  E: +9.00"
+    expect(tab.locator(".live")).to_have_text("Output 4 Tower from input 1 E: +9.00")
     tab.keyboard.press("End")
     tab.keyboard.press("ArrowRight")
-    assert "input 6" in tab.locator(".live").text_content()
+    expect(tab.locator(".live")).to_contain_text("input 6")
 
 
 FOCUSED = """() => { const node = document.querySelector('[data-tensorlens]').shadowRoot.activeElement;
@@ -168,27 +134,26 @@ def test_keys_in_the_text_move_the_output(open_map):
     tab.locator(".text").focus()
     tab.keyboard.press("Home")
     tab.keyboard.press("ArrowRight")
-    assert tab.locator(".reading").inner_text() == "What carries output “ E” (1)"
-    assert tab.locator(".text").get_attribute("aria-activedescendant") == tab.locator(".token").nth(1).get_attribute(
-        "id"
-    )
+    expect(tab.locator(".reading")).to_have_text("What carries output “ E” (1)")
+    chosen = tab.locator(".token").nth(1).get_attribute("id")
+    expect(tab.locator(".text")).to_have_attribute("aria-activedescendant", chosen)
 
 
-def paper(tab) -> tuple[int, ...]:
-    return background(tab, tab.locator(".lens"))
+LIGHT, DARK = "rgb(255, 255, 255)", "rgb(17, 20, 23)"
 
 
 def test_dark_follows_the_system_and_the_button(open_map):
     tab = open_map(square(), color_scheme="dark")
-    assert max(paper(tab)) < 40
+    lens, button = tab.locator(".lens"), tab.get_by_role("button", name="Switch between light and dark")
+    expect(lens).to_have_css("background-color", DARK)
     tab.emulate_media(color_scheme="light")
-    assert min(paper(tab)) > 240
-    tab.get_by_role("button", name="Switch between light and dark").click()
-    assert max(paper(tab)) < 40
-    assert tab.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(17, 20, 23)"
+    expect(lens).to_have_css("background-color", LIGHT)
+    button.click()
+    expect(lens).to_have_css("background-color", DARK)
+    expect(tab.locator("html")).to_have_css("background-color", DARK)
     tab.emulate_media(color_scheme="dark")
-    tab.get_by_role("button", name="Switch between light and dark").click()
-    assert min(paper(tab)) > 240
+    button.click()
+    expect(lens).to_have_css("background-color", LIGHT)
 
 
 def canvas_colours(tab) -> int:
@@ -199,11 +164,19 @@ def canvas_colours(tab) -> int:
     )
 
 
+def seconds_to_picture(tab) -> float:
+    tab.reload()
+    tab.wait_for_selector("[data-ready]", state="attached")
+    return tab.evaluate("performance.getEntriesByName('tensorlens')[0].duration") / 1000
+
+
+WATCH = """() => { window.longest = 0; if (window.watched) return; window.watched = true;
+new PerformanceObserver((list) => { for (const entry of list.getEntries())
+window.longest = Math.max(window.longest, entry.duration); }).observe({ type: 'longtask' }); }"""
+
+
 def longest_task(tab, act) -> float:
-    tab.evaluate(
-        """() => { window.longest = 0; new PerformanceObserver((list) => { for (const entry of list.getEntries())
-        window.longest = Math.max(window.longest, entry.duration); }).observe({ type: 'longtask' }); }"""
-    )
+    tab.evaluate(WATCH)
     act()
     tab.wait_for_timeout(150)
     return tab.evaluate("window.longest")
@@ -213,8 +186,6 @@ def test_2000_tokens_are_drawn_within_a_second_and_stay_responsive(open_map):
     rng = np.random.default_rng(0)
     view = map_view(np.tril(rng.normal(size=(2000, 2000))) + 5 * np.eye(2000))
     tab = open_map(view)
-    duration = tab.evaluate("performance.getEntriesByName('tensorlens')[0].duration")
-    assert duration < 1000
     assert canvas_colours(tab) > 50
 
     def use() -> None:
@@ -224,28 +195,54 @@ def test_2000_tokens_are_drawn_within_a_second_and_stay_responsive(open_map):
         for k in range(10):
             tab.mouse.move(300 + 10 * k, 300 + 7 * k)
 
-    assert longest_task(tab, use) < 500
+    # The best of a few: what else the machine does is not ours to measure.
+    assert min(longest_task(tab, use) for _ in range(3)) < 300
+    assert min(seconds_to_picture(tab) for _ in range(3)) < 1.0
+
+
+def test_long_maps_show_their_numbers(open_map):
+    scores = np.zeros((1, 600))
+    scores[0, :4] = [1.0, 2e-5, -0.5, np.nan]
+    tab = open_map(map_view(scores))
+    for j, number in enumerate(["+1.00", "+2.00e-5", "−0.500", "no value", "0"]):
+        tab.locator(".token").nth(j).hover()
+        expect(tab.locator(".tooltip .number")).to_have_text(number)
+
+
+LINES = """(canvas) => { const { data } = canvas.getContext('2d').getImageData(0, canvas.height - 99, canvas.width, 1);
+let lines = 0; let was = false; for (let k = 0; k < data.length; k += 4) { const is = data[k + 2] > data[k] + 80;
+lines += is && !was; was = is; } return lines; }"""
+
+
+def test_an_overview_loses_no_line(open_map):
+    scores = np.zeros((1501, 1501))
+    scores[:, 101::100] = -1.0
+    tab = open_map(map_view(scores))
+    assert tab.locator("canvas.base").evaluate(LINES) == 14
+
+
+def pointed_row(tab, x: float, y: float) -> int:
+    tab.mouse.move(x, y)
+    tab.mouse.move(x + 1, y)
+    return int(tab.locator(".tooltip .pair").inner_text().split(" ← ")[0].split()[-1])
 
 
 def test_zoom_shows_labels_and_an_overview(open_map):
     view = map_view(np.eye(400))
     tab = open_map(view)
-    assert not tab.locator(".overview").is_visible()
+    expect(tab.locator(".overview")).to_be_hidden()
     for _ in range(12):
         tab.get_by_role("button", name="Zoom in").click()
-    tab.wait_for_timeout(100)
-    assert tab.locator(".overview").is_visible()
+    expect(tab.locator(".overview")).to_be_visible()
     box = tab.locator("canvas.marks").bounding_box()
-    tab.mouse.move(box["x"] + box["width"] - 60, box["y"] + box["height"] - 60)
-    assert int(tab.locator(".tooltip .pair").inner_text().split(" ← ")[0].split()[-1]) > 380
+    far, near = box["x"] + box["width"] - 60, box["x"] + 150
+    low = box["y"] + box["height"] - 60
+    eventually(lambda: pointed_row(tab, far, low) > 380)
     thumb = tab.locator(".overview").bounding_box()
     tab.mouse.click(thumb["x"] + 3, thumb["y"] + 3)
-    tab.wait_for_timeout(100)
-    tab.mouse.move(box["x"] + 150, box["y"] + box["height"] - 60)
-    assert int(tab.locator(".tooltip .pair").inner_text().split(" ← ")[0].split()[-1]) < 40
+    eventually(lambda: pointed_row(tab, near, low) < 40)
     tab.get_by_role("button", name="Show the whole map").click()
-    tab.wait_for_timeout(100)
-    assert not tab.locator(".overview").is_visible()
+    expect(tab.locator(".overview")).to_be_hidden()
 
 
 def test_dragging_a_zoomed_map_moves_it(open_map):
@@ -253,36 +250,29 @@ def test_dragging_a_zoomed_map_moves_it(open_map):
     tab = open_map(view)
     for _ in range(3):
         tab.get_by_role("button", name="Zoom in").click()
-    tab.wait_for_timeout(100)
+    expect(tab.locator(".overview")).to_be_visible()
     box = tab.locator("canvas.marks").bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-
-    def row() -> int:
-        tab.mouse.move(x, y)
-        return int(tab.locator(".tooltip .pair").inner_text().split(" ← ")[0].split()[-1])
-
-    before = row()
+    before = pointed_row(tab, x, y)
     selected = tab.locator(".reading").inner_text()
     tab.mouse.down()
     tab.mouse.move(x, y + 120, steps=4)
     tab.mouse.up()
-    tab.wait_for_timeout(100)
-    assert row() < before - 3
-    assert tab.locator(".reading").inner_text() == selected
+    eventually(lambda: pointed_row(tab, x, y) < before - 3)
+    expect(tab.locator(".reading")).to_have_text(selected)
 
 
 def test_scale_and_contrast_change_the_picture_and_the_legend(open_map):
     tab = open_map(map_view([[100.0, 50.0], [1.0, 0.5]], labels=("a", "b")))
     legend = tab.locator(".figure .ticks")
-    assert legend.inner_text().split() == ["0", "100"]
+    expect(legend.locator("span")).to_have_text(["0", "100"])
     pixel = "canvas => [...canvas.getContext('2d').getImageData(canvas.width - 20, canvas.height - 20, 1, 1).data]"
     faint = tab.locator("canvas.base").evaluate(pixel)
     tab.get_by_label("Colour scale").select_option("row")
-    tab.wait_for_timeout(100)
-    assert tab.locator("canvas.base").evaluate(pixel)[0] < faint[0] - 60
-    assert legend.inner_text().split() == ["0", "1.00"]
+    eventually(lambda: tab.locator("canvas.base").evaluate(pixel)[0] < faint[0] - 60)
+    expect(legend.locator("span")).to_have_text(["0", "1.00"])
     tab.get_by_label("Contrast").fill("100")
-    assert legend.inner_text().split() == ["0", "≥", "0.0500"]
+    expect(legend.locator("span")).to_have_text(["0", "≥ 0.0500"])
 
 
 def picture() -> str:
@@ -301,18 +291,18 @@ def test_pictures_have_patches_a_slider_and_numbers(open_map):
     assert strong == negative > weak > 0
     box = canvas.bounding_box()
     tab.mouse.move(box["x"] + box["width"] / 4, box["y"] + 3 * box["height"] / 4)
-    assert tab.locator(".tooltip .number").inner_text() == "−4.00"
+    expect(tab.locator(".tooltip .number")).to_have_text("−4.00")
     tab.get_by_label("Opacity of the overlay").fill("0")
-    assert canvas.evaluate(alpha) == [0, 0, 0, 0]
+    eventually(lambda: canvas.evaluate(alpha) == [0, 0, 0, 0])
     tab.get_by_label("Opacity of the overlay").fill("100")
-    assert canvas.evaluate(alpha) == [255, 255, 255, 255]
+    eventually(lambda: canvas.evaluate(alpha) == [255, 255, 255, 255])
 
 
 def test_a_patch_of_a_square_map_selects_its_output(open_map):
     tab = open_map(map_view(np.eye(5), grid=PatchGrid(rows=2, columns=2, first=1), image=picture()))
     box = tab.locator("canvas.patches").bounding_box()
     tab.mouse.click(box["x"] + 0.75 * box["width"], box["y"] + 0.25 * box["height"])
-    assert "(2)" in tab.locator(".reading").inner_text()
+    expect(tab.locator(".reading")).to_contain_text("(2)")
 
 
 def test_hostile_labels_are_shown_and_not_run(open_map):
@@ -324,8 +314,9 @@ def test_hostile_labels_are_shown_and_not_run(open_map):
     assert shown[0] == SCRIPT
     assert "\\u202eevil" in shown
     assert "∅" in shown
+    assert "␣␣" in shown
     assert max(map(len, shown)) < 200
-    assert tab.locator("h2").inner_text() == SCRIPT
+    expect(tab.locator("h2")).to_have_text(SCRIPT)
     assert tab.locator(".lens script, .lens img, .lens b").count() == 0
     for k in range(n):
         tab.locator(".token").nth(k).hover()
@@ -342,53 +333,50 @@ def test_right_to_left_text_runs_right_to_left(open_map):
 @pytest.mark.parametrize("value", [1.0, np.nan])
 def test_odd_shapes_and_missing_values(open_map, shape, value):
     tab = open_map(map_view(np.full(shape, value)))
-    assert tab.locator("h2").is_visible()
+    expect(tab.locator("h2")).to_be_visible()
     if np.prod(shape):
         tab.locator(".token").first.hover()
-        assert tab.locator(".tooltip .number").inner_text() == ("1.00" if value == 1.0 else "no value")
+        expect(tab.locator(".tooltip .number")).to_have_text("1.00" if value == 1.0 else "no value")
     else:
-        assert "Nothing to show" in tab.locator(".empty").inner_text()
+        expect(tab.locator(".empty")).to_contain_text("Nothing to show")
 
 
 # How two notebooks put HTML into their page: neither runs scripts set with innerHTML, so both run copies of them.
-JUPYTER = """(html) => { const cell = document.querySelector('#cell'); cell.innerHTML = html;
+JUPYTER = """([id, html]) => { const cell = document.getElementById(id); cell.innerHTML = html;
 for (const old of cell.querySelectorAll('script')) { const copy = document.createElement('script');
 for (const { name, value } of old.attributes) copy.setAttribute(name, value);
 copy.textContent = old.textContent; old.replaceWith(copy); } }"""
-VSCODE = """(html) => { const cell = document.querySelector('#cell'); cell.innerHTML = html;
+VSCODE = """([id, html]) => { const cell = document.getElementById(id); cell.innerHTML = html;
 for (const old of [...cell.getElementsByTagName('script')]) { const copy = document.createElement('script');
 copy.text = old.innerText; if (old.type) copy.type = old.type; cell.appendChild(copy).remove(); } }"""
 AROUND = """<!doctype html><style>* { color: red !important; font-size: 40px !important; background: lime !important; }
-</style><body data-jp-theme-light="false"><div id="cell"></div>"""
+</style><body data-jp-theme-light="false"><div id="one"></div><div id="two"></div>"""
 
 
 @pytest.mark.parametrize("insert", [JUPYTER, VSCODE])
 def test_notebooks_show_the_fragment_untouched_by_their_style(open_html, insert):
     tab = open_html(AROUND, is_mounted=False)
-    tab.evaluate(insert, page.fragment(square()) * 2)
-    assert tab.locator("[data-ready]").count() == 2
-    assert max(paper_of(tab)) < 40
+    tab.evaluate(insert, ["one", page.fragment(square())])
+    tab.locator(".token").nth(4).click()
+    tab.evaluate(insert, ["two", page.fragment(square())])
+    expect(tab.locator("[data-ready]")).to_have_count(2)
+    expect(tab.locator(".lens").first).to_have_css("background-color", DARK)
     size = tab.locator(".size").first.evaluate(
         "node => [getComputedStyle(node).fontSize, getComputedStyle(node).color]"
     )
     assert size == ["14px", "rgb(147, 157, 170)"]
     tab.locator(".token").nth(7 + 2).click()
-    assert "(2)" in tab.locator(".reading").nth(1).inner_text()
-    assert "(6)" in tab.locator(".reading").nth(0).inner_text()
-
-
-def paper_of(tab) -> tuple[int, ...]:
-    return background(tab, tab.locator(".lens").first)
+    expect(tab.locator(".reading").nth(1)).to_contain_text("(2)")
+    expect(tab.locator(".reading").nth(0)).to_contain_text("(4)")
 
 
 def test_without_scripts_the_text_is_there(open_html):
     tab = open_html(page.page([square()], title="t"), is_mounted=False, java_script_enabled=False)
-    assert "tensor.in_out" in tab.locator("p").inner_text()
+    expect(tab.locator("p")).to_contain_text("tensor.in_out")
 
 
 def test_a_narrow_page_does_not_scroll_sideways(open_map):
     tab = open_map(square())
     tab.set_viewport_size({"width": 380, "height": 800})
-    tab.wait_for_timeout(200)
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 380
-    assert canvas_colours(tab) > 5
+    eventually(lambda: tab.evaluate("document.documentElement.scrollWidth") <= 380)
+    eventually(lambda: canvas_colours(tab) > 5)

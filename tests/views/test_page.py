@@ -92,6 +92,7 @@ def test_no_label_becomes_markup(build):
     assert [tag for tag, _ in wild.tags] == [tag for tag, _ in tame.tags]
     assert [attributes.keys() for _, attributes in wild.tags] == [attributes.keys() for _, attributes in tame.tags]
     assert wild.scripts[-1] == tame.scripts[-1]
+    assert not set("<>&") & set(wild.scripts[0])
 
 
 def test_the_document_can_be_written_as_utf8():

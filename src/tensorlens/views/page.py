@@ -22,7 +22,20 @@ from tensorlens.views.labels import shorten, visible
 from tensorlens.views.record import MapView
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPTS = ("labels", "colours", "scores", "viewport", "axes", "heatmap", "text", "patches", "panels", "shade", "lens")
+_SCRIPTS = (
+    "labels",
+    "colours",
+    "scores",
+    "viewport",
+    "raster",
+    "axes",
+    "heatmap",
+    "text",
+    "patches",
+    "panels",
+    "shade",
+    "lens",
+)
 _EXACT_UP_TO = 512
 _FALLBACK_TOKENS = 12
 

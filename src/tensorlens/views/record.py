@@ -42,7 +42,7 @@ class PatchGrid:
 class MapView:
     """What is drawn: numbers, labels and caption lines; no tensor, no model.
 
-    `scores` is (out, in), `bias_share` is (out,) and may be NaN; both are copied as float arrays.
+    `scores` is (out, in), `bias_share` is (out,) and may be NaN; both hold floats.
     `caption` holds names and values for the whole map, `row_caption` names with one value for each output.
     `out_positions` says which tokens of the text the outputs are, where they are not simply all of them.
     `image` is a base64 data URI of a PNG, JPEG, GIF or WebP, and needs a `grid`.

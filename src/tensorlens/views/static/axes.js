@@ -95,15 +95,9 @@ class Overview {
     const width = Math.min(120, view.width / 3);
     const height = Math.max(16, Math.min(120, (width * view.height) / view.width));
     Object.assign(this.node.style, { width: `${width}px`, height: `${height}px`, top: `${this.map.top + 8}px` });
-    this.node.width = Math.round(width * ratio);
-    this.node.height = Math.round(height * ratio);
-    const k = Math.max(0, Math.floor(Math.log2(Math.max(view.nIn, view.nOut) / (120 * ratio))));
-    const level = lens.scores.level(k, lens.perRow);
-    const thumbnail = document.createElement("canvas");
-    paintCells(thumbnail, lens, k, { firstRow: 0, lastRow: level.nOut, firstColumn: 0, lastColumn: level.nIn });
-    const pen = this.node.getContext("2d");
-    pen.drawImage(thumbnail, 0, 0, this.node.width, this.node.height);
-    this.frame(pen, view, lens.inks.accent, ratio);
+    const whole = { left: 0, top: 0, columns: view.nIn, rows: view.nOut };
+    paintPixels(this.node, lens, whole, Math.round(width * ratio), Math.round(height * ratio));
+    this.frame(this.node.getContext("2d"), view, lens.inks.accent, ratio);
   }
 
   frame(pen, view, colour, ratio) {

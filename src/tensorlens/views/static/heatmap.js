@@ -92,22 +92,11 @@ class HeatMap {
   }
 
   drawRaster(pen) {
-    const { view } = this;
-    const onScreen = Math.min(view.cellWidth, view.cellHeight) * this.ratio;
-    const k = onScreen < 1 ? Math.floor(Math.log2(1 / onScreen)) : 0;
-    const size = 2 ** k;
-    const seen = this.seen();
-    const box = {
-      firstRow: Math.floor(seen.firstRow / size),
-      lastRow: Math.ceil(seen.lastRow / size),
-      firstColumn: Math.floor(seen.firstColumn / size),
-      lastColumn: Math.ceil(seen.lastColumn / size),
-    };
-    paintCells(this.raster, this.lens, k, box);
-    pen.imageSmoothingEnabled = onScreen < 1;
-    const x = view.xOf(box.firstColumn * size);
-    const y = view.yOf(box.firstRow * size);
-    pen.drawImage(this.raster, x, y, this.raster.width * size * view.cellWidth, this.raster.height * size * view.cellHeight);
+    const { view, lens, ratio } = this;
+    const area = { left: view.left, top: view.top, columns: view.nIn / view.zoom, rows: view.nOut / view.zoom };
+    paintPixels(this.raster, lens, area, Math.round(view.width * ratio), Math.round(view.height * ratio));
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(this.raster, 0, 0, view.width, view.height);
   }
 
   drawMarks() {
@@ -228,22 +217,4 @@ class HeatMap {
     else if (!this.lens.moveByKey(event, "both")) return;
     event.preventDefault();
   }
-}
-
-// Colours of one level's cells inside `box`, one pixel a cell.
-function paintCells(canvas, lens, k, { firstRow, lastRow, firstColumn, lastColumn }) {
-  const level = lens.scores.level(k, lens.perRow);
-  canvas.width = lastColumn - firstColumn;
-  canvas.height = lastRow - firstRow;
-  const pen = canvas.getContext("2d");
-  const image = pen.createImageData(canvas.width, canvas.height);
-  const pixels = new Uint32Array(image.data.buffer);
-  const { colours, contrast } = lens;
-  let at = 0;
-  for (let i = firstRow; i < lastRow; i++) {
-    for (let k = i * level.nIn + firstColumn; k < i * level.nIn + lastColumn; k++) {
-      pixels[at++] = colours.words[colours.index(level.values[k] * contrast)];
-    }
-  }
-  pen.putImageData(image, 0, 0);
 }
