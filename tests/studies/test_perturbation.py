@@ -23,7 +23,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import Method
 from tensorlens.studies import perturbation_measures as measures
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation import perturbation
+from tensorlens.studies.perturbation_run import perturbation
 from tensorlens.studies.perturbation_subjects import Images, Texts, maskable
 from tensorlens.studies.perturbation_summary import summarise
 

@@ -154,6 +154,7 @@ def _describe(lens: Lens, dataset: Dataset, subject: Subject, settings: Settings
         "model": lens.name,
         "model_class": type(model).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "matmul_precision": torch.get_float32_matmul_precision(),
         "rules": lens.rules.as_dict(),
         "data": {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | subject.settings(),
         "limit": limit,
@@ -262,7 +263,9 @@ class _Study:
 def _map(tensor: AttentionTensor, method: str, out_token: int, settings: Settings) -> Any:
     pooled = method == "tensor.in_class" and tensor.operator.frozen.pools
     options: dict[str, Any] = (
-        {"probes": settings.norm_probes} if settings.norm_probes and method == "tensor.norm" else {}
+        {"probes": settings.norm_probes, "seed": settings.seed}
+        if settings.norm_probes and method == "tensor.norm"
+        else {}
     )
     return tensor.map(method, out_token=None if pooled else out_token, **options)
 
