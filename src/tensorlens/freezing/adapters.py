@@ -15,14 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensorlens.errors import NotLinearError
 from tensorlens.freezing import gains
 from tensorlens.freezing.functions import held
 from tensorlens.freezing.nonlinear import activate
-from tensorlens.freezing.traced import Interpreter, constant, is_live, mark, plain
+from tensorlens.freezing.traced import Interpreter, constant, is_live
 
 Adapter = Callable[..., Any]
 ADAPTERS: dict[str, Adapter] = {}
@@ -107,27 +105,6 @@ def gated_convolution(
     before, after = (held(run, name, partial(constant, gate)) for name, gate in (("B", before), ("C", after)))
     mixed = module.conv(before * x)[..., : x.shape[-1]]
     return module.out_proj((after * mixed).transpose(-1, -2).contiguous())
-
-
-@adapter("torch.nn.modules.activation.MultiheadAttention")
-def multi_head_attention(
-    run: Interpreter, module: nn.MultiheadAttention, forward: Callable[..., Any], query: Tensor, key: Tensor,
-    value: Tensor, **options: Any,
-) -> tuple[Any, None]:  # fmt: skip
-    """Torch's own attention module, with A held: the values, the heads and the output projection stay linear."""
-    if module.bias_k is not None or module.add_zero_attn or not is_live(value):
-        raise NotLinearError(f"`{type(module).__name__}` with extra keys, or without live values, has no rule.")
-    run.fire("attention: torch module")
-    options |= {"need_weights": True, "average_attn_weights": False}
-    attention = run.hold("softmax", lambda: forward(*map(constant, (query, key, value)), **options)[1])
-    v = plain(value) if module.batch_first else plain(value).transpose(0, 1)
-    whole, d = module.in_proj_weight, module.embed_dim
-    bias = None if module.in_proj_bias is None else module.in_proj_bias[2 * d :]
-    v = F.linear(v, module.v_proj_weight if whole is None else whole[2 * d :], bias)
-    heads = v.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-    mixed = run.mix_heads(attention @ heads).transpose(1, 2).flatten(2)
-    y = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
-    return mark(y if module.batch_first else y.transpose(0, 1), live=True), None
 
 
 adapter(

@@ -96,7 +96,7 @@ def _held(run: Interpreter, operation: str, value: Tensor) -> Tensor:
 
 
 class _Unrolled:
-    """A custom autograd function whose forward runs as ordinary code: its backward is a derivative no rule has seen."""
+    """A custom autograd function whose forward runs as ordinary code: no rule has seen its backward."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -104,9 +104,9 @@ class _Unrolled:
     def apply(self, *args: Any) -> Any:
         """The forward, with a context that keeps nothing."""
         result = self.function.forward(_NoContext(), *args)
-        if any(is_live(value) for value in args) and not any(traced_in(result)):
+        if any(is_live(value) for value in args) and next(traced_in(result), None) is None:
             raise NotLinearError(
-                """A custom autograd function whose forward runs as ordinary code: no rule has seen its backward."""
+                f"The custom autograd function `{self.function.__name__}` hides what it does to its input, so that no "
                 "rule can hold its factors. Switch to the model's plain implementation, or register an adapter for the "
                 "module's class with `tensorlens.adapter`."
             )

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tensorlens.freezing import gains
 from tensorlens.freezing.functions import held, linear, name_of, rules_for
-from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw, traced_in
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -171,6 +170,7 @@ def _dimension(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 @rules_for("pow square float_power")
 def power(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x^p as x ⊙ x^(p-1) with the second factor held, for p ≥ 1; any other power is held whole."""
+    x: Any
     x, exponent = (*args, *kwargs.values(), 2)[:2]
     if not is_live(x) or isinstance(exponent, Tensor) and exponent.numel() != 1 or float(exponent) < 1:
         return frozen(run, function, args, kwargs)
@@ -194,7 +194,9 @@ def multiply(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
         gate, up = (first, second) if first.role == "activated" else (second, first)
         return mark(gated_product(run, gate, up), live=True)
     run.fire("product: half and half")
-    result = 0.5 * (plain(first) * _hold(run, "mul.second", second) + _hold(run, "mul.first", first) * plain(second))
+    result = 0.5 * (
+        plain(first) * hold_value(run, "mul.second", second) + hold_value(run, "mul.first", first) * plain(second)
+    )
     run.watch_product("half and half", result)
     return mark(result, live=True)
 
@@ -203,14 +205,15 @@ def gated_product(run: Interpreter, gate: Tensor, up: Tensor) -> Tensor:
     """φ(g) ⊙ u by the chosen gate rule; every choice gives the product once, not twice."""
     convention = run.rules.gate
     run.fire(f"gate: {convention}")
-    by_up = plain(up) * _hold(run, "gate", gate) if convention != "freeze_up" else None
-    by_gate = plain(gate) * _hold(run, "up", up) if convention != "freeze_gate" else None
+    by_up = plain(up) * hold_value(run, "gate", gate) if convention != "freeze_up" else None
+    by_gate = plain(gate) * hold_value(run, "up", up) if convention != "freeze_gate" else None
     if by_up is None or by_gate is None:
         return by_gate if by_up is None else by_up  # type: ignore[return-value]
     return 0.5 * (by_up + by_gate)
 
 
-def _hold(run: Interpreter, operation: str, x: Tensor) -> Tensor:
+def hold_value(run: Interpreter, operation: str, x: Tensor) -> Tensor:
+    """The value of `x` in the recording."""
     return run.hold(operation, lambda: constant(x))
 
 
@@ -226,7 +229,7 @@ def matrix_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwarg
     rest = args[2:]
     if is_live(left) and is_live(right):
         run.fire("product: left factor held")
-        result = mark(raw(function, _hold(run, f"{name_of(function)}.left", left), right, *rest), live=True)
+        result = mark(raw(function, hold_value(run, f"{name_of(function)}.left", left), right, *rest), live=True)
         run.watch_product("left factor held", result)
         return result
     result = linear(run, function, (left, right, *rest), {})
@@ -235,12 +238,12 @@ def matrix_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwarg
     return result
 
 
-@rules_for("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+@rules_for("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d grouped_mm _grouped_mm")
 def weighted(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A linear layer or convolution; a weight that is itself live is held."""
+    """A linear layer, convolution or group of experts; a weight that is itself live is held."""
     if len(args) > 1 and is_live(args[1]):
         run.fire("product: weight held")
-        args = (args[0], _hold(run, f"{name_of(function)}.weight", args[1]), *args[2:])
+        args = (args[0], hold_value(run, f"{name_of(function)}.weight", args[1]), *args[2:])
     return linear(run, function, args, kwargs)
 
 
@@ -251,7 +254,7 @@ def einstein_sum(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs:
     live = [i for i, operand in enumerate(operands) if is_live(operand)]
     for i in live[:-1]:
         run.fire("product: left factor held")
-        operands[i] = _hold(run, f"einsum.{i}", operands[i])
+        operands[i] = hold_value(run, f"einsum.{i}", operands[i])
     result = linear(run, function, (args[0], *operands), kwargs)
     if len(live) > 1:
         run.watch_product("left factor held", result)
@@ -269,10 +272,10 @@ def added_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs
         operands += [kwargs.pop(key) for key in names if key in kwargs]
     base, left, right = operands[:3]
     if name == "addcdiv" and is_live(right):
-        right = _hold(run, f"{name}.denominator", right)
+        right = hold_value(run, f"{name}.denominator", right)
     elif is_live(left) and is_live(right) or name == "lerp" and is_live(right):
         run.fire("product: left factor held")
-        factor = _hold(run, f"{name}.held", right if name == "lerp" else left)
+        factor = hold_value(run, f"{name}.held", right if name == "lerp" else left)
         left, right = (left, factor) if name == "lerp" else (factor, right)
     return linear(run, function, (base, left, right, *operands[3:]), kwargs)
 
@@ -283,7 +286,7 @@ def solve(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
     matrix = args[0]
     if is_live(matrix):
         run.fire("product: left factor held")
-        matrix = _hold(run, name_of(function), matrix)
+        matrix = hold_value(run, name_of(function), matrix)
     return linear(run, function, (matrix, *args[1:]), kwargs)
 
 
@@ -295,7 +298,7 @@ def divide(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
         return frozen(run, function, args, kwargs) if is_live(numerator) else linear(run, function, args, kwargs)
     if is_live(denominator):
         run.fire("quotient: denominator held")
-        denominator = _hold(run, "div.denominator", denominator)
+        denominator = hold_value(run, "div.denominator", denominator)
         if not is_live(numerator):
             return mark(raw(function, numerator, denominator), live=False)
     return linear(run, function, (numerator, denominator), {})
@@ -386,31 +389,3 @@ def spread_and_mean(run: Interpreter, function: Any, args: tuple[Any, ...], kwar
     run.fire(f"held: {name_of(function)}")
     spread, mean = raw(function, *args, **kwargs)
     return held(run, name_of(function), lambda: constant(spread)), mark(mean, live=True)
-
-
-# Attention (Eq. 6, 9) ------------------------------------------------------------------------------------------------
-
-
-@rules_for("scaled_dot_product_attention")
-def attention(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fused attention with q, k and mask held and v live: A is fixed without being formed."""
-    return _attention(run, *args, **kwargs)
-
-
-def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-               enable_gqa: bool = False) -> Any:  # fmt: skip
-    run.fire("attention: fused, query and key held")
-    q, k = _hold(run, "attention.query", query), _hold(run, "attention.key", key)
-    if any(traced_in(attn_mask)):
-        attn_mask = _hold(run, "attention.mask", attn_mask)  # type: ignore[arg-type]
-    # By reference, so that A can be formed from the tape alone (see `held_attention`).
-    run.hold("attention.options", lambda: (attn_mask, is_causal, scale))
-    batch = value.shape[0]
-    q, k = (x if x.shape[0] == batch else x.expand(batch, *x.shape[1:]) for x in (q, k))
-    mixed = F.scaled_dot_product_attention(
-        q, k, plain(value), attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    if not is_live(value):
-        return held(run, "attention", lambda: constant(mixed))
-    return mark(run.mix_heads(mixed) if mixed.dim() == 4 else mixed, live=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError
-from tensorlens.freezing import nonlinear  # noqa: F401  (fills the table of rules)
+from tensorlens.freezing import attention, nonlinear  # noqa: F401  (they fill the table of rules)
 from tensorlens.freezing.adapters import find_adapter
 from tensorlens.freezing.functions import describe, find_rule, linear, name_of
 from tensorlens.freezing.kernels import with_kernels

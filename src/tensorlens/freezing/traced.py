@@ -95,7 +95,7 @@ def unmark(tensor: Tensor) -> None:
     """Make a traced tensor an ordinary one again, in place."""
     if isinstance(tensor, Traced):
         del tensor.live, tensor.role, tensor.generation
-        tensor.__class__ = Tensor
+        tensor.__class__ = Tensor  # type: ignore[assignment]
 
 
 def plain(tensor: Tensor) -> Tensor:

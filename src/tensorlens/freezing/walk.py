@@ -128,7 +128,11 @@ class Walk(Pass):
         elif n < self._span.start:
             return self.frozen.block_outputs[n]
         if self._begins(n):
-            args, kwargs = put_state(args, kwargs, self._substitute(n, state))
+            live = self._substitute(n, state)
+            self._find_twins(state, live, (*args, *kwargs.values()))
+            args, kwargs = put_state(args, kwargs, live)
+        elif self.recording:
+            self._note_other_streams(state, (args, kwargs))
         self.block, self.place = n, f"block {n}"
         output = forward(*args, **kwargs)
         self.block, self.place = None, f"after block {n}"
@@ -232,6 +236,19 @@ class Walk(Pass):
             if all(part is not anatomy.unembedding for part in anatomy.model.get_submodule(path).modules()):
                 return path
         return self.path[0]
+
+    def _find_twins(self, state: Tensor, live: Tensor, arguments: tuple[Any, ...]) -> None:
+        """Copies of the state that enter beside it (two residual streams begin alike) stand for the input too."""
+        for value in arguments:
+            is_like = isinstance(value, Tensor) and value is not state and value.shape == state.shape
+            if is_like and torch.equal(constant(value), constant(state)):
+                self.remember_entry(value, live)
+
+    def _note_other_streams(self, state: Tensor, arguments: Any) -> None:
+        """Live tensors beside the state, except what the encoder gave: no range can begin here with the state alone."""
+        others = [t for t in traced_in(arguments) if t.live and t is not state and t.generation < math.inf]
+        if others and self.module not in self.frozen.side_channels:
+            self.frozen.side_channels.append(self.module)
 
     def note_ages(self, generations: Iterator[float]) -> None:
         """A live tensor from before the last block left, not through it, is a side channel."""

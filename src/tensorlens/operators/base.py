@@ -81,12 +81,12 @@ class TensorOperator(ABC):
         """D, the number of input channels."""
         return self.shape[3]
 
-    def apply(self, x: HiddenBatch) -> HiddenBatch:
+    def apply(self, x: HiddenBatch) -> Float[Tensor, "*batch out_token out_channel"]:
         """T·x (Eq. 4) for x of shape (L, D) or (batch, L, D). Linear: the bias is not added."""
         batch = self._checked(x, self.shape[2:], "apply")
         return self._apply(batch).reshape(*x.shape[:-2], *self.shape[:2])
 
-    def adjoint(self, u: HiddenBatch) -> HiddenBatch:
+    def adjoint(self, u: HiddenBatch) -> Float[Tensor, "*batch in_token in_channel"]:
         """Tᵀ·u, shapes as in `apply`: the gradient of ⟨u, T·x⟩ by x."""
         batch = self._checked(u, self.shape[:2], "adjoint")
         return self._adjoint(batch).reshape(*u.shape[:-2], *self.shape[2:])
@@ -120,7 +120,7 @@ class TensorOperator(ABC):
         """The transpose: `T.T @ u` is `T.adjoint(u)`."""
         return Transposed(self)
 
-    def __matmul__(self, x: HiddenBatch) -> HiddenBatch:
+    def __matmul__(self, x: HiddenBatch) -> Float[Tensor, "*batch out_token out_channel"]:
         """`T @ x` is `T.apply(x)`."""
         return self.apply(x)
 
@@ -142,7 +142,7 @@ class Transposed:
         self.operator = operator
         self.shape = operator.shape[2:] + operator.shape[:2]
 
-    def __matmul__(self, u: HiddenBatch) -> HiddenBatch:
+    def __matmul__(self, u: HiddenBatch) -> Float[Tensor, "*batch in_token in_channel"]:
         """Tᵀ·u."""
         return self.operator.adjoint(u)
 

@@ -223,7 +223,8 @@ def sweep(
     )
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(["tensorlens.studies.families", "transformers.models.llama.modeling_llama"])
-    waiting, running = list(table)[::-1], {}
+    waiting = list(table)[::-1]
+    running: dict[Any, tuple[Case, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < workers:
             case = waiting.pop()

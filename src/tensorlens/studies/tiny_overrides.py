@@ -47,7 +47,7 @@ _BY_SIZE = {
 SIZES = {name: size for size, names in _BY_SIZE.items() for name in names.split()} | {
     "image_size": 32, "patch_size": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "sep_token_id": 2,
     "cls_token_id": 1, "mask_token_id": 4, "decoder_start_token_id": 1, "type_vocab_size": 2, "depths": 2,
-    "num_frames": 4, "forced_eos_token_id": 2, "forced_bos_token_id": 1,
+    "num_frames": 4, "conv_dim": 8, "forced_eos_token_id": 2, "forced_bos_token_id": 1,
 }  # fmt: skip
 
 _LATENT = dict(num_key_value_heads=4)
@@ -109,6 +109,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "blt": dict(encoder_hash_byte_group_vocab=20),
     # Vision
+    "whisper": dict(max_source_positions=16),
+    "wav2vec2-bert": dict(feature_projection_input_dim=32),
+    "sew": dict(squeeze_factor=1),
+    "sew-d": dict(squeeze_factor=1),
+    "granite_speech5_ctc": dict(context_size=16),
     "audio-spectrogram-transformer": dict(max_length=64, num_mel_bins=16, patch_size=8),
     "swin": _SWIN,
     "swinv2": _SWIN,
