@@ -52,7 +52,8 @@ SIZES = {name: size for size, names in _BY_SIZE.items() for name in names.split(
 
 _LATENT = dict(num_key_value_heads=4)
 _SWIN = dict(depths=[1, 1, 1], num_heads=[2, 2, 4], embed_dim=16, window_size=2, image_size=32, patch_size=4)
-_MAMBA = dict(num_hidden_layers=4)
+_INDEXED = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
+                ngram_vocab_size_base=50, hc_lowrank=8)  # fmt: skip
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -102,18 +103,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "musicgen": dict(decoder=dict(num_codebooks=1)),
     "musicgen_melody": dict(decoder=dict(num_codebooks=1)),
     "hrm_text": dict(num_hidden_layers=2, L_cycles=1),
-    **dict.fromkeys(
-        ["qwen4_exp", "qwen4_exp_text"],
-        dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
-             ngram_vocab_size_base=50, hc_lowrank=8),
+    "qwen4_exp_text": _INDEXED,
+    "qwen4_exp": dict(text_config=_INDEXED),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
     ),
+    "hgnet_v2": dict(hidden_sizes=[256, 512, 1024, 2048]),
     "blt": dict(encoder_hash_byte_group_vocab=20),
     # Vision
     "whisper": dict(max_source_positions=16),
     "wav2vec2-bert": dict(feature_projection_input_dim=32),
     "sew": dict(squeeze_factor=1),
     "sew-d": dict(squeeze_factor=1),
-    "granite_speech5_ctc": dict(context_size=16),
+    "granite_speech5_ctc": dict(encoder_config=dict(context_size=16)),
     "audio-spectrogram-transformer": dict(max_length=64, num_mel_bins=16, patch_size=8),
     "swin": _SWIN,
     "swinv2": _SWIN,
@@ -125,7 +130,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bit": dict(embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], num_groups=4),
     "resnet": dict(embedding_size=8, hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1]),
     "regnet": dict(embedding_size=8, hidden_sizes=[8, 12, 16, 24], depths=[1, 1, 1, 1], groups_width=4),
-    "cvt": dict(embed_dim=[8, 16, 24], num_heads=[1, 2, 3], depth=[1, 1, 2], patch_sizes=[7, 3, 3]),
+    "cvt": dict(embed_dim=[8, 16, 24], num_heads=[1, 2, 3], depth=[1, 2, 3], patch_sizes=[7, 3, 3]),
     "focalnet": dict(embed_dim=8, hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 1, 1], patch_size=4),
     "glpn": dict(hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2],
                  decoder_hidden_size=8),
@@ -140,8 +145,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
                   depths=[1, 1, 1], num_heads=[1, 1, 1], num_query_pool=2, embed_dim_multiplier=2.0,
                   query_stride=[2, 2], masked_unit_size=[4, 4], masked_unit_attention=[True, True, False]),
     "dinat": dict(embed_dim=8, depths=[1, 1], num_heads=[2, 2], kernel_size=3, dilations=[[1], [1]]),
-    "levit": dict(image_size=64, hidden_sizes=[8, 16, 16], num_attention_heads=[1, 2, 2], depths=[1, 1, 1],
-                  key_dim=[4, 4, 4], attention_ratio=[2, 2, 2], mlp_ratio=[2, 2, 2],
+    "levit": dict(image_size=64, patch_size=16, hidden_sizes=[8, 16, 16], num_attention_heads=[1, 2, 2],
+                  depths=[1, 1, 1], key_dim=[4, 4, 4], attention_ratio=[2, 2, 2], mlp_ratio=[2, 2, 2],
                   down_ops=[["Subsample", 4, 2, 4, 2, 2], ["Subsample", 4, 4, 4, 2, 2]]),
     "efficientnet": dict(image_size=32, hidden_dim=1280, in_channels=[32, 16], out_channels=[16, 24],
                          kernel_sizes=[3, 3],
