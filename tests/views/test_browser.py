@@ -83,6 +83,7 @@ def test_click_on_a_token_colours_its_row_over_the_text(open_map):
     expect(tokens.nth(2)).to_have_css("background-color", css(blue))
     expect(tab.locator(".reading")).to_have_text("What carries output “ b” (1)")
     expect(tab.locator(".caption")).to_contain_text("15.0 % of this output")
+    expect(tab.locator(".tooltip")).to_be_hidden()
     tokens.nth(2).click()
     expect(tab.locator(".caption")).to_contain_text("not known to this method")
 
@@ -221,10 +222,12 @@ def test_an_overview_loses_no_line(open_map):
     assert tab.locator("canvas.base").evaluate(LINES) == 14
 
 
-def pointed_row(tab, x: float, y: float) -> int:
-    tab.mouse.move(x, y)
+def pointed(tab, x: float, y: float) -> tuple[int, int]:
+    """Output and input under the pointer."""
     tab.mouse.move(x + 1, y)
-    return int(tab.locator(".tooltip .pair").inner_text().split(" ← ")[0].split()[-1])
+    tab.mouse.move(x, y)
+    out_part, in_part = tab.locator(".tooltip .pair").inner_text().split(" ← ")
+    return int(out_part.split()[-1]), int(in_part.split()[0])
 
 
 def test_zoom_shows_labels_and_an_overview(open_map):
@@ -237,12 +240,24 @@ def test_zoom_shows_labels_and_an_overview(open_map):
     box = tab.locator("canvas.marks").bounding_box()
     far, near = box["x"] + box["width"] - 60, box["x"] + 150
     low = box["y"] + box["height"] - 60
-    eventually(lambda: pointed_row(tab, far, low) > 380)
+    eventually(lambda: pointed(tab, far, low)[0] > 380)
     thumb = tab.locator(".overview").bounding_box()
     tab.mouse.click(thumb["x"] + 3, thumb["y"] + 3)
-    eventually(lambda: pointed_row(tab, near, low) < 40)
+    eventually(lambda: pointed(tab, near, low)[0] < 40)
     tab.get_by_role("button", name="Show the whole map").click()
     expect(tab.locator(".overview")).to_be_hidden()
+
+
+def test_zooming_keeps_what_is_under_the_pointer(open_map):
+    tab = open_map(map_view(np.eye(300)))
+    box = tab.locator("canvas.marks").bounding_box()
+    x, y = box["x"] + 0.7 * box["width"], box["y"] + 0.4 * box["height"]
+    before = pointed(tab, x, y)
+    tab.keyboard.down("Control")
+    tab.mouse.wheel(0, -600)
+    tab.keyboard.up("Control")
+    expect(tab.locator(".overview")).to_be_visible()
+    assert pointed(tab, x, y) == pytest.approx(before, abs=1)
 
 
 def test_dragging_a_zoomed_map_moves_it(open_map):
@@ -253,12 +268,12 @@ def test_dragging_a_zoomed_map_moves_it(open_map):
     expect(tab.locator(".overview")).to_be_visible()
     box = tab.locator("canvas.marks").bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    before = pointed_row(tab, x, y)
+    before = pointed(tab, x, y)[0]
     selected = tab.locator(".reading").inner_text()
     tab.mouse.down()
     tab.mouse.move(x, y + 120, steps=4)
     tab.mouse.up()
-    eventually(lambda: pointed_row(tab, x, y) < before - 3)
+    eventually(lambda: pointed(tab, x, y)[0] < before - 3)
     expect(tab.locator(".reading")).to_have_text(selected)
 
 
