@@ -1,0 +1,70 @@
+"""Medians with their spread, and the memory a computation takes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median, the fastest and the slowest of `n` runs; memory at the peak beyond what was there."""
+
+    seconds: float
+    fastest: float
+    slowest: float
+    n: int
+    extra_bytes: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def finish(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], Any], device: str, *, n: int = 5, warm: int = 1, most_seconds: float = 20.0) -> Timing:
+    """Run `work` up to `n` times after warming up, fewer if it takes long."""
+    for _ in range(warm):
+        work()
+    finish(device)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    seconds: list[float] = []
+    while len(seconds) < n and sum(seconds) < most_seconds:
+        start = time.perf_counter()
+        work()
+        finish(device)
+        seconds.append(time.perf_counter() - start)
+    extra = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+    return Timing(median(seconds), min(seconds), max(seconds), len(seconds), extra)
+
+
+def matmul_peak(device: str, dtype: torch.dtype) -> float:
+    """Operations per second of the fastest of some large matrix products on random numbers."""
+    sizes = (4096, 8192) if device == "cuda" else (1024, 2048)
+    best = 0.0
+    for n in sizes:
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        best = max(best, 2 * n**3 / timed(lambda a=a, b=b: a @ b, device, n=10, warm=3, most_seconds=5).fastest)
+    return best
+
+
+def copy_peak(device: str) -> float:
+    """Bytes per second of a copy, read and written both counted."""
+    a = torch.randn(2**28 if device == "cuda" else 2**24, device=device)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / timed(lambda: b.copy_(a), device, n=10, warm=3, most_seconds=5).fastest
