@@ -49,7 +49,7 @@ def explore(
 ) -> None:
     """Look around in the browser: type a text or drop an image, and ask one map after the other.
 
-    Example: tensorlens explore smollm2-135m deit-tiny
+    Example: tensorlens explore smollm2-135m dinov2-small-saliency
     """
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:

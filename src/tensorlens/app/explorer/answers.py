@@ -31,10 +31,16 @@ from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
 from tensorlens.views.record import is_by_output
 
-ROW_BY_ROW = frozenset(
-    {"tensor.norm", "tensor.in_out", "tensor.in_class", "gradient.times_input", "gradient.integrated"}
-)
-"""Methods whose cost grows with the outputs asked for; the others take as long for one row as for all."""
+ROWS_AT_A_TIME = {
+    "tensor.norm": 1,
+    "tensor.in_out": 16,
+    "tensor.in_class": 16,
+    "gradient.times_input": 1,
+    "gradient.integrated": 1,
+}
+"""Methods whose cost grows with the outputs asked for, and how many outputs cost little more than one.
+
+The others take as long for one row as for all."""
 
 N_PREDICTIONS = 8
 _QUICK, _SLOW = 0.25, 1.0
@@ -85,7 +91,9 @@ class Answers:
 
     def _fresh(self, job: Job, ask: Ask, parts: Parts) -> TokenMap:
         T = parts.part(ask)
-        found = _rows(job, ask, T) if ask.method in ROW_BY_ROW else _at_once(job, ask, T)
+        found = _rows(job, ask, T) if ask.method in ROWS_AT_A_TIME else _at_once(job, ask, T)
+        if found.scores.numel() <= _PREVIEW_CELLS:
+            job.tell("preview", map=payload(found.view()))
         job.tell("progress", stage="Measuring the certificate", done=None)
         certificate = T.certificate()
         verdict = {"passed": certificate.passed, "errors": certificate.errors}
@@ -173,15 +181,16 @@ def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
 
 
 def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
-    """The rows one after the other: first that of the output asked for, or the last one."""
+    """The rows one after the other: the last one first."""
     pools = T.operator.frozen.pools and ask.method == "tensor.in_class"
-    first = None if pools else T.shape[0] - 1 if ask.out_token is None else ask.out_token
-    row = T.map(ask.method, first, _target(ask))
-    if pools or ask.out_token is not None or T.shape[0] == 1:
-        return row
-    sheet = _Sheet(row, T)
+    at_a_time = ROWS_AT_A_TIME[ask.method]
+    if pools or ask.out_token is not None or T.shape[0] <= at_a_time:
+        return _at_once(job, ask, T)
+    job.tell("progress", stage="Computing", done=0, total=T.shape[0])
+    sheet = _Sheet(T.map(ask.method, T.shape[0] - 1, _target(ask)), T)
+    sheet.report(job)
     question = Question(operator=T.operator, out_tokens=(), target=_target(ask), classes=T.context.classes)
-    for outputs in _groups(T.shape[0] - 1):
+    for outputs in _groups(T.shape[0] - 1, at_a_time):
         job.check()
         found = answer(ask.method, replace(question, out_tokens=tuple(outputs)))
         sheet.fill(outputs, found.scores, found.bias_share, found.notes)
@@ -189,15 +198,15 @@ def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     return sheet.whole()
 
 
-def _groups(n_left: int) -> Iterator[range]:
+def _groups(n_left: int, least: int) -> Iterator[range]:
     """Ranges of outputs, the last ones first, each about as long as takes a moment to compute."""
-    size = 1
+    size = least
     while n_left > 0:
         outputs = range(max(0, n_left - size), n_left)
         start = time.monotonic()
         yield outputs
         seconds = time.monotonic() - start
-        size = max(1, size // 2) if seconds > _SLOW else size * 8 if seconds < _QUICK / 4 else size * 2
+        size = max(least, size // 2) if seconds > _SLOW else size * 2 if seconds < _QUICK else size
         n_left = outputs.start
 
 

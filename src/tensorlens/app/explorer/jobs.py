@@ -50,7 +50,7 @@ class Job:
         self._deadline = float("inf")
         self.is_over = False
 
-    def tell(self, kind: str, **content: Any) -> None:
+    def tell(self, kind: str, /, **content: Any) -> None:
         """Post news for the reader, in place of unread news of the same kind."""
         with self._lock:
             self._news[kind] = {"type": kind, **content}
@@ -95,7 +95,7 @@ class Job:
         except Exception as error:  # noqa: BLE001  the server outlives any request
             last = {"type": "error", "message": _unexpected(error)}
         self._work = _nothing  # what the work held on to goes now, not when the reader goes
-        self.tell(**{"kind": last.pop("type"), **last})
+        self.tell(last.pop("type"), **last)
 
 
 class Worker:

@@ -7,7 +7,6 @@ import { question } from "./state.js";
 
 const { element, button, visible } = window.TensorLens;
 const CLASS_METHOD = "tensor.in_class";
-const ALL_OUTPUTS_UP_TO = 256;
 
 export class Panel {
   constructor(catalogue, view, { onChange, onSelect }) {
@@ -196,9 +195,6 @@ export class Panel {
 
   learn(event) {
     this.input = event;
-    if (event.tokens.length > ALL_OUTPUTS_UP_TO && this.view.every && !this.isWarned) {
-      this.isWarned = true;
-    }
     this.show();
   }
 
