@@ -132,12 +132,14 @@ def test_half_precision_storage(tiny: TinyModel, dtype: torch.dtype):
 def test_off_load(tiny: TinyModel, where: str, tmp_path: Path):
     accelerate = pytest.importorskip("accelerate")
     expected = pulled(tiny.model)
+    by_class = tl.Lens(tiny.model)(IDS).map("tensor.in_class", out_token=-1).scores
     if where == "cpu":
         model = accelerate.cpu_offload(tiny.model, execution_device="cpu")
     else:
         model = accelerate.disk_offload(tiny.model, str(tmp_path), execution_device="cpu")
     assert next(model.model.layers[0].parameters()).device.type == "meta"
     assert agree(pulled(model), expected)
+    assert agree(tl.Lens(model)(IDS).map("tensor.in_class", out_token=-1).scores, by_class)
     assert next(model.model.layers[0].parameters()).device.type == "meta"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.passes import own_precision
@@ -172,12 +172,21 @@ class FrozenModel:
         """Logits of one output from what a pass to the logits ended with."""
         unembedding = self.anatomy.unembedding
         if unembedding is not None:
-            weight, bias = unembedding.weight, unembedding.bias
+            weight, bias = _weights(unembedding, state)
             if classes is not None:
                 weight, bias = weight[classes], None if bias is None else bias[classes]
             return torch.nn.functional.linear(state[:, out_token], weight, bias)
         logits = state if state.dim() == 2 else state[:, out_token]
         return logits if classes is None else logits[:, classes]
+
+
+def _weights(layer: nn.Linear, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a layer, fetched if accelerate has put them off the device."""
+    if not layer.weight.is_meta:
+        return layer.weight, layer.bias
+    hook: Any = layer._hf_hook
+    stored = next(part.weights_map for part in getattr(hook, "hooks", (hook,)) if getattr(part, "weights_map", None))
+    return stored["weight"].to(state), None if layer.bias is None else stored["bias"].to(state)
 
 
 def freeze(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -> FrozenModel:

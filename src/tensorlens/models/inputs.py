@@ -381,6 +381,12 @@ def _embedding_width(model: nn.Module) -> int | None:
 
 
 def _device(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs; weights that are off-loaded are on no device."""
+    for module in (_input_embedding(model), model):
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if getattr(part, "execution_device", None) is not None:
+                return torch.device(part.execution_device)  # type: ignore[union-attr]
     return getattr(model, "device", None) or next(model.parameters()).device
 
 
