@@ -45,3 +45,9 @@ def map_view(scores: Any, labels: Sequence[str] | None = None, **changes: Any) -
     text = tuple(labels or [f" w{k}" for k in range(max(n_out, n_in))])
     fields = {"out_tokens": text[:n_out], "in_tokens": text[:n_in], "title": "tensor.in_out"}
     return MapView(scores=scores, **(fields | {"bias_share": np.full(n_out, 0.25)} | changes))
+
+
+def square() -> MapView:
+    """A signed map of seven tokens; row i, column j is 7·i + j − 20."""
+    scores = np.arange(49.0).reshape(7, 7) - 20
+    return map_view(scores, labels=WORDS)

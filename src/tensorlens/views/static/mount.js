@@ -6,7 +6,11 @@ function mount(host, data) {
   root.replaceChildren(element("style", { text: STYLE }), lens.node);
   lens.applyShade();
   lens.layout();
+  if (lens.texts) lens.mark(true);
   new ResizeObserver(() => lens.layout()).observe(lens.node);
+  // Keys pressed in the map are not the notebook's: twice 0 would restart the kernel of JupyterLab.
+  host.dataset.lmSuppressShortcuts = "true";
+  lens.node.addEventListener("keydown", (event) => event.stopPropagation());
   host.dataset.ready = "true";
   return lens;
 }

@@ -88,7 +88,7 @@ class TokenText {
 
   // scrollIntoView would move the notebook as well.
   scrollTo(span) {
-    const above = span.offsetTop - this.node.offsetTop;
+    const above = span.offsetTop;
     if (above < this.node.scrollTop || above + span.offsetHeight > this.node.scrollTop + this.node.clientHeight) {
       this.node.scrollTop = above - this.node.clientHeight / 2;
     }
