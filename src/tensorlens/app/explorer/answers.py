@@ -140,7 +140,7 @@ def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
 
 def about(T: AttentionTensor, ask: Ask) -> Event:
     """What the page needs to know of an input: sizes, heads, tokens, predictions."""
-    out_token = T.shape[0] - 1 if ask.out_token is None else ask.out_token
+    out_token = _default_output(T) if ask.out_token is None else ask.out_token
     frozen = T.operator.frozen
     return {
         "n_blocks": T.n_blocks,
@@ -181,16 +181,17 @@ def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
 
 
 def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
-    """The rows one after the other: the last one first."""
+    """The rows one after the other: the one looked at first before the others."""
     pools = T.operator.frozen.pools and ask.method == "tensor.in_class"
     at_a_time = ROWS_AT_A_TIME[ask.method]
     if pools or ask.out_token is not None or T.shape[0] <= at_a_time:
         return _at_once(job, ask, T)
     job.tell("progress", stage="Computing", done=0, total=T.shape[0])
-    sheet = _Sheet(T.map(ask.method, T.shape[0] - 1, _target(ask)), T)
+    first = _default_output(T)
+    sheet = _Sheet(T.map(ask.method, first, _target(ask)), T, first)
     sheet.report(job)
     question = Question(operator=T.operator, out_tokens=(), target=_target(ask), classes=T.context.classes)
-    for outputs in _groups(T.shape[0] - 1, at_a_time):
+    for outputs in _groups(range(1, T.shape[0]) if first == 0 else range(first), at_a_time):
         job.check()
         found = answer(ask.method, replace(question, out_tokens=tuple(outputs)))
         sheet.fill(outputs, found.scores, found.bias_share, found.notes)
@@ -198,33 +199,39 @@ def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     return sheet.whole()
 
 
-def _groups(n_left: int, least: int) -> Iterator[range]:
+def _default_output(T: AttentionTensor) -> int:
+    """The output to look at first: the token that stands for a picture, or the last of a text."""
+    grid = T.context.meta.get("grid")
+    return 0 if grid is not None and grid["first"] > 0 else T.shape[0] - 1
+
+
+def _groups(outputs: range, least: int) -> Iterator[range]:
     """Ranges of outputs, the last ones first, each about as long as takes a moment to compute."""
-    size = least
-    while n_left > 0:
-        outputs = range(max(0, n_left - size), n_left)
+    size, stop = least, outputs.stop
+    while stop > outputs.start:
+        group = range(max(outputs.start, stop - size), stop)
         start = time.monotonic()
-        yield outputs
+        yield group
         seconds = time.monotonic() - start
         size = max(least, size // 2) if seconds > _SLOW else size * 2 if seconds < _QUICK else size
-        n_left = outputs.start
+        stop = group.start
 
 
 class _Sheet:
     """A map that fills row by row; rows not yet known are NaN."""
 
-    def __init__(self, last: TokenMap, T: AttentionTensor) -> None:
+    def __init__(self, row: TokenMap, T: AttentionTensor, first: int) -> None:
         n_out = T.shape[0]
-        self._map = last
+        self._map = row
         self._tokens, self._n_known = T.out_tokens, 1
-        self._scores = torch.full((n_out, last.shape[1]), torch.nan, dtype=last.scores.dtype)
-        self._bias = torch.full((n_out,), torch.nan, dtype=last.bias_share.dtype)
-        self._scores[-1], self._bias[-1] = last.scores[0], last.bias_share[0]
+        self._scores = torch.full((n_out, row.shape[1]), torch.nan, dtype=row.scores.dtype)
+        self._bias = torch.full((n_out,), torch.nan, dtype=row.bias_share.dtype)
+        self._scores[first], self._bias[first] = row.scores[0], row.bias_share[0]
         self._by_row: dict[str, list[Any]] = {"out_positions": list(range(n_out))}
-        for name, value in last.meta.items():
+        for name, value in row.meta.items():
             if name != "out_positions" and (is_by_output(name, value, 1) or name in ("target", "explains")):
                 one = value[0] if isinstance(value, list) else value
-                self._by_row[name] = [one] * n_out if name != "logit" else [None] * (n_out - 1) + [one]
+                self._by_row[name] = [one if name != "logit" or i == first else None for i in range(n_out)]
         self._shown = 0.0
 
     def fill(self, outputs: range, scores: torch.Tensor, bias: torch.Tensor, notes: dict[str, Any]) -> None:

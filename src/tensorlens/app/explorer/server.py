@@ -103,7 +103,7 @@ class _Explorer:
         """Load the first model while the browser opens; stop the worker at the end."""
         if self.library.names:
             first = self.library.names[0]
-            self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=3600))
+            self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=3600.0))
         yield
         await run_in_threadpool(self.worker.close)
 

@@ -195,6 +195,7 @@ export class Panel {
 
   learn(event) {
     this.input = event;
+    this.view.output ??= event.out_token;
     this.show();
   }
 

@@ -1,0 +1,450 @@
+"""The explorer's server: answers, refusals, limits, the queue, and readers who go away."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import json
+import threading
+import time
+import weakref
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from explorer_samples import SENTENCE, events, library, load, png, serving
+from starlette.testclient import TestClient
+
+import tensorlens as tl
+from tensorlens.app.explorer.answers import ROWS_AT_A_TIME
+from tensorlens.app.explorer.guard import Access
+from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker
+from tensorlens.app.explorer.library import open_library
+from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.recent import Recent
+from tensorlens.app.explorer.server import create_app
+from tensorlens.maps.methods import METHODS
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+HOST = "http://127.0.0.1:8765"
+
+
+def make_client(shelf=None, limits=None, **access):
+    app = create_app(shelf or library(), access=Access(**access), limits=limits)
+    return TestClient(app, base_url=HOST, raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with make_client() as client:
+        yield client
+
+
+def ask(client, path="/api/map", **question):
+    body = {"model": "gpt2"} | ({} if "image" in question else {"text": SENTENCE}) | question
+    return client.post(path, json=body)
+
+
+def last(client, **question):
+    response = ask(client, **question)
+    assert response.status_code == 200, response.text
+    return events(response)[-1]
+
+
+def _like(found, expected):
+    is_floats = isinstance(expected, list) and any(isinstance(value, float) for value in expected)
+    return found == (pytest.approx(expected) if is_floats else expected)
+
+
+def kept_map(client, event):
+    return client.app.state.explorer.answers.results.get(event["result"])
+
+
+# Answers -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_files_are_there(client):
+    page = client.get("/")
+    assert page.status_code == 200 and "TensorLens" in page.text
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    for name in ("main.js", "panel.js", "explorer.css", "icon.svg"):
+        assert client.get(f"/static/{name}").status_code == 200
+    assert "window.TensorLens" in client.get("/component.js").text
+    start = client.get("/api/start").json()
+    assert [model["name"] for model in start["models"]] == ["gpt2", "vit", "bert-classifier"]
+    assert [method["name"] for method in start["methods"]] == list(METHODS)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_gives_the_map_of_the_library(client, method):
+    event = last(client, method=method)
+    assert event["type"] == "done", event
+    T = load("gpt2")(SENTENCE)
+    found, expected = kept_map(client, event), T.map(method)
+    assert torch.allclose(found.scores, expected.scores, rtol=1e-9, atol=1e-12)
+    assert found.out_tokens == expected.out_tokens
+    for name, value in expected.meta.items():
+        assert name in ("certificate", "versions") or _like(found.meta[name], value), name
+    assert event["certificate"]["passed"] and event["certificate"]["error"] < 1e-6
+
+
+@pytest.mark.parametrize("method", ["tensor.in_out", "tensor.in_class", "tensor.norm"])
+def test_rows_in_groups_are_the_map_at_once(method, monkeypatch):
+    monkeypatch.setitem(ROWS_AT_A_TIME, method, 2)
+    with make_client() as client:
+        found = ask(client, method=method)
+        kinds = [event["type"] for event in events(found)]
+        event = events(found)[-1]
+        expected = load("gpt2")(SENTENCE).map(method)
+        assert kinds[-1] == "done" and "input" in kinds
+        result = kept_map(client, event)
+        assert torch.allclose(result.scores, expected.scores, rtol=1e-9)
+        assert torch.allclose(result.bias_share, expected.bias_share, rtol=1e-6)
+        for name in ("target", "logit", "out_positions"):
+            assert _like(result.meta.get(name), expected.meta.get(name))
+
+
+def test_one_output_a_contrast_blocks_and_heads(client):
+    event = last(client, method="tensor.in_class", out_token=3, target=" cat", against=" dog", blocks=[1, 3])
+    expected = load("gpt2")(SENTENCE).blocks(1, 3).map("tensor.in_class", 3, (" cat", " dog"))
+    assert torch.allclose(kept_map(client, event).scores, expected.scores, rtol=1e-9)
+    event = last(client, blocks=[1, 3], heads={"2": [0, 3]})
+    expected = load("gpt2")(SENTENCE).blocks(1, 3).without_heads({1: [0, 3]}).map("tensor.in_out")
+    assert torch.allclose(kept_map(client, event).scores, expected.scores, rtol=1e-9)
+
+
+def test_an_image_and_a_head_that_pools(client):
+    image = client.post("/api/images", content=png()).json()["image"]
+    event = last(client, model="vit", image=image, method="tensor.in_class", target=1)
+    assert event["map"]["grid"] == {"rows": 2, "columns": 2, "first": 1}
+    assert event["map"]["image"].startswith("data:image/jpeg")
+    event = last(client, model="bert-classifier", method="tensor.in_class")
+    assert event["map"]["outTokens"] == ["LABEL_0"] or event["map"]["outTokens"][0].startswith("LABEL")
+
+
+def test_predictions_are_the_models_own(client):
+    event = events(ask(client, "/api/predictions", out_token=2))[-1]
+    expected = load("gpt2")(SENTENCE).predictions(8, 2)
+    assert [one["index"] for one in event["predictions"]] == [one[1] for one in expected]
+    assert event["predictions"][0]["probability"] == pytest.approx(expected[0].probability)
+
+
+def test_one_model_pass_serves_every_question(monkeypatch):
+    calls = []
+    with make_client() as client:
+        original = tl.Lens.__call__
+        monkeypatch.setattr(tl.Lens, "__call__", lambda lens, value: calls.append(value) or original(lens, value))
+        for method in ("tensor.in_out", "tensor.norm", "tensor.in_class"):
+            assert last(client, method=method)["type"] == "done"
+        assert last(client, blocks=[0, 2])["type"] == "done"
+        assert len(calls) == 1
+        last(client, text="The dog sat")
+        assert len(calls) == 2
+
+
+def test_downloads_are_the_files_of_the_library(client, tmp_path):
+    event = last(client, method="tensor.in_out")
+    for kind in ("html", "json", "csv", "safetensors", "png", "svg"):
+        response = client.get(f"/api/results/{event['result']}.{kind}")
+        assert response.status_code == 200 and response.content
+        assert response.headers["content-disposition"] == f'attachment; filename="tensor-in_out.{kind}"'
+    path = tmp_path / "map.json"
+    path.write_bytes(client.get(f"/api/results/{event['result']}.json").content)
+    assert torch.equal(tl.TokenMap.load(path).scores, kept_map(client, event).scores)
+
+
+def test_saved_maps_and_reports_of_the_command_line(tmp_path):
+    found = load("gpt2")(SENTENCE).map("tensor.in_out")
+    found.save(tmp_path / "one.json")
+    found.save(tmp_path / "two.safetensors")
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "report.html").write_text("<h1>Areas</h1>")
+    arguments = [str(tmp_path / "one.json"), "gpt2", str(study), str(tmp_path / "two.safetensors"), "gpt2"]
+    shelf = open_library(arguments, load)
+    assert shelf.names == ("gpt2",)
+    with make_client(shelf) as client:
+        start = client.get("/api/start").json()
+        assert start["maps"] == ["one.json", "two.safetensors"] and start["reports"] == ["study"]
+        assert client.get("/api/saved/1").json()["map"]["title"] == "tensor.in_out"
+        assert client.get("/api/results/saved-0.csv").status_code == 200
+        report = client.get("/reports/0")
+        assert "Areas" in report.text and report.headers["content-security-policy"].startswith("sandbox")
+        assert client.get("/api/saved/2").status_code == 400
+        assert client.get("/reports/1").status_code == 400
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+BAD_QUESTIONS = {
+    "no object": ([], "JSON object"),
+    "no model": ({"text": "a"}, "name of a model"),
+    "no input": ({"model": "gpt2"}, "text or an image"),
+    "both inputs": ({"model": "gpt2", "text": "a", "image": "b"}, "text or an image"),
+    "blank text": ({"model": "gpt2", "text": " \n "}, "some text"),
+    "long text": ({"model": "gpt2", "text": "a" * 20_001}, "20000 characters"),
+    "half a character": ({"model": "gpt2", "text": "a\ud800"}, "surrogate"),
+    "text of another kind": ({"model": "gpt2", "text": 3}, "to be text"),
+    "unknown method": ({"model": "gpt2", "text": "a", "method": "magic"}, "tensor.in_out"),
+    "method of another kind": ({"model": "gpt2", "text": "a", "method": {}}, "method by name"),
+    "output of another kind": ({"model": "gpt2", "text": "a", "out_token": "1"}, "whole number"),
+    "true for a number": ({"model": "gpt2", "text": "a", "out_token": True}, "whole number"),
+    "blocks of another kind": ({"model": "gpt2", "text": "a", "blocks": [1]}, "two whole numbers"),
+    "heads of another kind": ({"model": "gpt2", "text": "a", "heads": [1]}, "blocks and their heads"),
+    "a contrast to nothing": ({"model": "gpt2", "text": "a", "against": 1}, "Choose what to explain"),
+    "a long target": ({"model": "gpt2", "text": "a", "target": "x" * 201}, "a token, a class"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_QUESTIONS)
+def test_a_bad_question_is_refused_with_a_reason(client, case):
+    question, words = BAD_QUESTIONS[case]
+    response = client.post("/api/map", content=json.dumps(question))
+    assert response.status_code == 400
+    assert words in response.json()["message"]
+
+
+LATE = {
+    "unknown model": (dict(model="../../etc/passwd"), "started with (gpt2"),
+    "unknown output": (dict(out_token=99), "position from"),
+    "unknown blocks": (dict(blocks=[2, 99]), "within 0:3"),
+    "heads outside": (dict(blocks=[0, 1], heads={"2": [0]}), "heads of blocks 0 to 0"),
+    "unknown head": (dict(heads={"2": [77]}), "heads 0 to 3"),
+    "unknown target": (dict(method="tensor.in_class", target="nowhere to be found"), "must be one token"),
+    "no such image": (dict(model="vit", image="0" * 32), "Drop it again"),
+    "image for a text model": (dict(model="vit"), "takes no text"),
+    "too many tokens": (dict(text="The cat sat " * 20), "at most 40 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_the_model_cannot_do_is_said(client, case):
+    question, words = LATE[case]
+    event = last(client, **question)
+    assert event["type"] == "error" and words in event["message"], event
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_no_json(client, body):
+    response = client.post("/api/map", content=body)
+    assert response.status_code == 400 and "JSON" in response.json()["message"]
+
+
+def test_a_body_that_is_too_long(client):
+    assert client.post("/api/map", content=b" " * 200_000).status_code == 413
+    response = client.post("/api/images", content=b"\0" * (12 * 2**20 + 1))
+    assert response.status_code == 413 and "smaller" in response.json()["message"]
+
+
+def test_a_path_in_the_text_is_text(client, tmp_path):
+    picture = tmp_path / "secret.png"
+    picture.write_bytes(png())
+    event = last(client, text=f"{picture}")
+    assert event["type"] == "done"
+    assert last(client, text="/nowhere/at all.png")["type"] == "done"
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../server.py", "/static/..%2Fserver.py", "/static/%2Fetc%2Fpasswd", "/api/results/..%2Fx.html"]
+)
+def test_no_path_reaches_the_disk(client, path):
+    assert client.get(path).status_code in (400, 404)
+
+
+def _bomb(width: int, height: int) -> bytes:
+    """A PNG of a few hundred bytes that claims to be huge."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
+
+
+HOSTILE_IMAGES = {
+    "bomb": (_bomb(60_000, 60_000), "cannot be read|pixels"),
+    "just above the limit": (_bomb(7_000, 6_000), "pixels"),
+    "cut short": (png()[:60], "cannot be read"),
+    "no image": (b"<svg onload=alert(1)></svg>", "cannot be read"),
+    "empty": (b"", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_IMAGES)
+def test_a_hostile_image_is_refused(client, case):
+    data, words = HOSTILE_IMAGES[case]
+    response = client.post("/api/images", content=data)
+    assert response.status_code == 400
+    assert any(word in response.json()["message"] for word in words.split("|"))
+
+
+def test_a_failing_question_leaves_the_server_up(client, monkeypatch, caplog):
+    monkeypatch.setattr(tl.AttentionTensor, "map", lambda *_, **__: 1 / 0)
+    event = last(client, method="mean.attn", out_token=0)
+    assert event["type"] == "error" and "ZeroDivisionError" in event["message"]
+    monkeypatch.undo()
+    assert last(client, method="mean.attn", out_token=0)["type"] == "done"
+
+
+def test_hostile_tokens_are_data(client):
+    event = last(client, text="<script>alert(1)</script> شمس 👩‍🚀 w1")
+    assert event["map"]["inTokens"][0] == "<script>alert(1)</script>"
+    page = client.get(f"/api/results/{event['result']}.html").text
+    assert "<script>alert" not in page
+
+
+# Who may ask ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "evil.example:8765"])
+def test_another_host_name_is_refused(client, host):
+    response = client.get("/api/start", headers={"host": host})
+    assert response.status_code == 421 and "127.0.0.1" in response.json()["message"]
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:8765"])
+def test_another_origin_is_refused(client, origin):
+    assert client.post("/api/map", json={}, headers={"origin": origin}).status_code == 403
+
+
+def test_this_origin_is_welcome(client):
+    assert client.get("/api/start", headers={"origin": HOST}).status_code == 200
+    assert client.post("/api/map", json={}, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+
+
+def test_a_token_is_asked_for_and_kept_in_a_cookie():
+    token = "correct horse battery"
+    with make_client(hosts=None, token=token) as client:
+        for shown in ({}, {"authorization": "Bearer wrong"}, {"cookie": "tensorlens_token=wrong"}):
+            assert client.get("/api/start", headers=shown).status_code == 401
+        assert client.get("/?token=wrong", follow_redirects=False).status_code == 401
+        assert client.get("/api/start", headers={"authorization": f"Bearer {token}"}).status_code == 200
+        entered = client.get("/", params={"token": token}, follow_redirects=False)
+        assert entered.status_code == 303 and entered.headers["location"] == "/"
+        cookie = entered.headers["set-cookie"]
+        assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+        assert client.get("/api/start").status_code == 200
+
+
+# The queue -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_bounded_and_forgets_the_cancelled():
+    worker, gate, started = Worker(2), threading.Event(), threading.Event()
+
+    def hold(job):
+        started.set()
+        gate.wait(10)
+        return {"type": "done"}
+
+    jobs = [Job(hold, seconds=60.0) for _ in range(4)]
+    worker.submit(jobs[0])
+    assert started.wait(5)
+    worker.submit(jobs[1])
+    worker.submit(jobs[2])
+    assert worker.ahead_of(jobs[2]) == 2
+    with pytest.raises(Busy, match="line of 2"):
+        worker.submit(jobs[3])
+    jobs[1].cancel()
+    worker.submit(jobs[3])
+    gate.set()
+    worker.close()
+
+
+def test_a_job_stops_between_blocks_and_leaves_the_model_whole():
+    worker, lens = Worker(4), load("gpt2")
+    n_runs, before = [], lens(SENTENCE).output
+    worker.watch(lens.anatomy.blocks)
+    job = Job(lambda _: {"type": "done", "map": lens(SENTENCE)}, seconds=60.0)
+    lens.anatomy.blocks[1].register_forward_pre_hook(lambda *_: n_runs.append(1) or job.cancel())
+    worker.submit(job)
+    while not job.is_over:
+        time.sleep(0.01)
+    event = job.news()[-1]
+    assert event["is_cancelled"] and len(n_runs) == 1
+    assert torch.equal(lens(SENTENCE).output, before)
+    worker.close()
+
+
+def test_time_is_limited():
+    with make_client(limits=Limits(seconds=0.0)) as client:
+        time.sleep(0.5)
+        event = last(client)
+    assert event["type"] == "error" and "within 0 s" in event["message"]
+
+
+def test_unread_news_of_a_kind_is_replaced():
+    job = Job(lambda _: {"type": "done"}, seconds=1.0)
+    for done in range(1000):
+        job.tell("progress", done=done)
+    job.run()
+    assert job.news() == [{"type": "progress", "done": 999}, {"type": "done"}]
+    assert issubclass(Cancelled, BaseException) and not issubclass(Cancelled, Exception)
+
+
+def test_recent_is_bounded_in_number_and_bytes():
+    recent = Recent(3, 100)
+    for key in range(5):
+        recent.put(key, str(key), 10)
+    assert len(recent) == 3 and recent.get(1) is None and recent.get(2) == "2"
+    recent.put(9, "large", 500)
+    assert len(recent) == 1 and recent.get(9) == "large" and recent.n_bytes == 500
+
+
+def test_fifty_at_once_are_answered_or_refused_with_a_reason():
+    with serving(library(), Limits(waiting=4)) as (address, explorer):
+        host = address.removeprefix("http://")
+
+        def one(k: int):
+            connection = http.client.HTTPConnection(host, timeout=60)
+            body = json.dumps({"model": "gpt2", "text": SENTENCE, "out_token": k % 6, "method": "tensor.in_out"})
+            connection.request("POST", "/api/map", body)
+            response = connection.getresponse()
+            lines = response.read().decode().splitlines()
+            connection.close()
+            return response.status, json.loads(lines[-1])
+
+        with ThreadPoolExecutor(50) as pool:
+            found = list(pool.map(one, range(50)))
+        statuses = [status for status, _ in found]
+        assert set(statuses) <= {200, 503} and 200 in statuses and 503 in statuses
+        for status, event in found:
+            assert event["type"] == ("done" if status == 200 else "error")
+            assert status == 200 or "Try again" in event["message"]
+        assert one(1)[0] == 200
+
+
+def test_a_reader_who_goes_away_stops_the_work_and_leaves_nothing():
+    with serving(library("gpt2")) as (address, explorer):
+        host, running = address.removeprefix("http://"), threading.Event()
+        seen, ballasts = [], []
+
+        def endless(job, ask):
+            seen.append(job)
+            ballast = torch.zeros(1_000_000)
+            ballasts.append(weakref.ref(ballast))
+            running.set()
+            while True:
+                job.check()
+                job.tell("progress", stage="Computing", done=int(ballast[0]), total=2)
+                time.sleep(0.01)
+
+        explorer.answers.map = endless
+        for _ in range(3):
+            running.clear()
+            connection = http.client.HTTPConnection(host, timeout=30)
+            connection.request("POST", "/api/map", json.dumps({"model": "gpt2", "text": SENTENCE}))
+            response = connection.getresponse()
+            assert running.wait(20)
+            response.read(10)
+            response.close()
+            connection.close()
+            deadline = time.monotonic() + 10
+            while not seen[-1].is_over and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert seen[-1].is_over and seen[-1].is_cancelled
+        gc.collect()
+        assert [ballast() for ballast in ballasts] == [None] * 3

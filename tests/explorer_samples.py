@@ -1,0 +1,83 @@
+"""Tiny models for the explorer, with a tokenizer or an image processor, and a server in a thread."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from zoo import build
+
+import tensorlens as tl
+from tensorlens.app.explorer.library import Library
+from tensorlens.app.explorer.limits import Limits
+
+SENTENCE = "The cat sat on the mat"
+_WORDS = ("The", "Ġcat", "Ġsat", "Ġon", "Ġthe", "Ġmat", "Ġdog", "<script>alert(1)</script>", "شمس", "👩‍🚀")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words by name; any other one is `<pad>`."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", *_WORDS, *(f"w{k}" for k in range(48))])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="Ġ", prepend_scheme="never")
+    inner.decoder = decoders.Metaspace(replacement="Ġ", prepend_scheme="never")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", unk_token="<pad>")
+
+
+class Pixels:
+    """An image processor: resize, nothing else."""
+
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, torch.Tensor]:
+        pixels = torch.tensor(list(images.resize((8, 8)).tobytes()), dtype=torch.float64).reshape(8, 8, 3)
+        return {"pixel_values": (pixels / 255 - 0.5).permute(2, 0, 1)[None]}
+
+
+def load(name: str) -> tl.Lens:
+    processor = Pixels() if name == "vit" else tokenizer()
+    return tl.Lens(build(name).double(), processor, name=name)
+
+
+def library(*names: str, **others: Any) -> Library:
+    return Library(names=names or ("gpt2", "vit", "bert-classifier"), load=load, **others)
+
+
+def png(width: int = 40, height: int = 30, colour: tuple[int, int, int] = (200, 90, 40)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+@contextmanager
+def serving(shelf: Library, limits: Limits | None = None, **access: Any):
+    """A real server on a free port; yields its address and its inside."""
+    import uvicorn
+
+    from tensorlens.app.explore_command import _listen
+    from tensorlens.app.explorer.guard import Access
+    from tensorlens.app.explorer.server import create_app
+
+    listener = _listen("127.0.0.1", 0)
+    app = create_app(shelf, access=Access(**access), limits=limits)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.explorer
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        listener.close()
