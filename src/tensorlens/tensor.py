@@ -222,6 +222,24 @@ class AttentionTensor(TensorOperator):
             meta=self._meta(tuple(every)) | found.notes,
         )
 
+    def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
+        """A map of each block, in the shape of transformers' `output_attentions`, for tools that draw attention.
+
+        Args:
+            method: A method whose scores are not negative; rows are divided by their sums.
+            per_head: One map for each head alone, beside its block's residual; otherwise one a block.
+
+        Returns:
+            For each block (1, head, out_token, in_token), with one head unless `per_head`.
+        """
+        maps = []
+        for n in range(self.n_blocks):
+            block = self.blocks(n, n + 1)
+            heads = range(self.operator.frozen.tape.n_heads.get(self.operator.span.start + n, 0)) if per_head else ()
+            parts = [block.heads({0: [head]}) for head in heads] or [block]
+            maps.append(torch.stack([part.map(method).normalised().scores for part in parts])[None])
+        return tuple(maps)
+
     def _meta(self, out_tokens: tuple[int, ...]) -> dict[str, Any]:
         certificate = self.__dict__.get("_certificate")
         heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}

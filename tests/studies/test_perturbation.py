@@ -295,18 +295,15 @@ def test_killed_at_a_random_moment_it_ends_with_the_same_summary(tmp_path):
 
 @pytest.mark.large
 def test_two_processes_give_the_summary_of_one(tmp_path):
-    study(tmp_path / "one")
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--num_processes",
-        "2",
-        "--cpu",
-        TINY,
-        str(tmp_path / "two"),
-    ]
-    subprocess.run(command, check=True, env=environment(OMP_NUM_THREADS="1"), timeout=300)
+    lens = lens_on()
+    for part in (lens.model, lens.processor):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    # Without GPUs too, `--multi_gpu` is what makes accelerate start several processes.
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command = ["-m", "tensorlens", "perturb", str(tmp_path / "model"), "--data", str(tmp_path / "texts.txt"), "--out"]
+    for start, name in (([sys.executable], "one"), (launch, "two")):
+        subprocess.run([*start, *command, str(tmp_path / name)], check=True, env=environment(OMP_NUM_THREADS="1"))
     assert (tmp_path / "two" / "summary.json").read_bytes() == (tmp_path / "one" / "summary.json").read_bytes()
     assert len((tmp_path / "two" / "sessions.jsonl").read_text().splitlines()) == 2
 

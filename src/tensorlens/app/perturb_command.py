@@ -53,10 +53,11 @@ def perturb(
 
     Example: tensorlens perturb minilm --data reviews.csv --out runs/minilm --limit 50
 
-    Several processes: accelerate launch --num_processes 2 -m tensorlens perturb minilm --data reviews.csv --out runs/m
+    Several processes, on a machine with or without GPUs, share a run:
+    accelerate launch --multi_gpu --num_processes 2 -m tensorlens perturb minilm --data reviews.csv --out runs/minilm
     """
     lens = options.load_lens(
-        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=True,
+        model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=True,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     result = run_perturbation(

@@ -47,6 +47,16 @@ class Processes:
         """As torchrun and `accelerate launch` say in RANK and WORLD_SIZE; one process without them."""
         return cls(rank=int(os.environ.get("RANK", "0")), count=int(os.environ.get("WORLD_SIZE", "1")))
 
+    @staticmethod
+    def device() -> str | None:
+        """The GPU of this process among those of its machine; None without a launcher or a GPU."""
+        import torch
+
+        local = os.environ.get("LOCAL_RANK")
+        return (
+            None if local is None or not torch.cuda.is_available() else f"cuda:{int(local) % torch.cuda.device_count()}"
+        )
+
     @property
     def is_first(self) -> bool:
         """Whether this is the process that draws the bar and writes the summary."""
