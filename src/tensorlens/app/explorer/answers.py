@@ -140,7 +140,8 @@ def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
 
 def about(T: AttentionTensor, ask: Ask) -> Event:
     """What the page needs to know of an input: sizes, heads, tokens, predictions."""
-    out_token = _default_output(T) if ask.out_token is None else ask.out_token
+    chosen = ask.out_token if ask.at is None else ask.at
+    out_token = _default_output(T) if chosen is None else chosen
     frozen = T.operator.frozen
     return {
         "n_blocks": T.n_blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tensorlens.app.explorer.limits import Limits
@@ -43,6 +43,7 @@ class Ask:
         blocks: First block and the one after the last, or None for all.
         heads: Blocks and their heads, counted from the first block of the model.
         keeps_heads: Whether only those heads are kept, or all but those.
+        at: The output whose predictions are wanted beside the map; no part of the question itself.
     """
 
     subject: Subject
@@ -53,11 +54,12 @@ class Ask:
     blocks: tuple[int, int] | None = None
     heads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     keeps_heads: bool = False
+    at: int | None = None
 
     @property
     def key(self) -> str:
         """A name for the answer: the same question has the same one."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(asdict(replace(self, at=None)), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_ask(document: Any, limits: Limits) -> Ask:
@@ -82,6 +84,7 @@ def read_ask(document: Any, limits: Limits) -> Ask:
         blocks=_blocks(document.get("blocks")),
         heads=_heads(document.get("heads")),
         keeps_heads=document.get("keeps_heads") is True,
+        at=_number(document, "at"),
     )
 
 

@@ -1,0 +1,281 @@
+"""The explorer in a real browser, on tiny models: the main path, pictures, light and dark, long maps, hostile text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from explorer_samples import SENTENCE, library, load, png, serving
+
+import tensorlens as tl
+
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("unchecked")]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.fail("No Chromium found. Install it (Debian: apt-get install chromium) or name it in CHROMIUM.")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def long_map(n_tokens: int) -> tl.TokenMap:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(n_tokens, n_tokens, generator=generator).tril()
+    words = tuple(f" word{k}" for k in range(n_tokens))
+    return tl.TokenMap(
+        scores=scores, out_tokens=words, in_tokens=words, method="tensor.in_out", bias_share=torch.zeros(n_tokens)
+    )
+
+
+@pytest.fixture(scope="module")
+def server():
+    hostile = load("gpt2")(SENTENCE).map("tensor.in_out")
+    labels = ("<img src=x onerror=window.hacked=1>", "</script><script>window.hacked=1</script>", "שלום",
+              "e\u0301\u0301", "👩‍🚀", "x" * 5000)  # fmt: skip
+    named = tl.TokenMap(
+        scores=hostile.scores.clone().fill_diagonal_(torch.nan), out_tokens=labels, in_tokens=labels,
+        method="<b>bold</b>", bias_share=hostile.bias_share, meta={"model": "<script>window.hacked=1</script>"},
+    )  # fmt: skip
+    maps = (("long.json", long_map(2000)), ("<i>hostile</i>.json", named), ("one.json", long_map(1)))
+    with serving(library(maps=maps)) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def open_tab(chromium, server):
+    """Open the explorer; at the end nothing may have failed, left the server's address, or run a label."""
+    contexts, problems = [], []
+
+    def open_it(fragment: str = "", **options):
+        context = chromium.new_context(viewport={"width": 1360, "height": 1000}, **options)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.set_default_timeout(30_000)
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        tab.on(
+            "request", lambda r: problems.append(r.url) if not r.url.startswith((server, "blob:", "data:")) else None
+        )
+        tab.goto(f"{server}/{fragment}")
+        tab.wait_for_selector(".panel")
+        return tab
+
+    yield open_it
+    hacked = [tab.evaluate("window.hacked") for context in contexts for tab in context.pages]
+    for context in contexts:
+        context.close()
+    assert problems == []
+    assert not any(hacked)
+
+
+def mapped(tab, panel: int = 0):
+    """Wait until a map with its certificate is there, and give its panel."""
+    node = tab.locator(".panel").nth(panel)
+    node.locator(".progress").wait_for(state="hidden")
+    node.locator(".verdict", has_text="Certified").wait_for()
+    return node
+
+
+def ask(tab, text: str = SENTENCE):
+    tab.get_by_label("Text", exact=True).fill(text)
+    tab.get_by_role("button", name="Map", exact=True).click()
+    tab.locator(".result").wait_for()
+    return mapped(tab)
+
+
+def caption(panel) -> str:
+    return panel.locator(".caption").inner_text()
+
+
+def test_type_map_click_target_blocks_export_and_reload(open_tab, tmp_path):
+    tab = open_tab()
+    panel = ask(tab)
+    assert panel.locator(".text .token").all_inner_texts() == ["The", " cat", " sat", " on", " the", " mat"]
+    assert "Bias share" in panel.locator(".facts").inner_text()
+
+    panel.locator(".text .token").nth(2).click()
+    tab.get_by_text("Explain a prediction after “sat”").wait_for()
+    expected = load("gpt2")(SENTENCE).predictions(8, 2)
+    chips = panel.get_by_role("group", name="Explain", exact=True).locator(".chip:not(.none)")
+    assert chips.nth(0).locator("bdi").inner_text().strip() == expected[0].name.strip()
+
+    chips.nth(1).click()
+    tab.locator(".lens h2", has_text="tensor.in_class").wait_for()
+    panel = mapped(tab)
+    panel.get_by_role("group", name="Rather than").locator(".chip").nth(1).click()
+    tab.locator(".caption", has_text=" − ").wait_for()
+    panel = mapped(tab)
+    assert panel.locator(".text .token[aria-selected=true]").inner_text() == " sat"
+
+    first = panel.get_by_label("First block")
+    first.focus()
+    first.press("ArrowRight")
+    tab.locator(".caption", has_text="1, 3").wait_for()
+    panel = mapped(tab)
+    assert panel.locator(".range-text").inner_text() == "1 to 2"
+
+    with tab.expect_download() as download:
+        panel.locator(".saves a[data-kind=json]").click()
+    path = tmp_path / "map.json"
+    download.value.save_as(path)
+    contrast = (expected[1][1], expected[0][1])
+    T = load("gpt2")(SENTENCE)
+    assert torch.allclose(
+        tl.TokenMap.load(path).scores, T.blocks(1, 3).map("tensor.in_class", target=contrast).scores, rtol=1e-9
+    )
+
+    before = caption(panel)
+    other = open_tab(tab.url[tab.url.index("#") :])
+    panel = mapped(other)
+    assert caption(panel) == before
+    assert panel.locator(".text .token[aria-selected=true]").inner_text() == " sat"
+    assert panel.locator(".chip[aria-pressed=true]").count() == 2
+
+
+def test_html_and_png_are_saved_too(open_tab, tmp_path):
+    tab = open_tab()
+    panel = ask(tab)
+    for kind, start in (("html", b"<!doctype html>"), ("png", b"\x89PNG")):
+        with tab.expect_download() as download:
+            panel.locator(f".saves a[data-kind={kind}]").click()
+        path = tmp_path / f"map.{kind}"
+        download.value.save_as(path)
+        assert path.read_bytes().startswith(start)
+
+
+def test_heads_can_be_left_out(open_tab):
+    tab = open_tab()
+    panel = ask(tab)
+    panel.locator(".head-box summary").click()
+    panel.get_by_role("button", name="Block 1, head 2").click()
+    tab.locator(".caption", has_text="1: 0, 1, 3").wait_for()
+    assert mapped(tab).locator(".head-box summary").inner_text().startswith("1 left out")
+
+
+def test_two_methods_side_by_side_share_their_selection(open_tab):
+    tab = open_tab()
+    ask(tab)
+    tab.get_by_role("button", name="Show a second map beside this one").click()
+    right = mapped(tab, 1)
+    right.get_by_role("combobox", name="Method").select_option("rollout.attn")
+    right.locator("h2", has_text="rollout.attn").wait_for()
+    mapped(tab, 1)
+    tab.locator(".panel").nth(0).locator(".text .token").nth(1).click()
+    assert right.locator(".text .token[aria-selected=true]").inner_text() == " cat"
+    again = open_tab(tab.url[tab.url.index("#") :])
+    mapped(again, 0)
+    assert mapped(again, 1).locator("h2").inner_text() == "rollout.attn"
+
+
+def test_a_picture_finds_a_model_that_takes_it(open_tab):
+    tab = open_tab()
+    tab.get_by_label("Choose a picture").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": png()})
+    tab.locator(".stage img").wait_for()
+    panel = mapped(tab)
+    assert panel.get_by_role("combobox", name="Model").input_value() == "vit"
+    assert "[CLS]" in panel.locator(".reading").inner_text()
+    again = open_tab(tab.url[tab.url.index("#") :])
+    again.locator(".stage img").wait_for()
+    mapped(again)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_follow_the_system_and_the_button(open_tab, scheme):
+    tab = open_tab(color_scheme=scheme)
+    ask(tab)
+    other = {"light": "dark", "dark": "light"}[scheme]
+    shade = "document.documentElement.dataset.shade"
+    assert tab.evaluate(shade) == scheme
+    assert tab.locator(".host").get_attribute("data-shade") == scheme
+    tab.locator(".tools").get_by_role("button", name="Switch between light and dark").click()
+    assert tab.evaluate(shade) == other
+    assert tab.locator(".host").get_attribute("data-shade") == other
+    tab.reload()
+    mapped(tab)
+    assert tab.evaluate(shade) == other
+
+
+def test_two_thousand_tokens_within_a_second_from_data_to_picture(open_tab):
+    tab = open_tab("#saved%3D0")
+    tab.locator(".origin", has_text="long.json").wait_for()
+    tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    took = tab.evaluate("performance.getEntriesByName('explorer:picture')[0].duration")
+    print(f"2,000 × 2,000: {took:.0f} ms from data to picture")
+    assert took < 1000
+    canvas = "document.querySelector('.host').shadowRoot.querySelector('canvas.base')"
+    pixels = tab.evaluate(f"Array.from({canvas}.getContext('2d').getImageData(300, 300, 40, 40).data)")
+    assert np.unique(np.array(pixels).reshape(-1, 4), axis=0).shape[0] > 3
+
+
+def test_hostile_labels_are_shown_and_not_run(open_tab):
+    tab = open_tab("#saved%3D1")
+    tab.locator(".origin", has_text="<i>hostile</i>.json").wait_for()
+    assert tab.locator(".lens h2").inner_text() == "<b>bold</b>"
+    assert "<img src=x onerror=window.hacked=1>" in tab.locator(".text .token").all_inner_texts()
+    tab.goto(tab.url.partition("#")[0] + "#saved%3D2")
+    tab.locator(".origin", has_text="one.json").wait_for()
+
+
+def test_hostile_text_and_hostile_links(open_tab):
+    tab = open_tab()
+    panel = ask(tab, "<script>alert(1)</script> شمس 👩‍🚀 w1")
+    assert panel.locator(".text .token").nth(0).inner_text() == "<script>alert(1)</script>"
+    for fragment in (
+        "#%E0%A4%A",
+        "#model%3D%3Cscript%3E&x&y&z",
+        "#text%3Da%26blocks%3D9:1%26without%3D[1]%26target%3D%7B%7D",
+    ):
+        tab = open_tab(fragment)
+        assert tab.locator(".panel").count() in (1, 2)
+
+
+def test_what_goes_wrong_is_said_in_place(open_tab):
+    tab = open_tab()
+    tab.get_by_label("Text", exact=True).fill("The cat sat " * 30)
+    tab.get_by_role("button", name="Map", exact=True).click()
+    alert = tab.get_by_role("alert")
+    alert.wait_for()
+    assert "at most 40 tokens" in alert.inner_text()
+    ask(tab)
+    assert alert.is_hidden()
+
+
+def test_cancel_stops_the_work(open_tab, chromium):
+    import threading
+    import time
+
+    stopped, started = threading.Event(), threading.Event()
+
+    def endless(job, ask):
+        started.set()
+        try:
+            while True:
+                job.check()
+                job.tell("progress", stage="Computing", done=1, total=4)
+                time.sleep(0.02)
+        finally:
+            stopped.set()
+
+    with serving(library("gpt2")) as (address, explorer):
+        explorer.answers.map = endless
+        tab = chromium.new_page()
+        tab.goto(address)
+        tab.get_by_role("button", name="Map", exact=True).click()
+        tab.get_by_text("Computing 1 of 4").wait_for()
+        assert started.is_set() and not stopped.is_set()
+        tab.get_by_role("button", name="Stop the work").click()
+        assert stopped.wait(5)
+        assert tab.locator(".progress").is_hidden()
+        assert tab.locator(".error").is_hidden()
+        tab.close()
