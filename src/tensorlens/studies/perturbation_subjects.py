@@ -133,8 +133,13 @@ class Texts:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Lengths and cut."""
-        return {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "cut": self.cut}
+        """Lengths, cut, and what the replacement `token` is."""
+        try:
+            token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)
+        except InputError:
+            token = None
+        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self.n_short}
+        return lengths | {"cut": self.cut, "replacement_token": token}
 
     def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
         names, samples, self._n_seen = [], [], 0
