@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-con
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all families check fmt clean
+.PHONY: help demo setup test test-browser test-all families check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,11 @@ demo: $(VENV)/.stamp-demo  ## map a real sentence through a real model, with its
 setup: $(VENV)/.stamp-dev  ## everything a developer needs, in .venv
 
 test: $(VENV)/.stamp-dev  ## quick tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not large"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not large and not browser"
+
+test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browser
+	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
+	$(BIN)/python -m pytest -m "browser and not large"
 
 test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles, the doctests
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -18,15 +18,18 @@ def main() -> None:
     T = tl.load("smollm2-135m")(SENTENCE)
 
     best = T.predictions(k=3)
-    console.print(f"\n[bold]{SENTENCE}[/bold] … the model says [bold]{best[0].name!r}[/bold] ({best[0].probability:.0%})")
-    console.print(f"then {best[1].name!r} ({best[1].probability:.0%}) and {best[2].name!r} ({best[2].probability:.0%})\n")
+    first, *others = (f"{found.name!r} ({found.probability:.0%})" for found in best)
+    console.print(f"\n[bold]{SENTENCE}[/bold] … the model says [bold]{first}[/bold]")
+    console.print(f"then {' and '.join(others)}\n")
 
-    show(T.certificate(), f"The operator T: {T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks", console)
+    size = f"{T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks"
+    show(T.certificate(), f"The operator T: {size}", console)
     console.print()
 
     found = T.map("tensor.in_class", out_token=-1, target=best[0].name)
     found.show(console)
-    console.print(f"\nThe inputs sum to {found.scores.sum():.4f}; the logit of {best[0].name!r} is {best[0].logit:.4f}.")
+    total, logit = float(found.scores.sum()), best[0].logit
+    console.print(f"\nThe inputs sum to {total:.4f}; the logit of {best[0].name!r} is {logit:.4f}.")
 
     path = Path("demo.html")
     found.save(path)

@@ -64,8 +64,9 @@ def homogeneity(T: tl.AttentionTensor, model: nn.Module) -> float:
     with frozen.graph(span) as (x, y, _):
         for probe in u:
             gradients = torch.autograd.grad(y[0], [x, *biases.values()], probe, retain_graph=True, allow_unused=True)
+            of_biases = zip(gradients[1:], biases.values(), strict=True)
             total = (gradients[0][0] * T.input).sum()
-            total = total + sum((g * b.detach()).sum() for g, b in zip(gradients[1:], biases.values(), strict=True) if g is not None)
+            total = total + sum((g * b.detach()).sum() for g, b in of_biases if g is not None)
             errors.append((probe * T.output).sum() - total)
     return float(torch.stack(errors).square().mean().sqrt() / T.output.norm())
 
@@ -79,7 +80,8 @@ def bias_by_gradient(T: tl.AttentionTensor, model: nn.Module, probe: Tensor) -> 
     biases = [p for name, p in model.named_parameters() if is_bias(name, p)]
     with T.operator.frozen.graph(T.operator.span) as (_, y, _):
         gradients = torch.autograd.grad(y[0], biases, probe, allow_unused=True) if biases else []
-    return sum(((g * b.detach()).sum() for g, b in zip(gradients, biases, strict=True) if g is not None), torch.zeros((), dtype=T.dtype))
+    pairs = zip(gradients, biases, strict=True)
+    return sum(((g * b.detach()).sum() for g, b in pairs if g is not None), torch.zeros((), dtype=T.dtype))
 
 
 def above_diagonal(tensor: Tensor) -> float:

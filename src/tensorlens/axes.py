@@ -54,7 +54,7 @@ def unvec(v: Float[Tensor, "token_channel"], n_tokens: int) -> Float[Tensor, "to
 
 
 def unfold(tensor: FullTensor) -> Float[Tensor, "rows columns"]:
-    """The L·D × L·D matrix $T_{mat}$ with $\\mathrm{vec}[T(X)] = T_{mat}\\,\\mathrm{vec}[X]$ (Eq. 5), rows first."""
+    r"""The L·D × L·D matrix $T_{mat}$ with $\mathrm{vec}[T(X)] = T_{mat}\,\mathrm{vec}[X]$ (Eq. 5), rows first."""
     n_out, d_out, n_in, d_in = tensor.shape
     return tensor.reshape(n_out * d_out, n_in * d_in)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
 from tensorlens.freezing.mixing import attention_matrices, mixings
-from zoo import CASES, ZOO, build, sample
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)

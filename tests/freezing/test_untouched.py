@@ -1,4 +1,4 @@
-"""The user's model afterwards: the same object with the same behaviour, also after an exception, also with two threads."""
+"""The user's model afterwards: the same object, the same behaviour, also after an exception, also with two threads."""
 
 from __future__ import annotations
 

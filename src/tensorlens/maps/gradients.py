@@ -128,8 +128,10 @@ def _run(frozen: FrozenModel, x: Tensor) -> Tensor:
         raise _Done(args[0])
 
     inputs = {name: _repeat(value, len(x)) for name, value in frozen.inputs.items()}
-    before = {} if anatomy.unembedding is None else {anatomy.unembedding: stop}
-    after = {anatomy.embedding: embed} if frozen.starts_at_embedding and anatomy.embedding is not None else {}
+    before: dict[nn.Module, Any] = {} if anatomy.unembedding is None else {anatomy.unembedding: stop}
+    after: dict[nn.Module, Any] = (
+        {anatomy.embedding: embed} if frozen.starts_at_embedding and anatomy.embedding is not None else {}
+    )
     with _hooked(before if after else before | {anatomy.blocks[0]: enter}, after), _evaluating(anatomy.model):
         try:
             output = anatomy.model(**inputs)

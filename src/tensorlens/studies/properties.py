@@ -19,7 +19,13 @@ from torch import Tensor
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
 from tensorlens.operators.base import check_token
-from tensorlens.operators.singular_values import effective_rank, hoyer_sparsity, perplexity, singular_values, stable_rank
+from tensorlens.operators.singular_values import (
+    effective_rank,
+    hoyer_sparsity,
+    perplexity,
+    singular_values,
+    stable_rank,
+)
 from tensorlens.tensor import AttentionTensor
 
 KINDS = ("single", "prefix", "suffix")
