@@ -81,7 +81,8 @@ def section(name: str, run: dict[str, Any], docs: Path) -> str:
         f"### {name}",
         f"{settings['model']} ({settings['model_class']}, {settings['dtype']}, products: "
         f"{settings['matmul_precision']}), gate convention {settings['rules']['gate']}; {replaced(settings)}"
-        f"{summary['n_measured']} samples measured, {summary['n_skipped']} skipped; {speed(run)}; torch {config['versions']['torch']}, transformers "
+        f"{summary['n_measured']} samples measured, {summary['n_skipped']} skipped; {speed(run)}; "
+        f"torch {config['versions']['torch']}, transformers "
         f"{config['versions']['transformers']}, {origin['device']}, commit {str(origin['commit'])[:10]}.",
     ]
     for metric, label in METRICS.items():
