@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing import attention, nonlinear  # noqa: F401  (they fill the table of rules)
 from tensorlens.freezing.adapters import find_adapter
-from tensorlens.freezing.functions import describe, find_rule, linear, name_of
+from tensorlens.freezing.functions import describe, dropout, find_rule, linear, name_of
 from tensorlens.freezing.kernels import with_kernels
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.tape import Site, Tape
@@ -117,7 +117,7 @@ class Pass:
         roles = {source.role for source in traced_in((args, kwargs))}
         if "entry" in roles:
             args, kwargs = _swap((args, kwargs), self._entries)
-        self.n_reads += "embedding" in roles and rule is not describe
+        self.n_reads += "embedding" in roles and rule not in (describe, dropout)
         if not any(source.live for source in traced_in((args, kwargs))):
             writes = rule is not None and rule.__name__ in ("assign", "in_place", "describe", "write")
             return (rule if writes else linear)(self, function, args, kwargs)  # type: ignore[misc]
