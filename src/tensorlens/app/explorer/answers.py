@@ -81,13 +81,14 @@ class Answers:
 
     def map(self, job: Job, ask: Ask) -> Event:
         """The map of a question, with its certificate; news on the way."""
+        is_kept = self.tensors.get(ask.subject) is not None
         parts = self._parts(job, ask.subject)
         job.tell("input", **about(parts.whole, ask))
         found = self.results.get(ask.key)
         if found is None:
             found = self._fresh(job, ask, parts)
             self.results.put(ask.key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
-        return {"type": "done", "map": payload(found.view()), "result": ask.key} | facts(found)
+        return {"type": "done", "map": payload(found.view()), "result": ask.key, "is_kept": is_kept} | facts(found)
 
     def _fresh(self, job: Job, ask: Ask, parts: Parts) -> TokenMap:
         T = parts.part(ask)

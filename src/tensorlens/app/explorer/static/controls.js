@@ -45,8 +45,8 @@ function chip({ name, probability }, isPressed, act) {
 }
 
 export function percent(share) {
-  const number = 100 * share;
-  return number >= 0.1 || number <= -0.1 ? `${number.toFixed(Math.abs(number) < 9.95 ? 1 : 0)} %` : "< 0.1 %";
+  const size = Math.abs(100 * share);
+  return size < 0.1 ? "< 0.1 %" : `${share < 0 ? "−" : ""}${size.toFixed(size < 9.95 ? 1 : 0)} %`;
 }
 
 // What is explained: one of the model's own predictions, another token typed in, or the difference of two.

@@ -7,6 +7,7 @@ import { question } from "./state.js";
 
 const { element, button, visible } = window.TensorLens;
 const CLASS_METHOD = "tensor.in_class";
+const STATE_METHOD = "tensor.in_out";
 
 export class Panel {
   constructor(catalogue, view, { onChange, onSelect }) {
@@ -106,12 +107,18 @@ export class Panel {
   pick(change) {
     const isWhole = this.view.blocks === null || this.view.blocks[1] === this.input.n_blocks;
     const method = change.target === null ? {} : this.takesTarget(this.view.method) ? {} : { method: CLASS_METHOD, ...(isWhole ? {} : { blocks: null }) };
-    const back = change.target === null && this.view.method === CLASS_METHOD ? { method: "tensor.in_out" } : {};
+    const back = change.target === null && this.view.method === CLASS_METHOD ? { method: STATE_METHOD } : {};
     this.change({ ...change, ...method, ...back });
   }
 
+  // What was chosen for one model may not exist in another: blocks, heads, classes.
+  changeModel(name) {
+    const method = this.takesTarget(this.view.method) ? STATE_METHOD : this.view.method;
+    Object.assign(this.view, { model: name, method, target: null, against: null, blocks: null, heads: {}, output: null });
+  }
+
   useModel(name) {
-    Object.assign(this.view, { model: name, target: null, against: null, blocks: null, heads: {}, output: null });
+    this.changeModel(name);
     this.input = { ...this.input, tokens: [], predictions: [] };
     this.show();
     if (this.asked) this.run();
@@ -142,7 +149,7 @@ export class Panel {
     for (const name of order) {
       const kind = kinds.get(name) ?? (await this.open(name));
       if (kind !== "image") continue;
-      if (name !== this.view.model) Object.assign(this.view, { model: name, blocks: null, heads: {} });
+      if (name !== this.view.model) this.changeModel(name);
       return;
     }
   }
@@ -166,8 +173,7 @@ export class Panel {
     const mine = new AbortController();
     this.running = mine;
     const start = performance.now();
-    const isReused = this.isOfSameInput();
-    if (!isReused) Object.assign(this.view, { output: this.asked ? null : this.view.output });
+    if (this.asked && !this.isOfSameInput()) this.view.output = null;
     this.asked = { ...this.view };
     this.error.hidden = true;
     this.welcome.hidden = true;
@@ -175,7 +181,7 @@ export class Panel {
     try {
       const found = await ask("/api/map", question(this.view), { signal: mine.signal, hear: (event) => this.hear(event) });
       this.result.show(found.map, { output: this.view.output });
-      this.result.finish({ ...found, seconds: (performance.now() - start) / 1000, isReused });
+      this.result.finish({ ...found, seconds: (performance.now() - start) / 1000 });
       this.view.output = this.result.output;
       this.show();
     } catch (error) {

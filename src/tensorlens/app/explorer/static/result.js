@@ -61,13 +61,13 @@ export class Result {
     this.bias.replaceChildren("Bias share ", element("b", { text: isKnown ? percent(share) : "not known to this method" }));
   }
 
-  finish({ certificate, result, seconds, isReused }) {
+  finish({ certificate, result, seconds, is_kept: isKept }) {
     const failed = certificate !== null && !certificate.passed;
     this.verdict.classList.toggle("failed", failed);
     const error = certificate === null ? "" : ` (largest error ${certificate.error.toExponential(0)})`;
     this.verdict.textContent = certificate === null ? "" : failed ? `✗ Not certified${error}` : `✓ Certified exact and linear${error}`;
     this.verdict.title = "Value, linearity, adjoint, completeness and composition, measured at this input";
-    const pass = isReused ? "kept model pass" : "new model pass";
+    const pass = isKept ? "kept model pass" : "new model pass";
     this.origin.textContent = seconds === undefined ? "" : `${seconds.toFixed(1)} s, ${pass}`;
     const links = FILES.map((kind) => element("a", { href: `/api/results/${result}.${kind}`, download: "", text: kind.toUpperCase(), "data-kind": kind }));
     this.saves.replaceChildren("Save", ...links);
