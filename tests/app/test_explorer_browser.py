@@ -279,3 +279,18 @@ def test_cancel_stops_the_work(open_tab, chromium):
         assert tab.locator(".progress").is_hidden()
         assert tab.locator(".error").is_hidden()
         tab.close()
+
+
+def test_a_map_that_was_replaced_is_let_go(open_tab):
+    tab = open_tab("#saved%3D1")
+    tab.locator(".origin", has_text="hostile").wait_for()
+    tab.evaluate("""() => {
+        const { result } = window.explorer.panels[0];
+        window.first = new WeakRef(result.lens);
+        for (let k = 0; k < 3; k++) result.show(result.data);
+    }""")
+    session = tab.context.new_cdp_session(tab)
+    for _ in range(3):
+        tab.wait_for_timeout(100)
+        session.send("HeapProfiler.collectGarbage")
+    assert tab.evaluate("window.first.deref() === undefined")

@@ -21,7 +21,8 @@ class MapLens {
     this.node = element("div", { class: "lens" });
     this.build();
     this.applyShade();
-    onShadeChange(() => this.applyShade());
+    this.gone = new AbortController();
+    onShadeChange(() => this.applyShade(), this.gone.signal);
   }
 
   // Where output i stands in the text, for a map that has only some of its rows.

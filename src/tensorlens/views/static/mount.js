@@ -2,7 +2,9 @@
 
 function mount(host, data) {
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
+  host.tensorlens?.gone.abort();
   const lens = new MapLens(host, data);
+  host.tensorlens = lens;
   root.replaceChildren(element("style", { text: STYLE }), lens.node);
   lens.applyShade();
   lens.layout();

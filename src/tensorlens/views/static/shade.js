@@ -18,8 +18,11 @@ function chooseShade(shade) {
   document.dispatchEvent(new Event(SHADE_EVENT));
 }
 
-function onShadeChange(act) {
-  document.addEventListener(SHADE_EVENT, act);
-  dark.addEventListener("change", act);
-  new MutationObserver(act).observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
+// Until `signal` aborts: a page that shows one map after the other would keep them all alive.
+function onShadeChange(act, signal) {
+  document.addEventListener(SHADE_EVENT, act, { signal });
+  dark.addEventListener("change", act, { signal });
+  const observer = new MutationObserver(act);
+  signal?.addEventListener("abort", () => observer.disconnect());
+  observer.observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
 }
