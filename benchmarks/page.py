@@ -23,7 +23,7 @@ OPEN = """\
 
 - By operation count a slice could be at most about twice as fast as backward passes (about 10·D² against 20·D² a token,
   cotangent and block); the measured ratio is close to that.
-- The norm map reaches half of the measured peak or more in bfloat16, less in TF32. The time between is not yet profiled.
+- The norm map reaches half of the measured peak or more in bfloat16, less in TF32. The rest is not yet profiled.
 - At 131,072 tokens the 8B configuration runs out of memory on this device.
 """
 

@@ -373,7 +373,7 @@ def normalize(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
     return mark(scale(x, inverse), live=True)
 
 
-def _inverse_norm(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Tensor:
+def _inverse_norm(x: Tensor, p: float | int = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Tensor:
     return 1 / x.norm(p, dim, keepdim=True).clamp_min(eps)
 
 

@@ -225,21 +225,25 @@ def sweep(
         context.set_forkserver_preload(["tensorlens.studies.families", "transformers.models.llama.modeling_llama"])
     waiting = list(table)[::-1]
     running: dict[Any, tuple[Case, Any, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            case = waiting.pop()
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_report, args=(theirs, work, case), daemon=True)
-            process.start()
-            theirs.close()
-            running[ours] = (case, process, time.monotonic())
-        wait(list(running), timeout=1.0)
-        for pipe in list(running):
-            record = _collect(pipe, *running[pipe], limit_seconds)
-            if record is not None:
-                running.pop(pipe)[1].join()
-                pipe.close()
-                yield record
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                case = waiting.pop()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_report, args=(theirs, work, case), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = (case, process, time.monotonic())
+            wait(list(running), timeout=1.0)
+            for pipe in list(running):
+                record = _collect(pipe, *running[pipe], limit_seconds)
+                if record is not None:
+                    running.pop(pipe)[1].join()
+                    pipe.close()
+                    yield record
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
 
 
 def _report(pipe: Connection, work: Callable[[Case], FamilyRecord], case: Case) -> None:

@@ -42,7 +42,8 @@ def read_table(path: Path) -> list[FamilyRecord]:
     """The records of a table written before; none if there is no file."""
     if not path.exists():
         return []
-    return [FamilyRecord(**record) for record in json.loads(path.read_text())["records"]]
+    records = json.loads(path.read_text())["records"]
+    return [FamilyRecord(**record | {"shape": tuple(record["shape"])}) for record in records]
 
 
 def versions() -> dict[str, str]:
