@@ -18,7 +18,7 @@ from tensorlens.freezing import functions, passes
 from tensorlens.freezing.adapters import ADAPTERS
 from tensorlens.freezing.functions import RULES
 from tensorlens.freezing.kernels import KERNELS
-from tensorlens.freezing.traced import mark, plain, raw
+from tensorlens.freezing.traced import mark, plain, raw, traced_in
 from tensorlens.studies.families import Case, FamilyRecord, examine, sweep
 from tensorlens.studies.families_table import read_table, write_table
 
@@ -58,7 +58,8 @@ SAMPLE = [
     Case("vision", "siglip_vision_model", "eager"),
     Case("vision", "swin", "eager"),
     Case("vision", "convnext", "eager"),
-    Case("audio", "wav2vec2", "eager"),
+    Case("vision", "mobilenet_v2", "eager"),
+    Case("audio", "wavlm", "eager"),
 ]
 
 
@@ -91,7 +92,7 @@ MUTANTS = {
     "attention layer": ["multi_head_attention_forward"],
     "values held": ["sigmoid", "softplus", "exp", "rsqrt"],
     "closed-form activations": ["gelu", "silu", "relu"],
-    "other activations": ["tanh"],
+    "other activations": ["relu6"],
     "powers": ["pow", "square"],
     "products": ["mul"],
     "matrix products": ["matmul", "bmm", "mm"],
@@ -115,7 +116,13 @@ def uses() -> dict[Case, set[str]]:
 def watch_rules(case: Case) -> FamilyRecord:
     """Runs in a process of its own; the names come back as the reason."""
     names: set[str] = set()
-    passes.find_rule = lambda name: names.add(name) or functions.find_rule(name)
+    call = passes.Pass.call
+
+    def watch(self: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        names.update({functions.name_of(function)} if any(t.live for t in traced_in((args, kwargs))) else ())
+        return call(self, function, args, kwargs)
+
+    passes.Pass.call = watch
     return replace(examine(case), reason=" ".join(name.removesuffix("_") for name in names))
 
 

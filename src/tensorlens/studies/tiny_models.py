@@ -198,7 +198,7 @@ def _main_input(name: str, config: Any, dtype: torch.dtype, generator: torch.Gen
         return torch.randn(
             1, _attribute(config, "num_mel_bins", "feature_size") or 16, 32, generator=generator, dtype=dtype
         )
-    return torch.randn(1, 600, generator=generator, dtype=dtype)
+    return torch.randn(1, 2400, generator=generator, dtype=dtype)
 
 
 def _ids(config: Any, n_tokens: int, generator: torch.Generator) -> Tensor:
