@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import http.client
 import json
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.app.explorer.server import create_app
 from tensorlens.maps.methods import METHODS
+from tensorlens.operators import folded
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 HOST = "http://127.0.0.1:8765"
@@ -367,6 +369,28 @@ def test_a_job_stops_between_blocks_and_leaves_the_model_whole():
     assert event["is_cancelled"] and len(n_runs) == 1
     assert torch.equal(lens(SENTENCE).output, before)
     worker.close()
+
+
+def test_a_job_stops_between_steps_of_matrix_products():
+    T = load("gpt2")(SENTENCE)
+    whole, n_steps, through = T.map("tensor.norm").scores, [], folded.FoldedRows._through
+
+    def counted(*args, **kwargs):
+        n_steps.append(1)
+        job.cancel()
+        return through(*args, **kwargs)
+
+    def work(job):
+        with job.watching({folded.__file__}):
+            return {"type": "done", "map": T.map("tensor.norm")}
+
+    job = Job(work, seconds=60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folded.FoldedRows, "_through", counted)
+        job.run()
+    assert job.news()[-1]["is_cancelled"] and len(n_steps) == 1
+    assert sys.getprofile() is None
+    assert torch.equal(T.map("tensor.norm").scores, whole)
 
 
 def test_time_is_limited():

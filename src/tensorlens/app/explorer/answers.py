@@ -23,10 +23,12 @@ from tensorlens.app.explorer.questions import Ask, Subject
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
+from tensorlens.maps import baselines, decomposition
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import tokenizer_of
+from tensorlens.operators import folded, folding
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
 from tensorlens.views.record import is_by_output
@@ -41,6 +43,9 @@ ROWS_AT_A_TIME = {
 """Methods whose cost grows with the outputs asked for, and how many outputs cost little more than one.
 
 The others take as long for one row as for all."""
+
+_PURE = frozenset(str(module.__file__) for module in (folded, folding, baselines, decomposition))
+"""Files of long matrix products that touch nothing outside themselves."""
 
 N_PREDICTIONS = 8
 _QUICK, _SLOW = 0.25, 1.0
@@ -92,7 +97,12 @@ class Answers:
 
     def _fresh(self, job: Job, ask: Ask, parts: Parts) -> TokenMap:
         T = parts.part(ask)
-        found = _rows(job, ask, T) if ask.method in ROWS_AT_A_TIME else _at_once(job, ask, T)
+        compute = _rows if ask.method in ROWS_AT_A_TIME else _at_once
+        try:
+            with job.watching(_PURE):
+                found = compute(job, ask, T)
+        finally:
+            _forget_matrices(T)
         if found.scores.numel() <= _PREVIEW_CELLS:
             job.tell("preview", map=payload(found.view()))
         job.tell("progress", stage="Measuring the certificate", done=None)
@@ -171,6 +181,13 @@ def _token_ids(lens: Lens, text: str, limits: Limits) -> list[int]:
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
     return list(ids)
+
+
+def _forget_matrices(T: AttentionTensor) -> None:
+    """A job that was stopped in the middle leaves matrices behind that no later one will use."""
+    kept = T.operator.__dict__.get("folded")  # asking for the attribute itself would fold the blocks
+    if kept is not None:
+        kept.forget_matrices()
 
 
 def _target(ask: Ask) -> Target | None:

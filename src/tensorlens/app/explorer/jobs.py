@@ -1,16 +1,20 @@
 """Work in a line: `Worker`, one thread for one device, and `Job`, one question on its way.
 
-A job is stopped by a flag that the work looks at (`Job.check`): between outputs, and whenever a block of the model is
-about to run (`Worker.watch`). Nothing is interrupted in the middle, so the model is always left as it was found.
+A job is stopped by a flag that the work looks at (`Job.check`): between outputs, whenever a block of the model is
+about to run (`Worker.watch`), and between the steps of long matrix products (`Job.watching`). None of these is in the
+middle of putting something back, so the model is always left as it was found.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -81,6 +85,24 @@ class Job:
                 f"Expected an answer within {self._seconds:g} s, got none in that time. Ask for one output only, for "
                 "fewer blocks or a shorter input, or start the explorer with a longer --time-limit."
             )
+
+    @contextmanager
+    def watching(self, files: Container[str]) -> Iterator[None]:
+        """Look at the flag at each call of a function in these files, which must hold no state that is put back.
+
+        They are mathematics that knows of no jobs and goes on for half a minute at a time.
+        """
+        before = sys.getprofile()
+
+        def look(frame: FrameType, event: str, argument: object) -> None:
+            if event == "call" and frame.f_code.co_filename in files:
+                self.check()
+
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
 
     def run(self) -> None:
         """Do the work; whatever happens becomes the last event."""
