@@ -86,23 +86,19 @@ def test_what_is_not_certified_says_why():
 
 # The certificate has teeth -------------------------------------------------------------------------------------------
 
-# Not softmax: a live attention matrix is held once more, as the left factor of the product with the values.
+# Not all: what softmax gives is held once more as the left factor of the product with the values, and what routers
+# select, divide or compare ends in something held; there the wrong rule gives the right T. All are in the next test.
 MUTANTS = {
     "fused attention": ["scaled_dot_product_attention"],
     "attention layer": ["multi_head_attention_forward"],
     "values held": ["sigmoid", "softplus", "exp", "rsqrt"],
     "closed-form activations": ["gelu", "silu", "relu"],
-    "other activations": ["relu6"],
+    "other activations": ["relu6", "hardtanh"],
     "powers": ["pow", "square"],
     "products": ["mul"],
     "matrix products": ["matmul", "bmm", "mm"],
-    "einsum": ["einsum"],
-    "quotients": ["div"],
     "layer norm": ["layer_norm"],
     "clamp": ["clamp"],
-    "maximum": ["maximum"],
-    "selection": ["topk", "sort", "max"],
-    "solve": ["linalg_solve_triangular"],
 }
 
 
@@ -150,9 +146,12 @@ def object_to(work: Any, witnesses: list[Case]) -> bool:
 
 
 def test_rules_that_let_things_pass_are_noticed(uses: dict[Case, set[str]]):
-    for group, names in MUTANTS.items():
-        witnesses = [case for case, used in uses.items() if used & set(names)]
-        assert object_to(partial(mutated, tuple(names), True), witnesses), group
+    unnoticed = [
+        group
+        for group, names in MUTANTS.items()
+        if not object_to(partial(mutated, tuple(names), True), [case for case, used in uses.items() if used & {*names}])
+    ]
+    assert not unnoticed
 
 
 def test_every_rule_that_the_sample_needs_is_missed(uses: dict[Case, set[str]]):
