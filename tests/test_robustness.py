@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 import tensorlens as tl
@@ -152,6 +153,43 @@ def test_device_map_over_places(tiny: TinyModel, tmp_path: Path):
         tiny.model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
     )
     assert agree(pulled(model), expected)
+
+
+def test_four_bit_weights():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    config = hf.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+                            vocab_size=60)  # fmt: skip
+    model = hf.LlamaForCausalLM(config).eval()
+    for block in model.model.layers:
+        for parent in (block.self_attn, block.mlp):
+            for name, layer in list(parent.named_children()):
+                if isinstance(layer, torch.nn.Linear):
+                    small = bitsandbytes.nn.Linear4bit(
+                        layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32
+                    )
+                    small.load_state_dict(layer.state_dict())
+                    setattr(parent, name, small.to("cpu").eval())
+    errors = tl.Lens(model)(IDS).certificate().errors
+    assert errors["linearity"] < 1e-5 and errors["adjoint"] < 1e-5
+    # The package's kernel for CPUs multiplies in bfloat16, so that the model is not its own matrix to more than that.
+    assert errors["value"] < 2e-2
+
+
+def test_eight_bit_activations_are_refused():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    tiny = build("causal", "llama", "sdpa", torch.float32)
+    mlp = tiny.model.model.layers[1].mlp
+    small = bitsandbytes.nn.Linear8bitLt(48, 32, bias=False, has_fp16_weights=False)
+    small.load_state_dict(mlp.down_proj.state_dict())
+    mlp.down_proj = small.to("cpu").eval()
+    with pytest.raises(tl.NotLinearError, match="down_proj"):
+        pulled(tiny.model)
+
+
+def test_torchao_weights(tiny: TinyModel):
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(tiny.model, quantization.Int8WeightOnlyConfig())
+    pulled(tiny.model)
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensorlens.freezing import gains
 from tensorlens.freezing.functions import held
 from tensorlens.freezing.nonlinear import activate
-from tensorlens.freezing.traced import Interpreter, constant, is_live
+from tensorlens.freezing.traced import Interpreter, constant, is_live, mark, plain
 
 Adapter = Callable[..., Any]
 ADAPTERS: dict[str, Adapter] = {}
@@ -105,6 +107,16 @@ def gated_convolution(
     before, after = (held(run, name, partial(constant, gate)) for name, gate in (("B", before), ("C", after)))
     mixed = module.conv(before * x)[..., : x.shape[-1]]
     return module.out_proj((after * mixed).transpose(-1, -2).contiguous())
+
+
+@adapter("bitsandbytes.nn.modules.Linear4bit")
+def four_bit_layer(run: Interpreter, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
+    """A layer with 4-bit weights, as what it makes of the unit vectors: whatever the packing, that is its matrix."""
+    run.fire("weight: 4 bit")
+    with torch.no_grad():
+        columns = forward(torch.eye(module.in_features, dtype=x.dtype, device=x.device))
+        columns = columns if module.bias is None else columns - module.bias
+    return mark(F.linear(plain(x), columns.T, module.bias), live=True)
 
 
 adapter(
