@@ -241,10 +241,11 @@ def matrix_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwarg
 @rules_for("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d grouped_mm _grouped_mm")
 def weighted(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear layer, convolution or group of experts; a weight that is itself live is held."""
-    weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if is_live(args[0]) and isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter, Traced):
+    x, weight = (*args, *kwargs.values())[:2]
+    if is_live(x) and isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter, Traced):
         # A quantised weight is a tensor type of its own, which must see the call.
-        return mark(function(plain(args[0]), *args[1:], **kwargs), live=True)
+        named = {name: plain(value) for name, value in kwargs.items()}
+        return mark(function(*map(plain, args), **named), live=True)
     if len(args) > 1 and is_live(args[1]):
         run.fire("product: weight held")
         args = (args[0], hold_value(run, f"{name_of(function)}.weight", args[1]), *args[2:])
