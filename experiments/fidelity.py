@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tensorlens as tl
 from tensorlens import studies
-from tensorlens.studies.fidelity_report import error_table, norm_table, property_table
+from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
 
 
 def main() -> None:

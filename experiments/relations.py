@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tensorlens as tl
 from tensorlens import studies
-from tensorlens.studies.relations_report import category_table, difference_table, start_table, survival
+from tensorlens.studies.relation_study.report import category_table, difference_table, start_table, survival
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from tensorlens.studies.fidelity_report import error_table, norm_table, property_table
-from tensorlens.studies.relations_report import (
+from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
+from tensorlens.studies.relation_study.report import (
     category_table,
     difference_table,
     left_out_table,

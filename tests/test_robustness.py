@@ -12,8 +12,8 @@ import transformers as hf
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.studies.families import fingerprint
-from tensorlens.studies.tiny_models import TinyModel, build
+from tensorlens.studies.family_study.run import fingerprint
+from tensorlens.studies.family_study.tiny_models import TinyModel, build
 
 IDS = [5, 9, 33, 12, 7]
 

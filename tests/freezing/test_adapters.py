@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.freezing.adapters import ADAPTERS
-from tensorlens.studies.tiny_models import build, randomise
+from tensorlens.studies.family_study.tiny_models import build, randomise
 
 
 @pytest.fixture(autouse=True)

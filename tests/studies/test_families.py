@@ -19,8 +19,8 @@ from tensorlens.freezing.adapters import ADAPTERS
 from tensorlens.freezing.functions import RULES
 from tensorlens.freezing.kernels import KERNELS
 from tensorlens.freezing.traced import mark, plain, raw, traced_in
-from tensorlens.studies.families import Case, FamilyRecord, examine, sweep
-from tensorlens.studies.families_table import read_table, write_table
+from tensorlens.studies.family_study.run import Case, FamilyRecord, examine, sweep
+from tensorlens.studies.family_study.table import read_table, write_table
 
 SAMPLE = [
     Case("causal", name, "eager")

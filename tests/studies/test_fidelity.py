@@ -13,14 +13,14 @@ from tensorlens.axes import unfold
 from tensorlens.operators.product_bound import product_bound
 from tensorlens.operators.singular_values import operator_norm
 from tensorlens.studies import FidelityOptions, fidelity
-from tensorlens.studies.fidelity_measures import (
+from tensorlens.studies.fidelity_study.measures import (
     distance_to_jacobian,
     errors_along,
     jacobian_times,
     random_directions,
     token_directions,
 )  # fmt: skip
-from tensorlens.studies.fidelity_report import error_table, norm_table
+from tensorlens.studies.fidelity_study.report import error_table, norm_table
 from tensorlens.studies.plain_pass import plain_pass, true_function
 
 LAYOUTS = {

@@ -21,11 +21,11 @@ from zoo import build
 import tensorlens as tl
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import Method
-from tensorlens.studies import perturbation_measures as measures
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_run import perturbation
-from tensorlens.studies.perturbation_subjects import Images, Texts, maskable
-from tensorlens.studies.perturbation_summary import summarise
+from tensorlens.studies.perturbation_study import measures
+from tensorlens.studies.perturbation_study.run import perturbation
+from tensorlens.studies.perturbation_study.subjects import Images, Texts, maskable
+from tensorlens.studies.perturbation_study.summary import summarise
 
 TINY = str(Path(__file__).with_name("tiny_study.py"))
 

@@ -12,11 +12,10 @@ from tiny_language import COLOURS, START, tiny_lens, tokenizer, write_relation
 
 import tensorlens as tl
 from tensorlens.studies import RelationOptions, relations
-from tensorlens.studies import relations_prompts as prompts
-from tensorlens.studies.lre import EMBEDDING, LinearRelation, expand
 from tensorlens.studies.plain_pass import plain_pass, read_out
-from tensorlens.studies.relations_data import Fact, load_relations, read_relation
-from tensorlens.studies.relations_decoding import (
+from tensorlens.studies.relation_study import prompts
+from tensorlens.studies.relation_study.data import Fact, load_relations, read_relation
+from tensorlens.studies.relation_study.decoding import (
     RelationOperator,
     lre_predictor,
     only_tokens,
@@ -24,8 +23,9 @@ from tensorlens.studies.relations_decoding import (
     tensor_predictors,
     tune_scale,
 )  # fmt: skip
-from tensorlens.studies.relations_report import category_table, survival
-from tensorlens.studies.relations_summary import interval, share
+from tensorlens.studies.relation_study.lre import EMBEDDING, LinearRelation, expand
+from tensorlens.studies.relation_study.report import category_table, survival
+from tensorlens.studies.relation_study.summary import interval, share
 
 CAUSAL = ["gpt2", "llama", "gemma3", "olmo2", "neox-parallel", "phi"]
 QUICK = RelationOptions(n_splits=2, top_k=300, min_test=2, max_test=4, starts=(0, 2))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from zoo import build
 
 import tensorlens as tl
-from tensorlens.studies.perturbation_run import PerturbationResult, perturbation
+from tensorlens.studies.perturbation_study.run import PerturbationResult, perturbation
 
 WORDS = "the cat sat on a mat and saw red green birds fly over seven tall grey houses while it rained".split()  # noqa: SIM905
 TEXTS = [

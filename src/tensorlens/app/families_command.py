@@ -27,9 +27,9 @@ def families(
     from rich.progress import Progress
 
     from tensorlens.errors import InputError
-    from tensorlens.studies.families import ATTENTIONS, cases, sweep
-    from tensorlens.studies.families_table import read_table, write_table
-    from tensorlens.studies.tiny_models import TASKS
+    from tensorlens.studies.family_study.run import ATTENTIONS, cases, sweep
+    from tensorlens.studies.family_study.table import read_table, write_table
+    from tensorlens.studies.family_study.tiny_models import TASKS
 
     unknown = set(task or ()) - set(TASKS) | set(attention or ()) - set(ATTENTIONS)
     if unknown:

@@ -10,9 +10,9 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, Json, Model, TrustRemoteCode
-from tensorlens.studies.fidelity_report import error_table, norm_table, property_table
-from tensorlens.studies.fidelity_run import FidelityOptions
-from tensorlens.studies.fidelity_run import fidelity as run_fidelity
+from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
+from tensorlens.studies.fidelity_study.run import FidelityOptions
+from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
 
 
 def fidelity(

@@ -10,9 +10,9 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
-from tensorlens.studies.perturbation_measures import GRID
-from tensorlens.studies.perturbation_run import PerturbationResult
-from tensorlens.studies.perturbation_run import perturbation as run_perturbation
+from tensorlens.studies.perturbation_study.measures import GRID
+from tensorlens.studies.perturbation_study.run import PerturbationResult
+from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
 from tensorlens.studies.runs import Processes
 
 

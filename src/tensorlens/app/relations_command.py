@@ -11,9 +11,9 @@ import typer
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
 from tensorlens.errors import InputError
-from tensorlens.studies.relations_report import category_table, survival
-from tensorlens.studies.relations_run import RelationOptions
-from tensorlens.studies.relations_run import relations as run_relations
+from tensorlens.studies.relation_study.report import category_table, survival
+from tensorlens.studies.relation_study.run import RelationOptions
+from tensorlens.studies.relation_study.run import relations as run_relations
 
 
 def relations(

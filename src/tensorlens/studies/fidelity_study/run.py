@@ -15,16 +15,16 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.operators.product_bound import Reading, product_bound
 from tensorlens.operators.singular_values import operator_norm
-from tensorlens.studies.fidelity_measures import (
+from tensorlens.studies.fidelity_study.measures import (
     as_record,
     distance_to_jacobian,
     errors_along,
     random_directions,
     token_directions,
 )
-from tensorlens.studies.fidelity_report import write_report
-from tensorlens.studies.fidelity_summary import summarise
-from tensorlens.studies.properties import block_ranges, tensor_properties
+from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_properties
+from tensorlens.studies.fidelity_study.report import write_report
+from tensorlens.studies.fidelity_study.summary import summarise
 from tensorlens.studies.runs import Run
 from tensorlens.tensor import AttentionTensor
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
-from tensorlens.studies.lre import EMBEDDING, LocalLinear, Start, expand
 from tensorlens.studies.plain_pass import read_out
-from tensorlens.studies.relations_data import Fact, Problem, Relation, load_relations
-from tensorlens.studies.relations_decoding import (
+from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
+from tensorlens.studies.relation_study.decoding import (
     Predictor,
     Tuned,
     lre_predictor,
@@ -29,7 +28,8 @@ from tensorlens.studies.relations_decoding import (
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relations_prompts import (
+from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand
+from tensorlens.studies.relation_study.prompts import (
     Aligned,
     Prompt,
     Split,
@@ -44,8 +44,8 @@ from tensorlens.studies.relations_prompts import (
     testing_prompts,
     training_prompts,
 )
-from tensorlens.studies.relations_report import write_report
-from tensorlens.studies.relations_summary import summarise
+from tensorlens.studies.relation_study.report import write_report
+from tensorlens.studies.relation_study.summary import summarise
 from tensorlens.studies.runs import Run
 
 SCALES = tuple(i / 4 for i in range(21))

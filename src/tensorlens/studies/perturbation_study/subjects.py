@@ -17,7 +17,7 @@ from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
 from tensorlens.studies.datasets import Dataset
-from tensorlens.studies.perturbation_forward import PlainModel
+from tensorlens.studies.perturbation_study.forward import PlainModel
 
 Cut = Literal["each", "windows"]
 Preset = Literal["strict", "paper-like"]

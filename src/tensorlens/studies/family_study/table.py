@@ -12,7 +12,7 @@ from typing import Any
 
 from tensorlens.freezing.adapters import ADAPTERS
 from tensorlens.freezing.kernels import KERNELS
-from tensorlens.studies.families import FamilyRecord
+from tensorlens.studies.family_study.run import FamilyRecord
 
 _NOTES = """
 Each line is a tiny model of that type with every parameter drawn at random, biases and gains too, frozen at one input

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorlens.studies.perturbation_measures import METRICS, ORDERS, auc
+from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, auc
 
 N_RESAMPLES = 2000
 GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tensorlens.errors import LoadError, TensorLensError
 from tensorlens.freezing.frozen_model import FrozenModel, Span
 from tensorlens.lens import Lens
-from tensorlens.studies.tiny_models import TASKS, TinyModel, build, model_types
+from tensorlens.studies.family_study.tiny_models import TASKS, TinyModel, build, model_types
 from tensorlens.tensor import AttentionTensor
 
 ATTENTIONS = ("eager", "sdpa")
@@ -222,7 +222,9 @@ def sweep(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
     )
     if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload(["tensorlens.studies.families", "transformers.models.llama.modeling_llama"])
+        context.set_forkserver_preload(
+            ["tensorlens.studies.family_study.run", "transformers.models.llama.modeling_llama"]
+        )
     waiting = list(table)[::-1]
     running: dict[Any, tuple[Case, Any, float]] = {}
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorlens.studies.properties import mean_properties
+from tensorlens.studies.fidelity_study.properties import mean_properties
 
 ERRORS = ("tensor", "jacobian", "nothing")
 

@@ -1,7 +1,7 @@
 """Prompts of a relation: few-shot text, tokens, where the subject is, which facts align, and how they are split.
 
-A mean over attention tensors needs prompts of one length with the subject in one place (METHOD.md 4.3), so facts are
-kept by token length before anything is computed.
+A mean over attention tensors needs prompts of one length with the subject in one place, so facts are kept by token
+length before anything is computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from tensorlens.errors import InputError
-from tensorlens.studies.relations_data import PLACEHOLDER, Fact, Problem, Relation
+from tensorlens.studies.relation_study.data import PLACEHOLDER, Fact, Problem, Relation
 
 DOCUMENT_START = "<|endoftext|>"
 
@@ -123,7 +123,7 @@ def query_text(template: str, subject: str) -> str:
 
 
 def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject: str) -> Prompt:
-    """A few-shot prompt: lines of "query object", then the query (METHOD.md 4.2).
+    """A few-shot prompt: lines of "query object", then the query.
 
     The subject is looked for at the last place the template gives it, which is its last occurrence in the text unless
     the template's own words repeat it.

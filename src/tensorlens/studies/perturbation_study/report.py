@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.studies.report_curves import curves_svg
+from tensorlens.studies.perturbation_study.curves import curves_svg
 from tensorlens.studies.runs import Run
 from tensorlens.views.page import page
 

@@ -18,8 +18,8 @@ from tensorlens.errors import InputError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.operators.mean import MeanTensor
-from tensorlens.studies.lre import LinearRelation, LocalLinear
 from tensorlens.studies.plain_pass import plain_pass, read_out
+from tensorlens.studies.relation_study.lre import LinearRelation, LocalLinear
 from tensorlens.tensor import AttentionTensor
 
 FORWARD_CHUNK = 32

@@ -20,8 +20,8 @@ from tensorlens.lens import Lens
 from tensorlens.maps.controls import random_scores
 from tensorlens.maps.methods import METHODS
 from tensorlens.studies.datasets import Dataset, read_dataset
-from tensorlens.studies.perturbation_forward import PlainModel
-from tensorlens.studies.perturbation_measures import (
+from tensorlens.studies.perturbation_study.forward import PlainModel
+from tensorlens.studies.perturbation_study.measures import (
     GRID,
     METRICS,
     ORDERS,
@@ -31,9 +31,9 @@ from tensorlens.studies.perturbation_measures import (
     masks_along,
     ranking,
 )  # fmt: skip
-from tensorlens.studies.perturbation_subjects import Cut, Images, Preset, Sample, Subject, Texts, maskable
-from tensorlens.studies.perturbation_summary import summarise
-from tensorlens.studies.report import write_report
+from tensorlens.studies.perturbation_study.report import write_report
+from tensorlens.studies.perturbation_study.subjects import Cut, Images, Preset, Sample, Subject, Texts, maskable
+from tensorlens.studies.perturbation_study.summary import summarise
 from tensorlens.studies.runs import Run
 from tensorlens.tensor import AttentionTensor
 

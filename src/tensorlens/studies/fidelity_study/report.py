@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from tensorlens.errors import MissingExtraError
+from tensorlens.studies.fidelity_study.properties import LINES
 from tensorlens.studies.pages import Section, as_markdown, figure_svg, write_page
-from tensorlens.studies.properties import LINES
 from tensorlens.studies.runs import Run
 
 
@@ -48,7 +48,7 @@ def property_table(summary: dict[str, Any]) -> str:
 
 def write_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` and the figures into a run's folder."""
-    from tensorlens.studies.fidelity_figures import error_curves, property_panels
+    from tensorlens.studies.fidelity_study.figures import error_curves, property_panels
 
     held = "Every error is below every right-hand side." if summary["holds"] else "A BOUND IS VIOLATED."
     sections = [Section(title="Bounds", text=held, tables=[norm_table(summary)])]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import LoadError
-from tensorlens.studies.tiny_overrides import ARGUMENTS, OVERRIDES, SINGLE_PRECISION, SIZES
+from tensorlens.studies.family_study.tiny_overrides import ARGUMENTS, OVERRIDES, SINGLE_PRECISION, SIZES
 
 TASKS = {
     "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),

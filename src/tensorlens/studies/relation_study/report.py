@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorlens.errors import MissingExtraError
 from tensorlens.studies.pages import Section, figure_svg, write_page
-from tensorlens.studies.relations_summary import METRICS, method_names
+from tensorlens.studies.relation_study.summary import METRICS, method_names
 from tensorlens.studies.runs import Run
 
 ROWS = {
@@ -59,7 +59,7 @@ def difference_table(summary: dict[str, Any], metric: str = "agreement") -> str:
 
 def start_table(summary: dict[str, Any], metric: str = "agreement") -> str:
     """A Markdown table over the first block, all relations together."""
-    from tensorlens.studies.relations_figures import CURVES, start_points
+    from tensorlens.studies.relation_study.figures import CURVES, start_points
 
     methods = summary["categories"]["all"]["methods"]
     columns = {family: {s: m for s, m, _, _ in start_points(methods, family, metric)} for family in CURVES}
@@ -111,7 +111,7 @@ def write_report(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _figures(run: Run, summary: dict[str, Any]) -> list[Section]:
-    from tensorlens.studies.relations_figures import relation_bars, start_curves
+    from tensorlens.studies.relation_study.figures import relation_bars, start_curves
 
     try:
         drawn = {"relations.svg": relation_bars(summary), "starts.svg": start_curves(summary)}

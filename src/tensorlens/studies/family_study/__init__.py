@@ -1,0 +1,1 @@
+"""Families: the certificate of every model type that transformers can build."""
