@@ -7,6 +7,7 @@ of one is one line in the table.
 from __future__ import annotations
 
 import multiprocessing
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -191,9 +192,7 @@ def unexplained_bias(tensor: AttentionTensor) -> float:
 
 def _is_additive(name: str) -> bool:
     owner, last = (["", *name.split(".")])[-2:]
-    return (
-        "bias" in last or "norm" not in owner and any(word in f"{owner}.{last}" for word in ("embed", "token", "pos"))
-    )
+    return "bias" in last or "norm" not in owner and re.search(r"embed|token|pos(?!t)", f"{owner}.{last}") is not None
 
 
 def _contributions(frozen: FrozenModel, additive: list[nn.Parameter], u: Tensor) -> Tensor:
