@@ -63,6 +63,6 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 
 # Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev
-	@$(PIP) --no-deps lxt captum onnxruntime bertviz
+	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
 	@touch $@

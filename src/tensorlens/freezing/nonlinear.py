@@ -244,8 +244,9 @@ def weighted(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     x, weight = (*args, *kwargs.values())[:2]
     if is_live(x) and isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter, Traced):
         # A quantised weight is a tensor type of its own, which must see the call.
-        named = {name: plain(value) for name, value in kwargs.items()}
-        return mark(function(*map(plain, args), **named), live=True)
+        there = plain(x)
+        named = {name: there if value is x else value for name, value in kwargs.items()}
+        return mark(function(*(there if value is x else value for value in args), **named), live=True)
     if len(args) > 1 and is_live(args[1]):
         run.fire("product: weight held")
         args = (args[0], hold_value(run, f"{name_of(function)}.weight", args[1]), *args[2:])

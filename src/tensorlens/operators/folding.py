@@ -1,12 +1,15 @@
 r"""One frozen block as a handful of matrices: what the adjoint needs, with every norm folded in.
 
-Every layout is, for the column of cotangents $c_l$ at token l,
+Every layout is, for a column of cotangents $c_l$ at token l,
 
     y_l = P_l c_l,   u_l = W_out (y_l, or c_l in a parallel block),   m = mix(u),   result_l = y_l + W_value m_l
 
-where only `mix` moves anything between tokens. $P_l = \sigma_l G + W_{up}\,diag(\psi_l)\,W_{down}$; centring and gains
-of norms are inside the weights, their scales inside ψ and the attention matrices. Queries and keys do not appear.
-Channels are columns here (y = W c with W as (in, out)), because cotangents travel backwards.
+where only `mix` moves anything between tokens. $P_l = diag(s_l) + W_{up}\,diag(\psi_l)\,W_{down}$; centring and gains
+of norms are inside the weights, their scales inside s, ψ and the attention matrices. Queries and keys do not appear.
+Weights act on columns (y = W c with W as (in, out)), because cotangents travel backwards.
+
+The two norms around a post-LN feed-forward, passed by the residual, are a diagonal and two outer products (centring):
+the diagonal is s, and the products are two more inner channels. So P has one form everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from torch import Tensor
 from tensorlens.freezing.rebuilding import Factors, wide
 from tensorlens.models.block_parts import BlockParts, NormPart, Projection
 
+ALIGNED = 16
+"""Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBlock:
@@ -27,9 +33,8 @@ class FoldedBlock:
     Attributes:
         up: W_up (channel, inner).
         down: W_down (inner, channel).
-        gain: ψ with the norms' scales, (inner, token).
-        base: G (channel, channel), or None for the identity.
-        base_scale: σ (token,), or None for ones.
+        gain: ψ with the norms' scales, (token, inner).
+        skip: s (token, channel), or None for ones.
         out: W_out (head · head_channel, channel).
         value: W_value (channel, kv_head · head_channel).
         mix: Attention with the norms' scales, (head, in_token, out_token).
@@ -41,8 +46,7 @@ class FoldedBlock:
     up: Tensor
     down: Tensor
     gain: Tensor
-    base: Tensor | None
-    base_scale: Tensor | None
+    skip: Tensor | None
     out: Tensor
     value: Tensor
     mix: Tensor
@@ -76,16 +80,23 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
     branches = [(p, f) for p, f in ((ffn.up, factors.up), (ffn.gate, factors.gate)) if p is not None and f is not None]
     up = torch.cat([before_weight(projection, before) for projection, _ in branches], 1)
     down = after_weight(ffn.down, after, parts.layer_scale_2, r).repeat(len(branches), 1)
-    gain = torch.cat([factor for _, factor in branches], 1).T
+    gain = torch.cat([factor for _, factor in branches], 1)
     scale = _scales(factors, *(("norm_1", "norm_2") if post_ln else ("norm_2", "post_norm_2")))
+    gain = gain if scale is None else gain * scale[:, None]
+    skip = None
+    if post_ln:
+        skip, outer, inner = _norm_pair(parts.norm_1, parts.norm_2, up)
+        scale = gain.new_ones(len(gain)) if scale is None else scale
+        skip = scale[:, None] * skip
+        up, down = torch.cat([up, outer], 1), torch.cat([down, inner])
+        gain = torch.cat([gain, scale[:, None].expand(-1, len(inner))], 1)
     mix = _mixing(factors, "" if post_ln else "norm_1", "post_norm_1", heads)
     first, last = _reach(mix)
     return FoldedBlock(
         up=up.to(dtype),
         down=down.to(dtype),
-        gain=(gain if scale is None else gain * scale).to(dtype),
-        base=_norm_matrix(parts.norm_1, parts.norm_2, up).to(dtype) if post_ln else None,
-        base_scale=scale.to(dtype) if post_ln and scale is not None else None,
+        gain=gain.to(dtype),
+        skip=None if skip is None else skip.to(dtype),
         out=after_weight(parts.out, parts.post_norm_1, parts.layer_scale_1, r).to(dtype),
         value=before_weight(parts.value, None if post_ln else parts.norm_1).to(dtype),
         mix=mix.to(dtype),
@@ -114,17 +125,27 @@ def after_weight(projection: Projection, norm: NormPart | None, scale: Tensor | 
     return weight if multiplier == 1 else weight * multiplier
 
 
-def norm_columns(norm: NormPart, columns: Tensor) -> Tensor:
-    """Cotangents (channel, …) behind a norm to cotangents before it, 1/σ left out."""
-    columns = (
-        columns if norm.gain is None else columns * wide(norm.gain).to(columns).view(-1, *[1] * (columns.dim() - 1))
-    )
-    return columns - columns.mean(0) if norm.kind == "layer" else columns
+def norm_rows(norm: NormPart, rows: Tensor) -> Tensor:
+    """Cotangents (…, channel) behind a norm to cotangents before it, 1/σ left out."""
+    rows = rows if norm.gain is None else rows * wide(norm.gain).to(rows)
+    return rows - rows.mean(-1, keepdim=True) if norm.kind == "layer" else rows
 
 
-def _norm_matrix(first: NormPart | None, second: NormPart | None, like: Tensor) -> Tensor:
+def _norm_pair(first: NormPart | None, second: NormPart | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two norms in a row, scales left out, as diag(s) + outer · inner: (channel,), (channel, k) and (k, channel).
+
+    With centring C = I - 11ᵀ/D and gains g: C diag(g₁) C diag(g₂) = diag(g₁g₂) - C g₁ g₂ᵀ/D - 1 (g₁g₂)ᵀ/D. The inner
+    width is filled up with zeros to a multiple of `ALIGNED`, so that rows stay aligned for the matrix units.
+    """
     assert first is not None and second is not None, "post-LN has both norms"
-    return norm_columns(first, norm_columns(second, torch.eye(len(like), dtype=like.dtype, device=like.device)))
+    ones = torch.ones(len(like), dtype=like.dtype, device=like.device)
+    g1, g2 = (ones if norm.gain is None else wide(norm.gain).to(like) for norm in (first, second))
+    outer, inner = like.new_zeros(len(like), ALIGNED), like.new_zeros(ALIGNED, len(like))
+    if second.kind == "layer":
+        outer[:, 0], inner[0] = -(g1 - g1.mean() if first.kind == "layer" else g1), g2 / len(like)
+    if first.kind == "layer":
+        outer[:, 1], inner[1] = -ones, g1 * g2 / len(like)
+    return g1 * g2, outer, inner
 
 
 def _scales(factors: Factors, *names: str) -> Tensor | None:
