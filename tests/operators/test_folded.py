@@ -57,7 +57,7 @@ def test_folded_rows_are_the_rows(name: str, attention: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "gemma3", "mistral", "neox-parallel", "olmo2", "dinov2"])
 @pytest.mark.parametrize("few", [0, 64])
 def test_folded_rows_of_parts_and_with_heads_left_out(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded_module, "FEW_COLUMNS", few)  # both ways to gather heads
+    monkeypatch.setattr(folded_module, "FEW_COTANGENTS", few)  # both ways to gather heads
     T = operator(name, heads={1: torch.tensor([1.0, 0.0, 0.5, 1.0])}, span=Span(0, 2))
     assert close(T.rows(2), by_backward(T, 2))
     assert close(operator(name, span=Span(1, 3)).rows(2), by_backward(operator(name, span=Span(1, 3)), 2))
@@ -79,7 +79,7 @@ def test_without_the_final_norm() -> None:
 @pytest.mark.parametrize("name", ["bert", "mistral", "modernbert", "phi"])
 @pytest.mark.parametrize("most", [5, 40, 4096])
 def test_norms_do_not_depend_on_the_pieces(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matrix_free.MOST_COLUMNS, "cpu", most)
+    monkeypatch.setitem(matrix_free.MOST_COTANGENTS, "cpu", most)
     T = operator(name)
     expected = torch.stack([by_backward(T, i).norm(dim=(0, 2)) for i in range(T.shape[0])])
     assert close(frobenius_norms(T, range(T.shape[0])), expected)
@@ -160,7 +160,7 @@ def test_running_out_of_memory_halves_and_goes_on(monkeypatch: pytest.MonkeyPatc
     pull = T.folded.pull
 
     def scarce(out_tokens: Any, starts: Tensor, **options: Any) -> Any:
-        if len(out_tokens) * starts.shape[2] > 10:
+        if len(out_tokens) * starts.shape[1] > 10:
             raise torch.OutOfMemoryError("out of memory")
         return pull(out_tokens, starts, **options)
 

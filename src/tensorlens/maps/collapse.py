@@ -37,9 +37,9 @@ def in_out(T: TensorOperator, x_in: Hidden, x_out: Hidden, out_tokens: Sequence[
     Rows sum to $⟨X^N_i, X^N_i - B_i⟩$.
     """
     scores = x_in.new_zeros(len(out_tokens), len(x_in))
-    for piece in T.pull_outputs(out_tokens, x_out[list(out_tokens), :, None]):
+    for piece in T.pull_outputs(out_tokens, x_out[list(out_tokens), None]):
         tokens = slice(*piece.tokens)
-        scores[slice(*piece.outputs), tokens] = weigh(piece.columns.permute(2, 1, 0).to(x_in), x_in[tokens])
+        scores[slice(*piece.outputs), tokens] = weigh(piece.rows.transpose(0, 1).to(x_in), x_in[tokens])
     return scores
 
 

@@ -20,13 +20,13 @@ class Pulled:
     """Cotangents of some outputs, pulled to the input.
 
     Attributes:
-        columns: (in_channel, token, column); columns are ordered by output, then by cotangent.
+        rows: (token, cotangent, in_channel); cotangents of all outputs in a row, ordered by output.
         tokens: The input tokens they are for; all others are zero.
         outputs: Which of the outputs asked for.
         cotangents: Which of the cotangents of each.
     """
 
-    columns: Tensor
+    rows: Tensor
     tokens: Range
     outputs: Range
     cotangents: Range
@@ -96,15 +96,15 @@ class TensorOperator(ABC):
         return self._rows(check_token(out_token, self.shape[0]))
 
     def pull_outputs(
-        self, out_tokens: Sequence[int], starts: Float[Tensor, "output out_channel cotangent"]
+        self, out_tokens: Sequence[int], starts: Float[Tensor, "output cotangent out_channel"]
     ) -> Iterator[Pulled]:
         """Tᵀ·u for cotangents that live on one output each, a piece at a time and in no more memory than is free."""
-        n_cotangents = starts.shape[2]
+        n_cotangents = starts.shape[1]
         for row, i in enumerate(out_tokens):
             u = starts.new_zeros(n_cotangents, *self.shape[:2])
-            u[:, i] = starts[row].T
+            u[:, i] = starts[row]
             yield Pulled(
-                columns=self.adjoint(u).permute(2, 1, 0),
+                rows=self.adjoint(u).transpose(0, 1),
                 tokens=Range(0, self.n_tokens),
                 outputs=Range(row, row + 1),
                 cotangents=Range(0, n_cotangents),

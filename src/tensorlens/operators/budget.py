@@ -19,6 +19,9 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 SHARE = 0.5
 """Part of the free memory that one computation may plan with."""
 
+ALWAYS_FITS = 2**28
+"""Bytes that are taken without asking how much memory is free: asking takes longer than small work does."""
+
 Result = TypeVar("Result")
 
 
@@ -60,6 +63,8 @@ def matmul_mode(precision: str | None) -> Iterator[None]:
 
 def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE) -> int:
     """How many of `wanted` things of `bytes_each` bytes go into the part of the free memory that may be used."""
+    if bytes_each * wanted <= ALWAYS_FITS:
+        return wanted
     return max(1, min(wanted, int(share * free_bytes(device) / max(1, bytes_each))))
 
 
@@ -89,7 +94,8 @@ class Pieces:
     def __iter__(self) -> Iterator[tuple[Range, Range]]:
         output = cotangent = 0
         total = self.n_outputs * self.n_cotangents
-        with tqdm(total=total, unit="cotangent", delay=3, leave=False, disable=None) as bar:
+        # One piece has no progress to show.
+        with tqdm(total=total, unit="cotangent", delay=3, leave=False, disable=self.n_passes == 1 or None) as bar:
             while output < self.n_outputs:
                 outputs = Range(output, min(output + self.group, self.n_outputs))
                 cotangents = Range(cotangent, min(cotangent + self.width, self.n_cotangents))

@@ -11,8 +11,8 @@ import torch
 
 from tensorlens.errors import InputError
 from tensorlens.operators.budget import Precision, matmul_mode
-from tensorlens.operators.folded import folding_pays
-from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, MOST_COLUMNS, FrozenOperator
+from tensorlens.operators.folded import folding_pays, inner_width
+from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
 
@@ -66,7 +66,7 @@ def estimate(
     n_outputs = 1 if work == "rows" else n_out if n_outputs is None or work == "dense" else n_outputs
     each = {"sketch": probes, "in_out": 1}.get(work, d_out)
     stored = {"rows": 1, "dense": n_out}.get(work, 0) * d_out * operator.n_tokens * operator.n_channels
-    n_columns = min(n_outputs * each, MOST_COLUMNS.get(operator.device.type, 2048))
+    n_columns = min(n_outputs * each, MOST_COTANGENTS.get(operator.device.type, 2048))
     folds = operator.folded is not None and n_outputs * each >= ENOUGH_TO_FOLD
     flops = folded_flops(operator, n_outputs, each) if folds else _backward_flops(operator, n_outputs * each)
     rate = 0.5 * matmul_rate(operator.device, operator.precision, operator.compute_type)
@@ -74,7 +74,7 @@ def estimate(
         work=work,
         way="folded" if folds else "backward passes",
         flops=flops,
-        n_bytes=stored * operator.dtype.itemsize + n_columns * operator.bytes_per_column,
+        n_bytes=stored * operator.dtype.itemsize + n_columns * operator.bytes_per_cotangent,
         seconds=flops / rate,
     )
 
@@ -84,13 +84,13 @@ def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) ->
     folded = operator.folded
     assert folded is not None, "asked of an operator that folds"
     n, d = operator.n_tokens, operator.n_channels
-    width = min(n_outputs * n_cotangents, MOST_COLUMNS.get(operator.device.type, 2048))
+    width = min(n_outputs * n_cotangents, MOST_COTANGENTS.get(operator.device.type, 2048))
     n_passes = max(1, round(n_outputs * n_cotangents / width))
     n_columns = n_outputs * n_cotangents
     total = 0.0
     for block in list(folded.parts)[:-1]:
         parts = folded.parts[block]
-        inner = sum(p.weight.shape[1] for p in (parts.feed_forward.up,))
+        inner = inner_width(operator.frozen, parts)
         n_mixed, n_value = parts.out.weight.shape[0], parts.value.weight.shape[1]
         is_causal = max(folded.block(block).last[: n // 2 + 1], default=0) <= n // 2
         live = n / 2 if is_causal and n_outputs > 1 else n

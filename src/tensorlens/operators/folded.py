@@ -1,8 +1,8 @@
 r"""Rows, norms and sketches of a frozen model by matrix products alone, all cotangents at once.
 
-Cotangents are kept as (channel, token, column): token-wise matrices, weights and attention then act on strided views,
-and no head is ever copied into another order. Only tokens that an asked output can see are carried (causal models and
-sliding windows), and in the last block only the asked output itself.
+Cotangents are kept as (token, cotangent, channel). Weights then act on one tall matrix, token-wise matrices on one
+contiguous batch, and heads are strided views that are never copied into another order. Only tokens that an asked output
+can see are carried (causal models and sliding windows), and in the last block only the asked output itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,22 @@ from torch import Tensor
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
 from tensorlens.freezing.rebuilding import held_factors, norm_scale
 from tensorlens.freezing.survey import block_parts, final_norm
+from tensorlens.models.block_parts import BlockParts
 from tensorlens.operators.budget import Precision, Range, compute_type, free_bytes, matmul_mode
-from tensorlens.operators.folding import FoldedBlock, fold_block, norm_columns
+from tensorlens.operators.folding import ALIGNED, FoldedBlock, fold_block, norm_rows
 
-FEW_COLUMNS = 64
-"""Up to here heads are gathered by a copy; beyond, by one strided product for each head."""
+FEW_COTANGENTS = 64
+"""Up to here the heads are mixed by one product after a copy; beyond, by one strided product for each head."""
+
+SCALED_BYTES = {"cuda": 2**28, "cpu": 2**25}
+"""Memory for the scaled weights of as many tokens as are folded at a time."""
+
+GRAIN = {"cuda": 8, "cpu": 1}
+"""Ranges of tokens begin and end at multiples of this: the matrix units want aligned sizes."""
 
 
-class Columns(NamedTuple):
-    """Cotangents (channel, token, column) at some block; zero for all other tokens."""
+class Rows(NamedTuple):
+    """Cotangents (token, cotangent, channel) at some block; zero for all other tokens."""
 
     values: Tensor
     tokens: Range
@@ -50,15 +57,16 @@ class FoldedRows:
         self.n_tokens = frozen.hidden[span.start].shape[1]
         self._blocks: dict[int, FoldedBlock] = {}
         self._token_matrices: dict[int, Tensor] = {}
+        self._live: dict[tuple[int, Range], Range] = {}
 
-    @property
+    @cached_property
     def n_inner(self) -> int:
-        """Width of the widest feed-forward."""
-        return max(parts.feed_forward.down.weight.shape[0] for parts in self.parts.values())
+        """Width of the widest feed-forward, both of its branches counted where both are live."""
+        return max(inner_width(self.frozen, parts) for parts in self.parts.values())
 
     @torch.no_grad()
-    def pull(self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False) -> Columns:
-        """Cotangents `starts` (output, out_channel, column) of the given outputs, all pulled to the input together.
+    def pull(self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False) -> Rows:
+        """Cotangents `starts` (output, cotangent, out_channel) of the given outputs, all pulled to the input together.
 
         Args:
             out_tokens: The outputs, one for each entry of `starts`.
@@ -67,18 +75,18 @@ class FoldedRows:
         """
         with matmul_mode(self.precision):
             last = self.span.stop - 1
-            pulled = self._leave_last(self.block(last), out_tokens, starts)
+            pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
             for n in range(last - 1, self.span.start - 1, -1):
                 pulled = self._through(n, pulled, keep_matrices=keep_matrices)
             return pulled
 
     @torch.no_grad()
-    def pull_states(self, columns: Tensor) -> Tensor:
-        """Cotangents (out_channel, token, column) of whole states, pulled to (in_channel, token, column)."""
+    def pull_states(self, states: Tensor) -> Tensor:
+        """Cotangents (token, cotangent, out_channel) of whole states, pulled to (token, cotangent, in_channel)."""
         with matmul_mode(self.precision):
             if self.tail is not None:
-                columns = norm_columns(self.tail, columns) * self._tail_scale[:, None].to(columns)
-            pulled = Columns(columns.contiguous(), Range(0, self.n_tokens))
+                states = norm_rows(self.tail, states) * self._tail_scale[:, None, None].to(states)
+            pulled = Rows(states.contiguous(), Range(0, self.n_tokens))
             for n in range(self.span.stop - 1, self.span.start - 1, -1):
                 pulled = self._through(n, pulled, keep_matrices=False)
             return pulled.values
@@ -98,22 +106,44 @@ class FoldedRows:
         """Let go of the token-wise matrices."""
         self._token_matrices.clear()
 
-    # The last block: each column has one live token ------------------------------------------------------------------
+    def live(self, n: int, tokens: Range) -> Range:
+        """The tokens that some of `tokens` see through block n."""
+        if (n, tokens) not in self._live:
+            block, grain = self.block(n), GRAIN.get(self.device.type, 1)
+            first = min(block.first[slice(*tokens)]) // grain * grain
+            last = -(-(max(block.last[slice(*tokens)]) + 1) // grain) * grain
+            self._live[n, tokens] = Range(first, min(last, self.n_tokens))
+        return self._live[n, tokens]
 
-    def _leave_last(self, block: FoldedBlock, out_tokens: Sequence[int], starts: Tensor) -> Columns:
-        tokens = Range(min(block.first[i] for i in out_tokens), max(block.last[i] for i in out_tokens) + 1)
-        width = starts.shape[2]
-        shape = (block.value.shape[0], tokens.size, len(out_tokens) * width)
-        columns = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for slot, (i, start) in enumerate(zip(out_tokens, starts, strict=True)):
-            view = columns[:, :, slot * width : (slot + 1) * width]
-            self._leave_one(block, i, self._before_tail(i, start.to(self.dtype)), tokens, view)
-        return Columns(columns, tokens)
+    # The last block: each cotangent has one live token ----------------------------------------------------------------
 
-    def _before_tail(self, out_token: int, start: Tensor) -> Tensor:
+    def _leave_last(self, n: int, out_tokens: Sequence[int], starts: Tensor) -> Rows:
+        r"""Cotangents (output, cotangent, channel) of single outputs to (token, cotangent, channel).
+
+        What reaches input j is $\sum_h A_{h,ij} W_{value,h} u_h$, and y besides where j is i: y goes as one more head.
+        """
+        block, tokens = self.block(n), self.live(n, Range(min(out_tokens), max(out_tokens) + 1))
+        at = _positions(out_tokens, self.device)
+        c = self._before_tail(at, starts)
+        y = _token_wise(block, c, at, torch.empty_like(c))
+        n_outputs, n_cotangents, d = y.shape
+        n_heads, d_in = block.n_heads, len(block.value)
+        u = torch.mm((c if block.is_parallel else y).flatten(0, 1), block.transposed.out).unflatten(1, (n_heads, -1))
+        parts = y.new_zeros(-(-(n_heads + 1) // ALIGNED) * ALIGNED, n_outputs, n_cotangents, d_in)
+        torch.bmm(u.transpose(0, 1), block.value_heads, out=parts[:n_heads].flatten(1, 2))
+        parts[n_heads] = y
+        weights = y.new_zeros(n_outputs, tokens.size, len(parts))
+        weights[:, :, :n_heads] = block.mix[:, slice(*tokens)].index_select(2, at).permute(2, 1, 0)
+        weights[:, :, n_heads] = at[:, None] == torch.arange(*tokens, device=self.device)
+        rows = y.new_empty(tokens.size, n_outputs * n_cotangents, d_in)
+        by_output = rows.view(tokens.size, n_outputs, -1).transpose(0, 1)
+        torch.bmm(weights, parts.flatten(2).transpose(0, 1), out=by_output)
+        return Rows(rows, tokens)
+
+    def _before_tail(self, at: Tensor, starts: Tensor) -> Tensor:
         if self.tail is None:
-            return start
-        return norm_columns(self.tail, start) * self._tail_scale[out_token].to(start)
+            return starts.contiguous()
+        return norm_rows(self.tail, starts) * self._tail_scale[at, None, None].to(starts)
 
     @cached_property
     def _tail_scale(self) -> Tensor:
@@ -122,108 +152,99 @@ class FoldedRows:
         assert scale is not None, "the survey found the final norm by its scale"
         return scale
 
-    def _leave_one(self, block: FoldedBlock, i: int, c: Tensor, tokens: Range, into: Tensor) -> None:
-        """Cotangents (channel, column) of one output to (channel, token, column) of everything it sees."""
-        y = _token_wise(block, c[:, None], Range(i, i + 1))[:, 0]
-        u = (block.out @ (c if block.is_parallel else y)).unflatten(0, (block.n_heads, -1))
-        by_head = torch.empty(len(y), block.n_heads, y.shape[1], dtype=y.dtype, device=y.device)
-        torch.bmm(_value_heads(block), u, out=by_head.transpose(0, 1))
-        seen = block.mix[:, tokens.start : tokens.stop, i].T  # (in_token, head)
-        torch.bmm(seen.expand(len(y), -1, -1), by_head, out=into)
-        into[:, i - tokens.start] += y
-
     # All other blocks ------------------------------------------------------------------------------------------------
 
-    def _through(self, n: int, pulled: Columns, *, keep_matrices: bool) -> Columns:
-        block, c, tokens = self.block(n), pulled.values, pulled.tokens
-        y = self._token_wise(n, block, c, tokens, keep_matrices=keep_matrices)
-        u = torch.mm(block.out, (c if block.is_parallel else y).flatten(1)).unflatten(1, c.shape[1:])
+    def _through(self, n: int, pulled: Rows, *, keep_matrices: bool) -> Rows:
+        block, (c, tokens), live = self.block(n), pulled, self.live(n, pulled.tokens)
+        whole = c.new_empty if live == tokens else c.new_zeros
+        y = whole(live.size, c.shape[1], len(block.value))
+        inside = y[tokens.start - live.start :][: tokens.size]
+        self._pass_tokens(n, block, c, tokens, inside, keep_matrices=keep_matrices)
+        u = torch.mm((c if block.is_parallel else inside).flatten(0, 1), block.transposed.out).view(*c.shape[:2], -1)
         del c, pulled
-        live = Range(min(block.first[tokens.start : tokens.stop]), max(block.last[tokens.start : tokens.stop]) + 1)
         mixed = _mix(block, u, tokens, live)
         del u
-        if live != tokens:
-            wider = y.new_zeros(y.shape[0], live.size, y.shape[2])
-            wider[:, tokens.start - live.start :][:, : tokens.size] = y
-            y = wider
-        y.flatten(1).addmm_(block.value, mixed.flatten(1))
-        return Columns(y, live)
+        y.flatten(0, 1).addmm_(mixed.flatten(0, 1), block.transposed.value)
+        return Rows(y, live)
 
-    def _token_wise(self, n: int, block: FoldedBlock, c: Tensor, tokens: Range, *, keep_matrices: bool) -> Tensor:
+    def _pass_tokens(
+        self, n: int, block: FoldedBlock, c: Tensor, tokens: Range, into: Tensor, *, keep_matrices: bool
+    ) -> None:
+        """$P_l c_l$, with P from an earlier call, formed now, or not at all."""
         matrices = self._token_matrices.get(n)
+        if matrices is None and keep_matrices:
+            matrices = self._token_matrices[n] = token_matrices(block, Range(0, self.n_tokens))
         if matrices is not None:
-            matrices = matrices[:, tokens.start : tokens.stop]
-        elif keep_matrices:
-            self._token_matrices[n] = token_matrices(block, Range(0, self.n_tokens))
-            matrices = self._token_matrices[n][:, tokens.start : tokens.stop]
-        elif folding_pays(block.up.shape[0], block.up.shape[1], c.shape[2]):
-            matrices = token_matrices(block, tokens)
+            torch.bmm(c, matrices[slice(*tokens)], out=into)
+        elif folding_pays(block.up.shape[0], block.up.shape[1], c.shape[1]):
+            torch.bmm(c, token_matrices(block, tokens), out=into)
         else:
-            return _token_wise(block, c, tokens)
-        y = torch.empty_like(c)
-        torch.bmm(matrices.transpose(0, 1), c.transpose(0, 1), out=y.transpose(0, 1))
-        return y
+            _token_wise(block, c, slice(*tokens), into)
 
 
-def folding_pays(n_channels: int, n_inner: int, n_columns: int) -> bool:
+def inner_width(frozen: FrozenModel, parts: BlockParts) -> int:
+    """Inner channels of a feed-forward; twice where gate and up are both live."""
+    ffn = parts.feed_forward
+    both = ffn.gate is not None and frozen.rules.gate == "half"
+    return ffn.up.weight.shape[1] * (2 if both else 1)
+
+
+def folding_pays(n_channels: int, n_inner: int, n_cotangents: int) -> bool:
     """Whether forming P, then using it, takes fewer operations than the feed-forward's two products."""
-    return n_channels * (n_inner + n_columns) < 2 * n_inner * n_columns
+    return n_channels * (n_inner + n_cotangents) < 2 * n_inner * n_cotangents
 
 
-def token_matrices(block: FoldedBlock, tokens: Range, chunk: int = 8) -> Tensor:
-    """$P_l$ as (channel, token, channel), a few tokens at a time so that the operand stays in the cache."""
-    d = block.up.shape[0]
-    into = torch.empty(d, tokens.size, d, dtype=block.up.dtype, device=block.up.device)
-    for start in range(tokens.start, tokens.stop, chunk):
-        stop = min(start + chunk, tokens.stop)
-        scaled = block.gain[:, start:stop, None] * block.down[:, None]  # (inner, token, channel)
-        at = start - tokens.start
-        into[:, at : at + stop - start] = (block.up @ scaled.flatten(1)).unflatten(1, scaled.shape[1:])
-    if block.base is None:
-        into.diagonal(dim1=0, dim2=2).add_(1)
+def token_matrices(block: FoldedBlock, tokens: Range) -> Tensor:
+    r"""$P_l^\top$ as (token, channel, channel): scaled weights of some tokens, then one product for all of them."""
+    d, n_inner = block.up.shape
+    most = SCALED_BYTES.get(block.up.device.type, 2**25) // (d * n_inner * block.up.element_size())
+    n_steps = -(-tokens.size // max(1, most))
+    step = -(-tokens.size // n_steps)
+    into = block.up.new_empty(tokens.size, d, d)
+    scaled = block.up.new_empty(step, d, n_inner)
+    for gain, part in zip(block.gain[slice(*tokens)].split(step), into.split(step), strict=True):
+        torch.mul(block.up, gain[:, None], out=scaled[: len(gain)])
+        torch.mm(scaled[: len(gain)].flatten(0, 1), block.down, out=part.flatten(0, 1))
+    into.diagonal(dim1=1, dim2=2).add_(1 if block.skip is None else block.skip[slice(*tokens)])
+    return into.mT
+
+
+def _token_wise(block: FoldedBlock, c: Tensor, at: Tensor | slice, into: Tensor) -> Tensor:
+    """$P_l c_l$ of the tokens `at`, without forming P."""
+    inner = torch.mm(c.flatten(0, 1), block.transposed.down)
+    inner.view(*c.shape[:2], -1).mul_(block.gain[at][:, None])
+    if block.skip is None:
+        torch.addmm(c.flatten(0, 1), inner, block.transposed.up, out=into.flatten(0, 1))
     else:
-        scale = block.base_scale
-        scale = 1 if scale is None else scale[tokens.start : tokens.stop, None]
-        into.addcmul_(block.base[:, None], torch.as_tensor(scale, dtype=into.dtype, device=into.device))
+        torch.mul(c, block.skip[at][:, None], out=into)
+        into.flatten(0, 1).addmm_(inner, block.transposed.up)
     return into
 
 
-def _token_wise(block: FoldedBlock, c: Tensor, tokens: Range) -> Tensor:
-    """$P_l c_l$ without forming P."""
-    inner = torch.mm(block.down, c.flatten(1)).unflatten(1, c.shape[1:])
-    inner *= block.gain[:, tokens.start : tokens.stop, None]
-    if block.base is None:
-        return torch.addmm(c.flatten(1), block.up, inner.flatten(1)).view_as(c)
-    y = torch.mm(block.base, c.flatten(1)).view_as(c)
-    if block.base_scale is not None:
-        y *= block.base_scale[tokens.start : tokens.stop, None]
-    y.flatten(1).addmm_(block.up, inner.flatten(1))
-    return y
-
-
-def _value_heads(block: FoldedBlock) -> Tensor:
-    """W_value as (head, channel, head_channel), value heads repeated for the query heads that share them."""
-    n_channels = block.out.shape[0] // block.n_heads
-    by_head = block.value.unflatten(1, (-1, n_channels)).transpose(0, 1)
-    return by_head.repeat_interleave(block.n_heads // len(by_head), 0) if len(by_head) != block.n_heads else by_head
+def _positions(tokens: Sequence[int], device: torch.device) -> Tensor:
+    """As indices on the device; a range is made there, since a copy would wait for the device."""
+    first = tokens[0]
+    if list(tokens) == list(range(first, first + len(tokens))):
+        return torch.arange(first, first + len(tokens), device=device)
+    return torch.tensor(tokens, device=device)
 
 
 def _mix(block: FoldedBlock, u: Tensor, tokens: Range, live: Range) -> Tensor:
-    """Attention backwards: (head · head_channel, token, column) to (kv_head · head_channel, token, column)."""
+    """Attention backwards: (token, cotangent, head · head_channel) to (token, cotangent, kv_head · head_channel)."""
     mix = block.mix[:, live.start : live.stop, tokens.start : tokens.stop]
-    n_heads, width = len(mix), u.shape[2]
-    n_kv = block.value.shape[1] * n_heads // block.out.shape[0]
-    u = u.unflatten(0, (n_heads, -1))  # (head, head_channel, token, column)
-    if width <= FEW_COLUMNS:
-        gathered = u.transpose(1, 2).reshape(n_heads, tokens.size, -1)
-        mixed = (mix @ gathered).view(n_kv, n_heads // n_kv, live.size, -1, width).sum(1)
-        return mixed.transpose(1, 2).reshape(-1, live.size, width)
-    mixed = torch.empty(n_kv, u.shape[1], live.size, width, dtype=u.dtype, device=u.device)
-    group = n_heads // n_kv
+    n_heads, n_kv, n_cotangents = block.n_heads, block.n_kv_heads, u.shape[1]
+    u = u.view(tokens.size, n_cotangents, n_heads, -1)
+    if n_cotangents <= FEW_COTANGENTS:
+        gathered = u.permute(2, 0, 1, 3).reshape(n_heads, tokens.size, -1)
+        mixed = torch.bmm(mix, gathered).view(n_heads, live.size, n_cotangents, -1)
+        mixed = mixed if n_kv == n_heads else mixed.unflatten(0, (n_kv, -1)).sum(1)
+        return mixed.permute(1, 2, 0, 3).reshape(live.size, n_cotangents, -1)
+    mixed = u.new_empty(live.size, n_cotangents, n_kv, u.shape[3])
     for head in range(n_heads):
-        into, shared = mixed[head // group], mix[head].expand(u.shape[1], -1, -1)
-        if head % group == 0:
-            torch.bmm(shared, u[head], out=into)
+        group, place = divmod(head, n_heads // n_kv)
+        into, shared = mixed[:, :, group].transpose(0, 1), mix[head].expand(n_cotangents, -1, -1)
+        if place == 0:
+            torch.bmm(shared, u[:, :, head].transpose(0, 1), out=into)
         else:
-            into.baddbmm_(shared, u[head])
-    return mixed.flatten(0, 1)
+            into.baddbmm_(shared, u[:, :, head].transpose(0, 1))
+    return mixed.flatten(2)

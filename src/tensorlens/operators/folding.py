@@ -14,7 +14,9 @@ the diagonal is s, and the products are two more inner channels. So P has one fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,15 @@ from tensorlens.models.block_parts import BlockParts, NormPart, Projection
 
 ALIGNED = 16
 """Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""
+
+
+class Transposes(NamedTuple):
+    """Weights of a block for products with rows: W_up as (inner, channel), and so on."""
+
+    up: Tensor
+    down: Tensor
+    out: Tensor
+    value: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +73,26 @@ class FoldedBlock:
     @property
     def n_bytes(self) -> int:
         """Memory of all the matrices."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        values = [getattr(self, field.name) for field in fields(self)]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    # Views, made once: with few cotangents, making them takes longer than the products.
+
+    @cached_property
+    def transposed(self) -> Transposes:
+        """The weights as they act on rows."""
+        return Transposes(up=self.up.T, down=self.down.T, out=self.out.T, value=self.value.T)
+
+    @cached_property
+    def n_kv_heads(self) -> int:
+        """Value heads."""
+        return self.value.shape[1] * self.n_heads // self.out.shape[0]
+
+    @cached_property
+    def value_heads(self) -> Tensor:
+        """W_value as (head, head_channel, channel), value heads repeated for the query heads that share them."""
+        by_head = self.value.T.unflatten(0, (self.n_kv_heads, -1))
+        return by_head.repeat_interleave(self.n_heads // len(by_head), 0) if len(by_head) != self.n_heads else by_head
 
 
 def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: Tensor | None = None) -> FoldedBlock:
@@ -93,17 +123,22 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
     mix = _mixing(factors, "" if post_ln else "norm_1", "post_norm_1", heads)
     first, last = _reach(mix)
     return FoldedBlock(
-        up=up.to(dtype),
-        down=down.to(dtype),
-        gain=gain.to(dtype),
-        skip=None if skip is None else skip.to(dtype),
-        out=after_weight(parts.out, parts.post_norm_1, parts.layer_scale_1, r).to(dtype),
-        value=before_weight(parts.value, None if post_ln else parts.norm_1).to(dtype),
-        mix=mix.to(dtype),
+        up=_packed(up, dtype),
+        down=_packed(down, dtype),
+        gain=_packed(gain, dtype),
+        skip=None if skip is None else _packed(skip, dtype),
+        out=_packed(after_weight(parts.out, parts.post_norm_1, parts.layer_scale_1, r), dtype),
+        value=_packed(before_weight(parts.value, None if post_ln else parts.norm_1), dtype),
+        mix=_packed(mix, dtype),
         is_parallel=parts.layout == "parallel",
         first=first,
         last=last,
     )
+
+
+def _packed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Row by row in memory, whichever way the model keeps it: products by strided operands can be far slower."""
+    return matrix.to(dtype).contiguous()
 
 
 def before_weight(projection: Projection, norm: NormPart | None) -> Tensor:

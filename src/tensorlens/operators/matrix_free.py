@@ -27,7 +27,7 @@ CHUNK = 32
 ENOUGH_TO_FOLD = 8
 """Cotangents from which folding the blocks costs less than a backward pass for each."""
 
-MOST_COLUMNS = {"cuda": 8192, "cpu": 2048}
+MOST_COTANGENTS = {"cuda": 8192, "cpu": 2048}
 """More cotangents at a time than this make no product faster, and let causal models do work above the diagonal."""
 
 
@@ -114,16 +114,22 @@ class FrozenOperator(TensorOperator):
     def _adjoint(self, u: Tensor) -> Tensor:
         if len(u) < ENOUGH_TO_FOLD or self.folded is None:
             return self.frozen.pull(u, self.span, self.heads, chunk=CHUNK)
-        size = fitting(self.bytes_per_column, len(u), self.device)
-        parts = [self.folded.pull_states(part.permute(2, 1, 0).to(self.compute_type)) for part in u.split(size)]
-        return torch.cat([part.permute(2, 1, 0) for part in parts]).to(self.dtype)
+        size = fitting(self.bytes_per_cotangent, len(u), self.device)
+        parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
+        return torch.cat([part.transpose(0, 1) for part in parts]).to(self.dtype)
 
     def _rows(self, out_token: int) -> TensorSlice:
-        units = torch.eye(self.shape[1], dtype=self.compute_type, device=self.device)
-        rows = torch.zeros(self.shape[3], self.shape[2], self.shape[1], dtype=self.dtype, device=self.device)
+        n_out, d_out, n_in, d_in = self.shape
+        units = torch.eye(d_out, dtype=self.compute_type, device=self.device)
+        rows: Tensor | None = None
         for piece in self.pull_outputs((out_token,), units[None]):
-            rows[:, slice(*piece.tokens), slice(*piece.cotangents)] = piece.columns
-        return rows.permute(2, 1, 0)
+            if piece.cotangents.size == d_out and piece.tokens.size == n_in:
+                return piece.rows.transpose(0, 1).to(self.dtype)
+            if rows is None:
+                rows = torch.zeros(d_out, n_in, d_in, dtype=self.dtype, device=self.device)
+            rows[slice(*piece.cotangents), slice(*piece.tokens)] = piece.rows.transpose(0, 1)
+        assert rows is not None, "there is at least one output channel"
+        return rows
 
     # Many cotangents -------------------------------------------------------------------------------------------------
 
@@ -143,31 +149,32 @@ class FrozenOperator(TensorOperator):
         return isinstance(self.frozen, StreamedModel)
 
     @property
-    def bytes_per_column(self) -> int:
+    def bytes_per_cotangent(self) -> int:
         """Memory for one cotangent on its way: it, what attention and feed-forward make of it, and their sum."""
         inner = 0 if self.folded is None else self.folded.n_inner
         return (4 * self.n_channels + inner) * self.n_tokens * self.compute_type.itemsize
 
     def pull_outputs(
-        self, out_tokens: Sequence[int], starts: Float[Tensor, "output out_channel cotangent"]
+        self, out_tokens: Sequence[int], starts: Float[Tensor, "output cotangent out_channel"]
     ) -> Iterator[Pulled]:
         """Cotangents that live on one output each, pulled to the input, as many at a time as go into free memory.
 
         Outputs go in groups, so that a causal model does little work above the diagonal. When memory runs out all the
         same, the groups are halved.
         """
-        most = fitting(self.bytes_per_column, MOST_COLUMNS.get(self.device.type, 2048), self.device)
-        pieces = Pieces(len(out_tokens), starts.shape[2], most)
-        folded = self.folded if len(out_tokens) * starts.shape[2] >= ENOUGH_TO_FOLD else None
+        most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
+        most = fitting(self.bytes_per_cotangent, most, self.device)
+        pieces = Pieces(len(out_tokens), starts.shape[1], most)
+        folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
         keep = folded is not None and self._matrices_fit(pieces.n_passes)
         for outputs, cotangents in pieces:
-            tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), :, slice(*cotangents)]
+            tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
             pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
             pulled = pieces.attempt(partial(pull, tokens, part))
             if pulled is not None:
-                columns, seen = pulled
-                yield Pulled(columns=columns, tokens=seen, outputs=outputs, cotangents=cotangents)
-                del columns, pulled
+                rows, seen = pulled
+                yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
+                del rows, pulled
             elif folded is not None:
                 keep = False
                 folded.forget_matrices()
@@ -180,11 +187,11 @@ class FrozenOperator(TensorOperator):
         return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
 
     def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
-        """By backward passes: (in_channel, token, column), for all tokens."""
+        """By backward passes: (token, cotangent, in_channel), for all tokens."""
         pulled = [
             self.frozen.pull(
-                start.T.to(self.dtype), self.span, self.heads, read=lambda y, i=i: y[0, i], chunk=CHUNK
+                start.to(self.dtype), self.span, self.heads, read=lambda y, i=i: y[0, i], chunk=CHUNK
             ).reshape(-1, self.n_tokens, self.n_channels)
             for i, start in zip(out_tokens, starts, strict=True)
         ]
-        return torch.cat(pulled).permute(2, 1, 0), Range(0, self.n_tokens)
+        return torch.cat(pulled).transpose(0, 1), Range(0, self.n_tokens)

@@ -7,6 +7,7 @@ random cotangents instead of all D. Spectral norms come from iterating on produc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
     """
     if not isinstance(n_probes, int) or n_probes < 1:
         raise InputError(f"`probes` must be a whole number of at least 1; got {n_probes!r}. 16 is a good start.")
-    generator = torch.Generator().manual_seed(seed)
-    probes = torch.randn(T.shape[1], n_probes, generator=generator).to(T.device, T.dtype)
+    probes = _probes(n_probes, T.shape[1], seed, T.device, T.dtype)
     squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1))
     norms = squares.mean(1).sqrt()
     spread = squares.std(1) / n_probes**0.5 if n_probes > 1 else torch.full_like(norms, torch.nan)
@@ -56,21 +56,27 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
     return Sketch(norms, torch.where(norms > 0, spread / (2 * norms), 0))
 
 
+@lru_cache(maxsize=8)
+def _probes(n: int, n_channels: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Drawn on the CPU, so that a seed means the same everywhere; kept, since the copy would wait for the device."""
+    return torch.randn(n, n_channels, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
 def _squares(
-    T: TensorOperator, out_tokens: Sequence[int], starts: Float[Tensor, "output out_channel cotangent"]
+    T: TensorOperator, out_tokens: Sequence[int], starts: Float[Tensor, "output cotangent out_channel"]
 ) -> Float[Tensor, "output cotangent in_token"]:
     """Sums of squares over input channels of every cotangent, in float32 or better."""
     dtype = torch.float32 if T.dtype.itemsize < 4 else T.dtype
-    squares = torch.zeros(len(out_tokens), starts.shape[2], T.n_tokens, dtype=dtype, device=T.device)
+    squares = torch.zeros(len(out_tokens), starts.shape[1], T.n_tokens, dtype=dtype, device=T.device)
     for piece in T.pull_outputs(out_tokens, starts):
         squares[slice(*piece.outputs), slice(*piece.cotangents), slice(*piece.tokens)] = _piece_squares(piece, dtype)
     return squares
 
 
 def _piece_squares(piece: Pulled, dtype: torch.dtype) -> Tensor:
-    # (token, column) to (output, cotangent, token)
-    by_column = torch.linalg.vector_norm(piece.columns, dim=0, dtype=dtype).square()
-    return by_column.T.unflatten(0, (piece.outputs.size, piece.cotangents.size))
+    # (token, output · cotangent) to (output, cotangent, token)
+    by_row = torch.linalg.vector_norm(piece.rows, dim=-1, dtype=dtype).square()
+    return by_row.T.unflatten(0, (piece.outputs.size, piece.cotangents.size))
 
 
 # Spectral ------------------------------------------------------------------------------------------------------------
