@@ -46,8 +46,20 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
+@pytest.fixture(params=["few", "many", "pieces"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ways through the blocks: in buffers made once, with P formed, and P in steps with tokens in fours."""
+    if request.param != "few":
+        monkeypatch.setattr(folded_module, "FEW_COTANGENTS", 0)
+    if request.param == "pieces":
+        monkeypatch.setattr(folded_module, "folding_pays", lambda *_: True)
+        monkeypatch.setitem(folded_module.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)
+        monkeypatch.setitem(folded_module.GRAIN, "cpu", 4)
+    return request.param
+
+
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
-def test_folded_rows_are_the_rows(name: str, attention: str) -> None:
+def test_folded_rows_are_the_rows(name: str, attention: str, path: str) -> None:
     T = tl.Lens(zoo.build(name, attention))(zoo.sample(name)).operator
     assert T.folded is not None
     for i in (0, T.shape[0] - 1):
@@ -55,9 +67,7 @@ def test_folded_rows_are_the_rows(name: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "gemma3", "mistral", "neox-parallel", "olmo2", "dinov2"])
-@pytest.mark.parametrize("few", [0, 64])
-def test_folded_rows_of_parts_and_with_heads_left_out(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded_module, "FEW_COTANGENTS", few)  # both ways to gather heads
+def test_folded_rows_of_parts_and_with_heads_left_out(name: str, path: str) -> None:
     T = operator(name, heads={1: torch.tensor([1.0, 0.0, 0.5, 1.0])}, span=Span(0, 2))
     assert close(T.rows(2), by_backward(T, 2))
     assert close(operator(name, span=Span(1, 3)).rows(2), by_backward(operator(name, span=Span(1, 3)), 2))
@@ -78,11 +88,12 @@ def test_without_the_final_norm() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "mistral", "modernbert", "phi"])
 @pytest.mark.parametrize("most", [5, 40, 4096])
-def test_norms_do_not_depend_on_the_pieces(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_do_not_depend_on_the_pieces(name: str, most: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matrix_free.MOST_COTANGENTS, "cpu", most)
     T = operator(name)
     expected = torch.stack([by_backward(T, i).norm(dim=(0, 2)) for i in range(T.shape[0])])
     assert close(frobenius_norms(T, range(T.shape[0])), expected)
+    assert close(frobenius_norms(T, (4, 1, 2)), expected[[4, 1, 2]])
 
 
 @pytest.mark.parametrize("name", ["llama", "modernbert"])

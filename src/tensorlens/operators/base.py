@@ -31,6 +31,10 @@ class Pulled:
     outputs: Range
     cotangents: Range
 
+    def is_all(self, n_outputs: int, n_cotangents: int, n_tokens: int) -> bool:
+        """Whether this is everything that was asked for, at all tokens."""
+        return (self.outputs.size, self.cotangents.size, self.tokens.size) == (n_outputs, n_cotangents, n_tokens)
+
 
 class TensorOperator(ABC):
     r"""A linear map $T \in R^{L×D×L×D}$ on hidden states, with a bias: $F(X) = T·X + B$.

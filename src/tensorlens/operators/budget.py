@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -94,8 +94,10 @@ class Pieces:
     def __iter__(self) -> Iterator[tuple[Range, Range]]:
         output = cotangent = 0
         total = self.n_outputs * self.n_cotangents
-        # One piece has no progress to show.
-        with tqdm(total=total, unit="cotangent", delay=3, leave=False, disable=self.n_passes == 1 or None) as bar:
+        bar = None
+        if self.n_passes > 1:  # one piece has no progress to show, and a bar takes longer than a sketch's block
+            bar = tqdm(total=total, unit="cotangent", delay=3, leave=False, disable=None)
+        with bar or nullcontext():
             while output < self.n_outputs:
                 outputs = Range(output, min(output + self.group, self.n_outputs))
                 cotangents = Range(cotangent, min(cotangent + self.width, self.n_cotangents))
@@ -103,7 +105,8 @@ class Pieces:
                 if self._failed:
                     self._failed = False
                     continue
-                bar.update(outputs.size * cotangents.size)
+                if bar is not None:
+                    bar.update(outputs.size * cotangents.size)
                 cotangent = cotangents.stop % self.n_cotangents
                 output = outputs.stop if cotangent == 0 else output
 

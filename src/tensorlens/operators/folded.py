@@ -7,7 +7,7 @@ can see are carried (causal models and sliding windows), and in the last block o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from tensorlens.freezing.rebuilding import held_factors, norm_scale
 from tensorlens.freezing.survey import block_parts, final_norm
 from tensorlens.models.block_parts import BlockParts
 from tensorlens.operators.budget import Precision, Range, compute_type, free_bytes, matmul_mode
+from tensorlens.operators.few_cotangents import pull_few
 from tensorlens.operators.folding import ALIGNED, FoldedBlock, fold_block, norm_rows
 
 FEW_COTANGENTS = 64
@@ -76,7 +77,10 @@ class FoldedRows:
         with matmul_mode(self.precision):
             last = self.span.stop - 1
             pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
-            for n in range(last - 1, self.span.start - 1, -1):
+            before = range(last - 1, self.span.start - 1, -1)
+            if pulled.values.shape[1] <= FEW_COTANGENTS and self._is_closed(before, pulled.tokens):
+                return Rows(pull_few(map(self.block, before), pulled.values, pulled.tokens.start), pulled.tokens)
+            for n in before:
                 pulled = self._through(n, pulled, keep_matrices=keep_matrices)
             return pulled
 
@@ -114,6 +118,10 @@ class FoldedRows:
             last = -(-(max(block.last[slice(*tokens)]) + 1) // grain) * grain
             self._live[n, tokens] = Range(first, min(last, self.n_tokens))
         return self._live[n, tokens]
+
+    def _is_closed(self, blocks: Iterable[int], tokens: Range) -> bool:
+        """Whether `tokens` see no others in any of the blocks."""
+        return all(self.live(n, tokens) == tokens for n in blocks)
 
     # The last block: each cotangent has one live token ----------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class FoldedBlock:
     @property
     def n_heads(self) -> int:
         """Query heads."""
-        return len(self.mix)
+        return self.mix.shape[0]
 
     @property
     def n_bytes(self) -> int:
@@ -82,6 +82,11 @@ class FoldedBlock:
     def transposed(self) -> Transposes:
         """The weights as they act on rows."""
         return Transposes(up=self.up.T, down=self.down.T, out=self.out.T, value=self.value.T)
+
+    @cached_property
+    def row_factors(self) -> tuple[Tensor, Tensor | None]:
+        """ψ and s with an axis for the cotangents: (token, 1, …)."""
+        return self.gain[:, None], None if self.skip is None else self.skip[:, None]
 
     @cached_property
     def n_kv_heads(self) -> int:

@@ -67,9 +67,14 @@ def _squares(
 ) -> Float[Tensor, "output cotangent in_token"]:
     """Sums of squares over input channels of every cotangent, in float32 or better."""
     dtype = torch.float32 if T.dtype.itemsize < 4 else T.dtype
-    squares = torch.zeros(len(out_tokens), starts.shape[1], T.n_tokens, dtype=dtype, device=T.device)
+    squares: Tensor | None = None
     for piece in T.pull_outputs(out_tokens, starts):
+        if piece.is_all(len(out_tokens), starts.shape[1], T.n_tokens):
+            return _piece_squares(piece, dtype)
+        if squares is None:
+            squares = torch.zeros(len(out_tokens), starts.shape[1], T.n_tokens, dtype=dtype, device=T.device)
         squares[slice(*piece.outputs), slice(*piece.cotangents), slice(*piece.tokens)] = _piece_squares(piece, dtype)
+    assert squares is not None, "there is at least one output"
     return squares
 
 
