@@ -54,6 +54,16 @@ def test_gate_and_up_are_told_apart_under_every_gate_rule(name: str, up: str, ga
         assert ffn.gate.columns is not None and ffn.gate.columns.tolist() == list(range(24))
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma3"])
+def test_an_input_as_long_as_a_weight_is_wide_confuses_nothing(name: str) -> None:
+    widths = {size for parameter in zoo.build(name).parameters() for size in parameter.shape if size <= 40}
+    for n_tokens in {1, 2, *widths}:
+        # Parts are kept for each model, so that every length needs its own.
+        frozen = tl.Lens(zoo.build(name))([4 + i % 20 for i in range(n_tokens)]).operator.frozen
+        for n in range(frozen.n_blocks):
+            assert block_parts(frozen, n).feed_forward.down.path
+
+
 def test_gemma_gain_is_one_plus_the_stored_weight() -> None:
     parts = block_parts(frozen_model("gemma3"), 0)
     assert parts.norm_1 is not None and parts.norm_1.kind == "rms" and parts.norm_1.gain is not None

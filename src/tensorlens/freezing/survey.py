@@ -32,8 +32,11 @@ NORM_OPERATIONS = ("layer_norm", "rms_norm", "rsqrt")
 Found = BlockParts | NormPart | None | str
 """Parts, a final norm or the absence of one, or the message of what went wrong."""
 
-_known: WeakKeyDictionary[nn.Module, dict[tuple[Rules, int], Found]] = WeakKeyDictionary()
-"""What a survey found, by model: the wiring does not depend on the input. Block -1 is the final norm."""
+Key = tuple[Rules, bool, int]
+"""Rules, whether the input has one token alone, and the block; -1 stands for the final norm."""
+
+_known: WeakKeyDictionary[nn.Module, dict[Key, Found]] = WeakKeyDictionary()
+"""What a survey found, by model: the wiring does not depend on the input, but one token alone proves too little."""
 
 
 def block_parts(frozen: FrozenModel, n: int) -> BlockParts:
@@ -42,13 +45,13 @@ def block_parts(frozen: FrozenModel, n: int) -> BlockParts:
     Raises:
         AnatomyError: the block is made of something else, such as experts or a recurrence; says what was missing.
     """
-    known = _known.setdefault(frozen.anatomy.model, {})
-    if (frozen.rules, n) not in known:
+    known, key = _known.setdefault(frozen.anatomy.model, {}), _key(frozen, n)
+    if key not in known:
         try:
-            known[frozen.rules, n] = _survey(frozen, n)
+            known[key] = _survey(frozen, n)
         except AnatomyError as error:
-            known[frozen.rules, n] = str(error)
-    return _or_raise(known[frozen.rules, n])
+            known[key] = str(error)
+    return _or_raise(known[key])
 
 
 def final_norm(frozen: FrozenModel) -> NormPart | None:
@@ -57,10 +60,14 @@ def final_norm(frozen: FrozenModel) -> NormPart | None:
     Raises:
         AnatomyError: there is something else.
     """
-    known = _known.setdefault(frozen.anatomy.model, {})
-    if (frozen.rules, -1) not in known:
+    known, key = _known.setdefault(frozen.anatomy.model, {}), _key(frozen, -1)
+    if key not in known:
         block_parts(frozen, frozen.n_blocks - 1)
-    return _or_raise(known[frozen.rules, -1])
+    return _or_raise(known[key])
+
+
+def _key(frozen: FrozenModel, n: int) -> Key:
+    return frozen.rules, frozen.hidden[0].shape[1] == 1, n
 
 
 def _or_raise(found: Found) -> Any:
@@ -93,7 +100,7 @@ def _search(frozen: FrozenModel, n: int) -> BlockParts:
     seen, search = watch.seen, _Search(frozen, n, watch.seen)
     if n == frozen.n_blocks - 1:
         known = _known.setdefault(frozen.anatomy.model, {})
-        known[frozen.rules, -1] = _tail(frozen, n, seen, constant(state))
+        known[_key(frozen, -1)] = _tail(frozen, n, seen, constant(state))
     with torch.no_grad():
         for parts in search.candidates():
             rebuilt = rebuild(parts, held_factors(frozen, parts), seen.x[0])
@@ -200,8 +207,10 @@ class _Search:
         for at, step in self.linears:
             if step.path in used or step.output.shape[-1] != self.seen.x.shape[-1]:
                 continue
-            width = step.input.shape[-1]
+            n_tokens, width = step.input.shape
+            # A factor of each token and channel; attention can be as wide, at an input of just that many tokens.
             near = {site: f for site, f in sites.items() if isinstance(f, Tensor) and f.shape[-1] == width}
+            near = {site: f for site, f in near.items() if f.numel() == n_tokens * width}
             for site in near:
                 if site.operation in (*NORM_OPERATIONS, "pow", "gate", "up") or site.operation.startswith("attention"):
                     continue

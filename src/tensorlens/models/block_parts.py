@@ -6,6 +6,7 @@ Only records live here. They point at the model's own modules and copy nothing u
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -151,11 +152,20 @@ class BlockParts:
 def match_columns(
     wanted: Float[Tensor, "token wanted"], offered: Float[Tensor, "token offered"]
 ) -> Int[Tensor, " wanted"] | None:
-    """For each wanted column the offered one with the very same values, or None if one has no twin."""
-    places = {bytes_: i for i, bytes_ in enumerate(_columns(offered))}
-    found = [places.get(bytes_) for bytes_ in _columns(wanted)]
-    if None in found:
-        return None
+    """For each wanted column the offered one with the very same values, or None if one has no twin.
+
+    Of several with the same values each is taken once, in order, before the last is taken again: at an input of one
+    token, heads that share their values give the same mixture.
+    """
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for i, column in enumerate(_columns(offered)):
+        places[column].append(i)
+    found = []
+    for column in _columns(wanted):
+        if column not in places:
+            return None
+        twins = places[column]
+        found.append(twins.pop(0) if len(twins) > 1 else twins[0])
     return torch.tensor(found, device=wanted.device)
 
 
