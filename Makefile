@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-con
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-browser test-all families check fmt clean
+.PHONY: help demo setup test test-browser test-all families docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,13 @@ test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles,
 
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
 	$(BIN)/tensorlens families --workers $(WORKERS)
+
+docs: $(VENV)/.stamp-docs  ## the documentation, its tutorials executed, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: $(VENV)/.stamp-dev  ## the pictures in docs/assets
+	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
+	$(BIN)/python docs/_code/figures.py
 
 check: $(VENV)/.stamp-dev  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -61,8 +68,12 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 	@$(PIP) -e ".[plot,explore,studies,gguf,demo,dev]"
 	@touch $@
 
+$(VENV)/.stamp-docs: $(VENV)/.stamp-demo
+	@$(PIP) -e ".[plot,studies,explore,docs]"
+	@touch $@
+
 # Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.
-$(VENV)/.stamp-oracles: $(VENV)/.stamp-dev
+$(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
 	@touch $@

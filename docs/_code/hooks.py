@@ -1,0 +1,112 @@
+"""What mkdocs calls while it builds the site: tutorials are executed, result pages are listed.
+
+A hook of our own rather than a plugin: the blocks stay plain ```python that any reader of Markdown shows and that the
+tests collect, a map shows itself as in a notebook, and an error stops the build with the line of the page.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from execute import Session, Shown, blocks, empty_folder  # noqa: E402
+
+log = logging.getLogger("mkdocs.hooks.tutorials")
+
+
+def on_config(config: Any) -> Any:
+    """A name with a star in the navigation means every page it fits."""
+    docs = Path(config["docs_dir"])
+    config["nav"] = [_expanded(item, docs) for item in config["nav"]]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Run the blocks of a tutorial and put what they show below each; write out the commands."""
+    markdown = markdown.replace("{{ commands }}", _commands()) if "{{ commands }}" in markdown else markdown
+    if not (page.file.src_uri.startswith("tutorials/") and config["extra"]["execute"]):
+        return markdown
+    page.meta["outputs"] = outputs = []
+    parts, start, session, began = [], 0, Session(page.file.src_uri), time.perf_counter()
+    _quiet()
+    with empty_folder():
+        for block in blocks(markdown):
+            shown = session.run(block)
+            parts += [markdown[start : block.end], "\n\n" + _below(shown, outputs) + "\n"]
+            start = block.end
+    log.info("%s: %.1f s", page.file.src_uri, time.perf_counter() - began)
+    return "".join([*parts, markdown[start:]])
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Put markup where its place was kept; Markdown never sees it."""
+    scripts = set()
+    for number, markup in enumerate(page.meta.get("outputs", ())):
+        host, _, script = markup.partition("\n<script>(")
+        scripts |= {f"<script>({script}"} if script else set()
+        html = html.replace(f'<div class="shown" data-place="{number}"></div>', f'<div class="shown">{host}</div>')
+    return html + "".join(scripts)  # the component once, for all maps above it
+
+
+def _commands() -> str:
+    """A section for each command, from the program itself."""
+    import typer
+
+    from tensorlens.app.cli import app
+
+    parts = []
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        summary, _, rest = (command.help or "").partition("\n\n")
+        example = re.search(r"(?<=Example: ).*", rest)
+        parts.append(f"## {name}\n\n{summary}\n")
+        parts.append(f"```text\n{example.group()}\n```\n" if example else "")
+        parts.append("| | |\n|---|---|\n" + "\n".join(map(_parameter, command.params)) + "\n")
+    return "\n".join(parts)
+
+
+def _parameter(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    name = " / ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name.upper()
+    default = parameter.default
+    shown = f" Default: `{default}`." if is_option and default not in (None, False, True, ()) else ""
+    return f"| `{name}` | {(parameter.help or '').replace('|', '&#124;')}{shown} |"
+
+
+def _below(shown: Shown, outputs: list[str]) -> str:
+    text = f"``` {{ .text .output }}\n{shown.text.rstrip()}\n```\n\n" if shown.text.strip() else ""
+    if not shown.markup:
+        return text
+    outputs.append(shown.markup)
+    return f'{text}<div class="shown" data-place="{len(outputs) - 1}"></div>\n'
+
+
+def _expanded(item: Any, docs: Path) -> Any:
+    if not isinstance(item, dict):
+        return item
+    (name, value), *_ = item.items()
+    if not isinstance(value, list):
+        return item
+    found: list[Any] = []
+    for one in value:
+        if isinstance(one, str) and "*" in one:
+            stem = one.partition("*")[0]
+            found += [{_title(path.stem.removeprefix(stem)): path.name} for path in sorted(docs.glob(one))]
+        else:
+            found.append(one)
+    return {name: found}
+
+
+def _title(words: str) -> str:
+    return words.replace("-", " ").capitalize()
+
+
+def _quiet() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
