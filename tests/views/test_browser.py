@@ -311,6 +311,14 @@ def test_pictures_have_patches_a_slider_and_numbers(open_map):
     eventually(lambda: canvas.evaluate(alpha) == [255, 255, 255, 255])
 
 
+def test_full_colour_is_the_strongest_patch_and_not_the_class_token(open_map):
+    grid = PatchGrid(rows=1, columns=2, first=1)
+    tab = open_map(map_view([[400.0, 4.0, 1.0]], grid=grid, image=picture()))
+    strong = "canvas => canvas.getContext('2d').getImageData(0, 0, 1, 1).data[3]"
+    assert tab.locator("canvas.patches").evaluate(strong) == round(255 * 0.65)
+    expect(tab.locator(".side .ticks span").last).to_have_text("4.00")
+
+
 def test_a_patch_of_a_square_map_selects_its_output(open_map):
     tab = open_map(map_view(np.eye(5), grid=PatchGrid(rows=2, columns=2, first=1), image=picture()))
     box = tab.locator("canvas.patches").bounding_box()

@@ -97,18 +97,20 @@ def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     grid = view.grid
     if grid is None:
         raise InputError("Expected a map of image patches, got one of text. Use heat_map or row_over_text.")
-    patches = _finite(row[grid.first : grid.first + grid.n_patches].reshape(grid.rows, grid.columns), _limit(row))
+    of_patches = row[grid.first : grid.first + grid.n_patches]
+    limit = _limit(of_patches)  # a class token beside them may be many times larger
+    patches = _finite(of_patches.reshape(grid.rows, grid.columns), limit)
     side = width - 2 * _MARGIN
     height = side * grid.rows / grid.columns + _LEGEND + _MARGIN
     figure = _figure(width, height)
     axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + _MARGIN) / height))
     extent = (0.0, float(grid.columns), float(grid.rows), 0.0)
-    colouring = _colouring(view, _limit(row))
+    colouring = _colouring(view, limit)
     alpha = np.ones_like(patches)
     if view.image is not None:
         axes.imshow(_picture(view.image), extent=extent, interpolation="antialiased", aspect="auto")
         # Weak patches let the picture through, as in the page's overlay.
-        strength = np.nan_to_num(np.abs(patches) / _limit(row))
+        strength = np.nan_to_num(np.abs(patches) / limit)
         alpha = opacity * ((1 - opacity**2) * strength + opacity**2)
     image = {"cmap": colouring.colours, "norm": colouring.scale, "alpha": alpha}
     axes.imshow(patches, extent=extent, interpolation="nearest", aspect="auto", **image)

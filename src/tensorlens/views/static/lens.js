@@ -150,7 +150,8 @@ class MapLens {
     this.texts.forEach((text) => text.paint());
     this.picture?.paint();
     this.ranking.update();
-    this.rowLegend.update(this, this.scores.scaleOf(i, true), 1, "this row");
+    const [limit, what] = this.picture ? [this.picture.limit(), "the patches"] : [this.scores.scaleOf(i, true), "this row"];
+    this.rowLegend.update(this, limit, 1, what);
     this.mark(true);
   }
 

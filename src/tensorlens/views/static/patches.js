@@ -52,13 +52,25 @@ class PatchOverlay {
     if (next >= first && next < first + rows * columns) this.lens.select({ i, j: next });
   }
 
+  // What full colour stands for: the largest score of a patch. A class token beside them may be many times larger.
+  limit() {
+    const { lens, grid } = this;
+    let limit = 0;
+    for (let k = 0; k < grid.rows * grid.columns; k++) {
+      const size = Math.abs(lens.scores.at(lens.cursor.i, grid.first + k));
+      if (size > limit && size !== Infinity) limit = size;
+    }
+    return limit || lens.scores.scaleOf(lens.cursor.i, true);
+  }
+
   paint() {
     const { lens, grid } = this;
+    const limit = this.limit();
     const pen = this.canvas.getContext("2d");
     const image = pen.createImageData(grid.columns, grid.rows);
     const opacity = lens.data.image ? Number(this.slider.value) / 100 : 1;
     for (let k = 0; k < grid.rows * grid.columns; k++) {
-      const share = lens.scores.share(lens.cursor.i, grid.first + k, true);
+      const share = lens.scores.at(lens.cursor.i, grid.first + k) / limit;
       const strength = Math.min(Math.abs(share) || 0, 1);
       // Weak patches let the picture through; at full opacity only the map is left.
       const alpha = opacity * ((1 - opacity ** 2) * strength + opacity ** 2);
