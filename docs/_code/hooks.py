@@ -106,7 +106,10 @@ def _title(words: str) -> str:
 
 
 def _quiet() -> None:
+    """One thread: where cores are shared, as on a build machine, two that wait for each other take ten times as long."""
+    import torch
     import transformers
 
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
