@@ -51,6 +51,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The ways through the blocks: in buffers made once, with P formed, and P in steps with tokens in fours."""
     if request.param != "few":
         monkeypatch.setattr(folded_module, "FEW_COTANGENTS", 0)
+        monkeypatch.setitem(folded_module.MIXED_TOGETHER, "cpu", {"many": 0, "pieces": 5}[request.param])
     if request.param == "pieces":
         monkeypatch.setattr(folded_module, "folding_pays", lambda *_: True)
         monkeypatch.setitem(folded_module.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)

@@ -1,7 +1,8 @@
-"""How much memory is free."""
+"""How much memory is free, and making it so."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -17,3 +18,10 @@ def free_bytes(device: torch.device) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def clear_memory() -> None:
+    """Let go of what nobody uses, after memory ran out. To be called outside the handler, which holds the tensors."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

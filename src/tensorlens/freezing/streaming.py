@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorlens.freezing.frozen_model import FrozenModel, freeze
-from tensorlens.freezing.memory import free_bytes
+from tensorlens.freezing.memory import clear_memory, free_bytes
 from tensorlens.freezing.passes import Pass, own_precision, running
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import constants, find_state, first_tensor, put_state, replace_state
@@ -30,8 +30,14 @@ from tensorlens.models.anatomy import Anatomy
 TAPE_SHARE = 0.3
 """Part of the free memory that a tape may take; beyond it the input is streamed."""
 
-RESERVE = 0.3
-"""Part of the memory free at the start that graphs leave free."""
+RESERVE = 0.2
+"""Part of the memory free at the start that graphs leave free, if a block at work needs no more."""
+
+WORKING_BYTES = 24
+"""What a block takes at the peak for each token and channel of its widest layer: gates in float32, and copies."""
+
+COTANGENT_SHARE = 0.1
+"""Part of the free memory that cotangents may take that go through the blocks together."""
 
 
 def hold(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -> FrozenModel:
@@ -85,6 +91,8 @@ class StreamedModel(FrozenModel):
         leaves: The state entering each block, as the leaf of its graph.
         edges: Where the graph of each block ends, for blocks whose graph is kept.
         end: $X^N$ with the graph from the last block on.
+        end_logits: The same for what the model ends with.
+        keeps_graphs: Whether graphs are kept at all.
     """
 
     tape: OpenTape = field(default_factory=OpenTape)  # type: ignore[assignment]
@@ -93,6 +101,7 @@ class StreamedModel(FrozenModel):
     edges: dict[int, GradientEdge] = field(default_factory=dict)
     end: Tensor | None = None
     end_logits: Tensor | None = None
+    keeps_graphs: bool = True
 
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         """The affine function, a block at a time: its factors are made again, used and let go."""
@@ -112,8 +121,13 @@ class StreamedModel(FrozenModel):
         self, cotangents: Tensor, span: Span, heads: Heads | None = None, *,
         read: Callable[[Tensor], Tensor] | None = None, to_logits: bool = False, chunk: int = 64,
     ) -> Tensor:  # fmt: skip
-        """The adjoint, one cotangent and one block at a time."""
-        parts = [self._pull_one(u, span, heads or {}, read or (lambda y: y[0]), to_logits) for u in cotangents]
+        """The adjoint, one block at a time, for as many cotangents as go into memory beside it."""
+        n_bytes = max(1, self.hidden[span.start].nbytes)
+        size = max(1, min(chunk, int(COTANGENT_SHARE * free_bytes(cotangents.device) / n_bytes)))
+        parts = [
+            self._pull_some(part, span, heads or {}, read or (lambda y: y[0]), to_logits)
+            for part in cotangents.split(size)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @contextmanager
@@ -122,37 +136,47 @@ class StreamedModel(FrozenModel):
         with self.opened(*range(*span)), FrozenModel.graph(self, span, heads, to_logits=to_logits) as joined:
             yield joined
 
-    def _pull_one(
-        self, u: Tensor, span: Span, heads: Heads, read: Callable[[Tensor], Tensor], to_logits: bool
+    def _pull_some(
+        self, us: Tensor, span: Span, heads: Heads, read: Callable[[Tensor], Tensor], to_logits: bool
     ) -> Tensor:
         n = span.stop
         if n < self.n_blocks:
             x = self.hidden[n].detach().requires_grad_()
-            (c,) = torch.autograd.grad(read(x), x, u)
+            cs = _gradients(read(x), x, us)
         elif self.n_blocks - 1 in heads:
             n -= 1
             with self.opened(n):
-                c = FrozenModel.pull(self, u[None], Span(n, n + 1), heads, read=read, to_logits=to_logits)
+                cs = FrozenModel.pull(self, us, Span(n, n + 1), heads, read=read, to_logits=to_logits, chunk=1)
         else:
             n -= 1
             end = self.end_logits if to_logits else self.end
             assert end is not None, "a recording ends with a state"
             with own_precision(), torch.enable_grad():
-                (c,) = torch.autograd.grad(read(end), self.leaves[n], u, retain_graph=True)
+                cs = _gradients(read(end), self.leaves[n], us)
         for block in range(n - 1, span.start - 1, -1):
-            c = self._pull_block(block, c, heads)
-        return c
+            cs = self._pull_block(block, cs, heads)
+        return cs
 
-    def _pull_block(self, n: int, c: Tensor, heads: Heads) -> Tensor:
+    def _pull_block(self, n: int, cs: Tensor, heads: Heads) -> Tensor:
         if n in heads:  # what the block holds comes from all of its heads
             with self.opened(n):
-                return FrozenModel.pull(self, c, Span(n, n + 1), heads)
+                return FrozenModel.pull(self, cs, Span(n, n + 1), heads, chunk=1)
         if n in self.edges:
-            return torch.autograd.grad(self.edges[n], self.leaves[n], c, retain_graph=True)[0]
+            return _gradients(self.edges[n], self.leaves[n], cs[:, None])
+        try:
+            return self._pull_again(n, cs)
+        except torch.OutOfMemoryError:
+            if not self.edges:
+                raise
+        self.edges.clear()  # graphs were kept for speed alone
+        clear_memory()
+        return self._pull_again(n, cs)
+
+    def _pull_again(self, n: int, cs: Tensor) -> Tensor:
+        """Through a block whose graph was not kept: it is made again, once for all cotangents."""
         with without_weight_gradients(self.anatomy.model):
             leaf = self.hidden[n].detach().requires_grad_()
-            y = plain(self._run_block(n, leaf, grad=True))
-            return torch.autograd.grad(y, leaf, c)[0]
+            return _gradients(plain(self._run_block(n, leaf, grad=True)), leaf, cs[:, None])
 
     @contextmanager
     def opened(self, *blocks: int) -> Iterator[None]:
@@ -179,9 +203,24 @@ class StreamedModel(FrozenModel):
             return first_tensor(module(*args, **kwargs))
 
 
+def _gradients(y: Tensor | GradientEdge, x: Tensor, cotangents: Tensor) -> Tensor:
+    """The gradient at x for each cotangent of y: one backward pass each, since a batch of them takes so much more."""
+    gradients = [torch.autograd.grad(y, x, u, retain_graph=True)[0] for u in cotangents]
+    return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+
+
 def stream(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -> StreamedModel | None:
     """Run the model once and hold it without a tape; None for a model whose blocks are no plain chain."""
-    frozen = StreamedModel(anatomy=anatomy, inputs=inputs, rules=rules or Rules())
+    try:
+        return _streamed(StreamedModel(anatomy=anatomy, inputs=inputs, rules=rules or Rules()))
+    except torch.OutOfMemoryError:
+        pass
+    clear_memory()
+    return _streamed(StreamedModel(anatomy=anatomy, inputs=inputs, rules=rules or Rules(), keeps_graphs=False))
+
+
+def _streamed(frozen: StreamedModel) -> StreamedModel | None:
+    anatomy = frozen.anatomy
     with own_precision(), without_weight_gradients(anatomy.model):
         try:
             readout = _Recording(frozen).go()
@@ -217,6 +256,8 @@ class _Recording(Walk):
     def __init__(self, frozen: StreamedModel) -> None:
         super().__init__(frozen, recording=True, grad=True, to_logits=True)
         self.free_at_start = free_bytes(next(frozen.anatomy.model.parameters()).device)
+        weights = [p for p in frozen.anatomy.blocks[0].parameters() if p.dim() == 2]
+        self.widest = max((max(weight.shape) for weight in weights), default=0)
 
     def go(self) -> Tensor:
         """Run with gradients on: the graph is the record."""
@@ -239,7 +280,8 @@ class _Recording(Walk):
         frozen = self.frozen
         output = frozen.block_outputs[n]
         frozen.block_outputs[n] = replace_state(output, first_tensor(output), state)
-        if free_bytes(state.device) < RESERVE * self.free_at_start:
+        to_come = (len(frozen.anatomy.blocks) - n) * state.nbytes + self.widest * state.shape[1] * WORKING_BYTES
+        if not frozen.keeps_graphs or free_bytes(state.device) < max(RESERVE * self.free_at_start, to_come):
             frozen.edges.pop(n, None)
 
     def _run_block(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -11,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, SizeError
+from tensorlens.freezing.memory import clear_memory
 from tensorlens.freezing.memory import free_bytes as free_bytes
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -118,10 +118,7 @@ class Pieces:
             if not is_out_of_memory(error):
                 raise
             self._halve(error)
-        # Outside the handler, whose traceback holds the tensors of the attempt.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        clear_memory()
         return None
 
     def _halve(self, error: BaseException) -> None:

@@ -23,7 +23,10 @@ from tensorlens.operators.few_cotangents import pull_few
 from tensorlens.operators.folding import ALIGNED, FoldedBlock, fold_block, norm_rows
 
 FEW_COTANGENTS = 64
-"""Up to here the heads are mixed by one product after a copy; beyond, by one strided product for each head."""
+"""Up to here making tensors and views costs as much as the products; see `few_cotangents`."""
+
+MIXED_TOGETHER = {"cuda": 0, "cpu": 64}
+"""Cotangents whose heads are copied side by side and mixed by one product; 0: a strided product for each head."""
 
 SCALED_BYTES = {"cuda": 2**28, "cpu": 2**25}
 """Memory for the scaled weights of as many tokens as are folded at a time."""
@@ -242,12 +245,14 @@ def _mix(block: FoldedBlock, u: Tensor, tokens: Range, live: Range) -> Tensor:
     mix = block.mix[:, live.start : live.stop, tokens.start : tokens.stop]
     n_heads, n_kv, n_cotangents = block.n_heads, block.n_kv_heads, u.shape[1]
     u = u.view(tokens.size, n_cotangents, n_heads, -1)
-    if n_cotangents <= FEW_COTANGENTS:
-        gathered = u.permute(2, 0, 1, 3).reshape(n_heads, tokens.size, -1)
-        mixed = torch.bmm(mix, gathered).view(n_heads, live.size, n_cotangents, -1)
-        mixed = mixed if n_kv == n_heads else mixed.unflatten(0, (n_kv, -1)).sum(1)
-        return mixed.permute(1, 2, 0, 3).reshape(live.size, n_cotangents, -1)
     mixed = u.new_empty(live.size, n_cotangents, n_kv, u.shape[3])
+    step = MIXED_TOGETHER.get(u.device.type, 0)
+    if step:
+        for part, into in zip(u.split(step, 1), mixed.split(step, 1), strict=True):
+            gathered = part.permute(2, 0, 1, 3).reshape(n_heads, tokens.size, -1)
+            by_head = torch.bmm(mix, gathered).view(n_kv, n_heads // n_kv, live.size, *part.shape[1:4:2])
+            into.copy_((by_head[:, 0] if n_kv == n_heads else by_head.sum(1)).permute(1, 2, 0, 3))
+        return mixed.flatten(2)
     for head in range(n_heads):
         group, place = divmod(head, n_heads // n_kv)
         into, shared = mixed[:, :, group].transpose(0, 1), mix[head].expand(n_cotangents, -1, -1)
