@@ -253,6 +253,12 @@ def test_the_model_is_left_in_its_mode(tmp_path):
 # The summary ---------------------------------------------------------------------------------------------------------
 
 
+def test_without_matplotlib_the_report_says_how_to_get_the_curves(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    page = study(tmp_path, data=TEXTS[:1], methods=["tensor.in_out"]).report.read_text("utf-8")
+    assert "attention-tensorlens[plot]" in page and "<table>" in page
+
+
 def test_a_method_that_is_better_on_every_sample_is_better_for_sure():
     noise = np.random.default_rng(0).random(40)
     records = [

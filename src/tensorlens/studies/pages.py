@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import html
-import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorlens.studies.runs import Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222930 }
@@ -35,16 +31,6 @@ class Section:
     text: str = ""
     tables: list[str] | tuple[str, ...] = ()
     pictures: list[str] | tuple[str, ...] = ()
-
-
-def figure_svg(figure: Figure) -> str:
-    """A figure as an SVG document, the same bytes each time."""
-    import matplotlib
-
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "tensorlens"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
 
 
 def write_page(run: Run, title: str, sections: list[Section]) -> None:

@@ -119,6 +119,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sew": dict(squeeze_factor=1),
     "sew-d": dict(squeeze_factor=1),
     "granite_speech5_ctc": dict(encoder_config=dict(context_size=16)),
+    "lasr_ctc": dict(encoder_config=dict(num_mel_bins=32)),
+    "parakeet_ctc": dict(encoder_config=dict(num_mel_bins=32)),
     "audio-spectrogram-transformer": dict(max_length=64, num_mel_bins=16, patch_size=8),
     "swin": _SWIN,
     "swinv2": _SWIN,

@@ -7,8 +7,10 @@ from typing import Any
 
 from tensorlens.errors import MissingExtraError
 from tensorlens.studies.fidelity_study.properties import LINES
-from tensorlens.studies.pages import Section, as_markdown, figure_svg, write_page
+from tensorlens.studies.pages import Section, as_markdown, write_page
 from tensorlens.studies.runs import Run
+from tensorlens.views.study_figures.canvas import figure_svg
+from tensorlens.views.study_figures.fidelity import error_curves, property_panels
 
 
 def norm_table(summary: dict[str, Any]) -> str:
@@ -48,8 +50,6 @@ def property_table(summary: dict[str, Any]) -> str:
 
 def write_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` and the figures into a run's folder."""
-    from tensorlens.studies.fidelity_study.figures import error_curves, property_panels
-
     held = "Every error is below every right-hand side." if summary["holds"] else "A BOUND IS VIOLATED."
     sections = [Section(title="Bounds", text=held, tables=[norm_table(summary)])]
     try:

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tensorlens.errors import MissingExtraError
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.studies.perturbation_study.curves import curves_svg
 from tensorlens.studies.runs import Run
 from tensorlens.views.page import page
+from tensorlens.views.study_figures.canvas import figure_svg
+from tensorlens.views.study_figures.perturbation import perturbation_curves
 
 TITLES = {
     ("most", "hs_mse"): "HS-MSE, most relevant first (higher is better)",
@@ -28,7 +30,7 @@ STYLE = """
 .study th:first-child, .study td:first-child { text-align: left; }
 .study tr.best td { font-weight: 600; }
 .study pre { overflow-x: auto; padding: 0.75rem; background: #8881; }
-.study svg { max-width: 100%; height: auto; }
+.study svg { max-width: 100%; height: auto; background: white; }
 </style>
 """
 
@@ -40,12 +42,16 @@ def write_report(run: Run) -> Path:
     figures.mkdir(exist_ok=True)
     sections = []
     for condition, order, metric, result in each_result(summary):
-        svg = curves_svg(
-            {name: result["methods"][name]["curve"] for name in best_first(result, order)},
-            summary["grid"], f"{TITLES[order, metric]}; {condition}", LABELS[metric],
-        )  # fmt: skip
-        (figures / f"{'-'.join(condition.split(', '))}-{order}-{metric}.svg").write_text(svg, "utf-8")
-        sections.append(f"<h2>{html.escape(condition)}: {TITLES[order, metric]}</h2>{svg}{_table(result, order)}")
+        curves = {name: result["methods"][name]["curve"] for name in best_first(result, order)}
+        title = f"{condition}: {TITLES[order, metric]}"
+        try:
+            svg = figure_svg(perturbation_curves(curves, summary["grid"], title, LABELS[metric]))
+        except MissingExtraError as error:
+            picture = f"<p>{html.escape(str(error))}</p>"
+        else:
+            (figures / f"{'-'.join(condition.split(', '))}-{order}-{metric}.svg").write_text(svg, "utf-8")
+            picture = svg[svg.index("<svg") :]
+        sections.append(f"<h2>{html.escape(title)}</h2>{picture}{_table(result, order)}")
     views = [TokenMap.load(path).view() for path in _examples(run.folder, summary)]
     document = page(views, title=f"Perturbation study of {run.settings['model']}")
     text = f"{STYLE}<main class='study'>{_head(run, summary)}{''.join(sections)}{_missing(summary)}{_again(run)}</main>"

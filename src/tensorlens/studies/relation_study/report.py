@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tensorlens.errors import MissingExtraError
-from tensorlens.studies.pages import Section, figure_svg, write_page
+from tensorlens.studies.pages import Section, write_page
 from tensorlens.studies.relation_study.summary import METRICS, method_names
 from tensorlens.studies.runs import Run
+from tensorlens.views.study_figures.canvas import figure_svg
+from tensorlens.views.study_figures.relations import CURVES, relation_bars, start_curves, start_points
 
 ROWS = {
     "tensor.full.beta1@0": "mean tensor, whole prompt (paper)",
@@ -59,8 +61,6 @@ def difference_table(summary: dict[str, Any], metric: str = "agreement") -> str:
 
 def start_table(summary: dict[str, Any], metric: str = "agreement") -> str:
     """A Markdown table over the first block, all relations together."""
-    from tensorlens.studies.relation_study.figures import CURVES, start_points
-
     methods = summary["categories"]["all"]["methods"]
     columns = {family: {s: m for s, m, _, _ in start_points(methods, family, metric)} for family in CURVES}
     starts = sorted({start for column in columns.values() for start in column})
@@ -111,8 +111,6 @@ def write_report(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _figures(run: Run, summary: dict[str, Any]) -> list[Section]:
-    from tensorlens.studies.relation_study.figures import relation_bars, start_curves
-
     try:
         drawn = {"relations.svg": relation_bars(summary), "starts.svg": start_curves(summary)}
     except MissingExtraError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tensorlens.errors import missing_extra
+from tensorlens.views.study_figures.canvas import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,18 +33,10 @@ KIND_STYLES = {
 }
 
 
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_extra("Drawing a figure", "matplotlib", "plot") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def error_curves(summary: dict[str, Any]) -> Figure:
     """Error over size on log axes, one panel a kind of direction; then how large each value for the norm is."""
     kinds = summary["kinds"]
-    figure = _figure(3.4 * len(kinds) + 3.4, 3.8)
+    figure = new_figure(3.4 * len(kinds) + 3.4, 3.8)
     *axes, last = figure.subplots(1, len(kinds) + 1)
     for panel, (kind, found) in zip(axes, kinds.items(), strict=True):
         for name, (label, colour, style) in CURVES.items():
@@ -79,7 +71,7 @@ def _looseness(panel: Any, norms: dict[str, Any]) -> None:
 
 def property_panels(records: list[dict[str, Any]]) -> Figure:
     """Each property over the blocks: alone, from the first on, and up to the last."""
-    figure = _figure(9.0, 5.0)
+    figure = new_figure(9.0, 5.0)
     axes = figure.subplots(2, 3).flatten()
     for panel, (name, title) in zip(axes, PANELS.items(), strict=True):
         for kind, (label, colour) in KIND_STYLES.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensorlens.errors import missing_extra
+from tensorlens.views.study_figures.canvas import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,19 +26,11 @@ CURVES = {
 }
 
 
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_extra("Drawing a figure", "matplotlib", "plot") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def relation_bars(summary: dict[str, Any], metric: str = "agreement") -> Figure:
     """Accuracy by relation, one panel a category, deviations over splits, chance and majority as dashes."""
     by_category = {name: keys for name, keys in summary["survived"].items() if keys}
     n_relations = max(len(keys) for keys in by_category.values())
-    figure = _figure(max(5.0, 0.55 * n_relations + 1.5), 2.6 * len(by_category))
+    figure = new_figure(max(5.0, 0.55 * n_relations + 1.5), 2.6 * len(by_category))
     axes = figure.subplots(len(by_category), 1, squeeze=False)[:, 0]
     for panel, (category, keys) in zip(axes, by_category.items(), strict=True):
         _bars(panel, [summary["relations"][key] for key in keys], metric)
@@ -66,7 +58,7 @@ def _bars(panel: Any, relations: list[dict[str, Any]], metric: str) -> None:
 def start_curves(summary: dict[str, Any], metric: str = "agreement") -> Figure:
     """Accuracy over the block to start from, one panel a category, with intervals over relations."""
     categories = summary["categories"]
-    figure = _figure(max(5.0, 3.0 * len(categories)), 3.4)
+    figure = new_figure(max(5.0, 3.0 * len(categories)), 3.4)
     axes = figure.subplots(1, len(categories), squeeze=False, sharey=True)[0]
     for panel, (category, found) in zip(axes, categories.items(), strict=True):
         for family, (label, colour, style) in CURVES.items():

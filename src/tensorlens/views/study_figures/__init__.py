@@ -1,0 +1,1 @@
+"""Figures of studies, from their plain summaries; vector output for print."""
