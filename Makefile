@@ -60,7 +60,7 @@ $(VENV)/.stamp-demo: pyproject.toml constraints.txt requirements-demo.txt
 	@echo "Setting up $(VENV) (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) -e ".[plot,demo]"
+	@$(PIP) -e ".[plot,explore,demo]"
 	@$(PIP) --no-deps -r requirements-demo.txt
 	@touch $@
 
@@ -69,7 +69,7 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
-	@$(PIP) -e ".[plot,studies,explore,docs]"
+	@$(PIP) -e ".[plot,studies,docs]"
 	@touch $@
 
 # Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.

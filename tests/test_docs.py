@@ -1,0 +1,213 @@
+"""The documentation is true: every snippet runs, every link leads somewhere, the site builds and asks for nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "_code"))
+from execute import Session, blocks  # noqa: E402
+
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+TUTORIALS = DOCS / "tutorials"
+"""Their blocks run when the site is built, which is a test below."""
+
+NOT_RUN = ("make ", "pip install ", ". .venv/", "tensorlens explore ", "wait")
+"""Set-up, and a server that would not end."""
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _with(language: str) -> list[Path]:
+    return [page for page in PAGES if TUTORIALS not in page.parents and blocks(page.read_text("utf-8"), language)]
+
+
+# Snippets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """An empty folder with the data that the pages speak of, and what a notebook would have."""
+    monkeypatch.chdir(tmp_path)
+    reviews = ["A quiet film about a loud man.", "The second half is long.", "I would see it again.", "Not for me."]
+    (tmp_path / "reviews.csv").write_text("text\n" + "\n".join(reviews) + "\n", "utf-8")
+    display = ModuleType("IPython.display")
+    for name in ("display", "HTML", "Javascript"):
+        setattr(display, name, lambda *_, **__: None)
+    notebook = ModuleType("IPython")
+    notebook.version_info = (9, 0)  # type: ignore[attr-defined]  # matplotlib looks
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield tmp_path
+
+
+@pytest.mark.large
+@pytest.mark.usefixtures("unchecked", "reader")
+@pytest.mark.parametrize("page", _with("python"), ids=_name)
+def test_python_snippets_run(page):
+    from tensorlens.freezing import adapters, functions, kernels
+    from tensorlens.maps.methods import METHODS
+
+    tables = [(table, set(table)) for table in (adapters.ADAPTERS, functions.RULES, kernels.KERNELS, METHODS)]
+    session = Session(_name(page))
+    try:
+        for block in blocks(page.read_text("utf-8")):
+            session.run(block)
+    finally:
+        for table, names in tables:
+            for added in set(table) - names:  # what a page registers is gone for the next one
+                del table[added]
+
+
+@pytest.mark.large
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("page", _with("bash"), ids=_name)
+def test_shell_snippets_run(page):
+    lines = [line for block in blocks(page.read_text("utf-8"), "bash") for line in block.source.splitlines()]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    started = []
+    for line in lines:
+        line = line.partition(" # ")[0].strip()
+        if not line or line.startswith(NOT_RUN):
+            continue
+        line = line.removeprefix(".venv/bin/")
+        in_background = line.endswith("&")
+        words = shlex.split(line.rstrip("& "))
+        own = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        command = words[len(own) :]
+        assert command[0] == "tensorlens", f"{_name(page)}: {line}"
+        process = subprocess.Popen(command, env=environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        started.append((line, process))
+        if not in_background:
+            for begun, waiting in started:
+                output = waiting.communicate(timeout=600)[0]
+                assert waiting.returncode == 0, f"{begun}\n{output.decode()[-3000:]}"
+            started = []
+    assert not started
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 75
+
+
+# Links ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^( *)```.*?^\1``` *$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    included = re.findall(r'^--8<-- "(.+)"', text, flags=re.M)
+    missing = [name for name in included if not (ROOT / name).is_file()]
+    for target in LINK.findall(text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        found = page if not path else page.parent / path
+        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in _anchors(found)):
+            missing.append(target)
+    assert not missing
+
+
+def _anchors(page: Path) -> set[str]:
+    """As the site makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_every_picture_is_used():
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    pictures = [path for path in (DOCS / "assets").iterdir() if path.suffix in (".png", ".svg")]
+    assert [path.name for path in pictures if path.name not in text and path.name != "favicon.svg"] == []
+
+
+def test_the_page_on_the_paper_names_tests_and_functions_that_exist():
+    page = (DOCS / "paper-and-code.md").read_text("utf-8")
+    tests = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    named = {name.rstrip("…").rstrip("_") for name in re.findall(r"`(test_[a-z0-9_]+…?)`", page)}
+    assert [name for name in named if f"def {name}" not in tests] == []
+    tables = page.partition("## What the paper leaves open")[0]
+    functions = {name.rpartition(".")[2] for name in re.findall(r"`([a-z][a-zA-Z_.]+)`", tables) if "test" not in name}
+    known = {path.stem for path in (ROOT / "src").rglob("*")}
+    missing = [name for name in functions if f"def {name}" not in source and name not in known]
+    assert missing == []
+
+
+# The site ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """Built strictly, with its tutorials executed."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.large
+def test_the_site_builds_and_names_no_other_host(site):
+    loads = re.compile(
+        r"""<(?:script|img|iframe|source)[^>]+src=["'](?:https?:)?//|<link[^>]+href=["']https?:[^>]+stylesheet"""
+    )
+    for page in site.rglob("*.html"):
+        assert not loads.search(page.read_text("utf-8")), page
+    assert not re.search(r"url\(['\"]?(?:https?:)?//", (site / "assets" / "site.css").read_text("utf-8"))
+
+
+@pytest.mark.large
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_in_a_browser_are_whole_and_ask_no_one(site, scheme):
+    from playwright.sync_api import sync_playwright
+
+    executable = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    handler = partial(_Silent, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+        context = browser.new_context(color_scheme=scheme)
+        tab, problems = context.new_page(), []
+        tab.on("request", lambda r: None if r.url.startswith((address, "data:", "blob:")) else problems.append(r.url))
+        tab.on("response", lambda r: problems.append(f"{r.status} {r.url}") if r.status >= 400 else None)
+        tab.on("pageerror", lambda error: problems.append(f"{tab.url}: {error}"))
+        for page in sorted(site.rglob("*.html")):
+            tab.goto(address + page.relative_to(site).as_posix(), wait_until="load")
+            wrong = tab.locator(".katex-error, .arithmatex:not(:has(.katex))").count()
+            problems += [f"{tab.url}: {wrong} formulas"] if wrong else []
+            waiting = tab.locator("[data-tensorlens]:not([data-ready])").count()
+            problems += [f"{tab.url}: {waiting} maps"] if waiting else []
+            shades = tab.locator("[data-tensorlens]").evaluate_all("maps => maps.map((map) => map.dataset.shade)")
+            problems += [f"{tab.url}: {shade} map" for shade in shades if (shade == "dark") != (scheme == "dark")]
+        browser.close()
+        server.shutdown()
+    assert problems == []
+
+
+class _Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
