@@ -106,7 +106,7 @@ def _title(words: str) -> str:
 
 
 def _quiet() -> None:
-    """One thread: where cores are shared, as on a build machine, two that wait for each other take ten times as long."""
+    """No bars; and one thread, since two that wait for each other on shared cores take ten times as long."""
     import torch
     import transformers
 
