@@ -65,7 +65,7 @@ def _commands() -> str:
         example = re.search(r"(?<=Example: ).*", rest)
         parts.append(f"## {name}\n\n{summary}\n")
         parts.append(f"```text\n{example.group()}\n```\n" if example else "")
-        parts.append("| | |\n|---|---|\n" + "\n".join(map(_parameter, command.params)) + "\n")
+        parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(map(_parameter, command.params)) + "\n")
     return "\n".join(parts)
 
 
