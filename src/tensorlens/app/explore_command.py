@@ -70,7 +70,7 @@ def explore(
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """A bound socket: on the port asked for, or on the first free one."""
+    """A socket that listens: on the port asked for, or on the first free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
     for candidate in (port,) if port is not None else (*range(FIRST_PORT, FIRST_PORT + 20), 0):
@@ -82,6 +82,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
             listener.close()
             reason = error.strerror or str(error)
             continue
+        listener.listen()  # from here on a visitor waits; the address is printed before the server is up
         return listener
     raise InputError(f"Expected to serve on {host}, port {port}; got: {reason}. Choose another --port or --host.")
 
