@@ -284,3 +284,21 @@ def test_controls():
     torch.testing.assert_close(T.map("control.embedding_norm").scores[2], T.input.norm(dim=-1))
     assert torch.equal(T.map("control.random").scores, T.map("control.random").scores)
     assert T.map("control.random").shape == (7, 7)
+
+
+@pytest.mark.large  # captum comes with the oracles, in `make test-all`
+@pytest.mark.parametrize("method", ["gradient.times_input", "gradient.integrated"])
+def test_captum_finds_the_same_gradients(method):
+    from captum.attr import InputXGradient, IntegratedGradients
+
+    model = build("llama")
+    T = tl.Lens(model)(sample("llama"))
+
+    def logit(embeddings: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=embeddings).logits[:, -1, 7]
+
+    x = T.input[None].clone().requires_grad_()
+    options = {"n_steps": 32, "method": "gausslegendre"} if method == "gradient.integrated" else {}
+    oracle = (IntegratedGradients if options else InputXGradient)(logit).attribute(x, **options)
+    found = T.map(method, out_token=-1, target=7).scores[0]
+    assert torch.allclose(found, oracle[0].sum(-1).detach(), rtol=1e-4, atol=1e-7)
