@@ -154,7 +154,7 @@ def explorer() -> None:
 def _settled(tab: Any) -> None:
     """Until no panel works any more."""
     tab.wait_for_timeout(1500)
-    tab.wait_for_function("() => !document.querySelector('[aria-busy=true], .working, progress')")
+    tab.wait_for_function("() => !document.querySelector('.card.progress:not([hidden])')")
     tab.wait_for_selector("[data-ready]", state="attached")
     tab.wait_for_timeout(800)
 
