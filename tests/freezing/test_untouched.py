@@ -10,7 +10,7 @@ from torch import nn
 from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
-from tensorlens.freezing import passes
+from tensorlens.freezing import interception
 
 
 def portrait(model: nn.Module) -> dict:
@@ -53,7 +53,7 @@ def test_model_is_untouched(name, attention):
     T.certificate(), T.rows(0), T.map("tensor.in_out")
     assert_same(before, portrait(model))
     assert torch.equal(outputs(model, name), expected)
-    assert not passes._wrapped
+    assert not interception._wrapped
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -118,4 +118,4 @@ def test_another_thread_uses_the_model_meanwhile():
     assert results and all(results)
     assert len(slices) == 10
     assert all(torch.equal(found, slice_alone) for found in slices)
-    assert not passes._wrapped
+    assert not interception._wrapped

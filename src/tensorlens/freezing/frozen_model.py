@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.freezing.passes import own_precision
+from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import Layout, first_tensor
 from tensorlens.freezing.states import find_state as find_state

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorlens.freezing.frozen_model import FrozenModel, freeze
+from tensorlens.freezing.interception import own_precision, running
 from tensorlens.freezing.memory import clear_memory, free_bytes
-from tensorlens.freezing.passes import Pass, own_precision, running
+from tensorlens.freezing.passes import Pass
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import constants, find_state, first_tensor, put_state, replace_state
 from tensorlens.freezing.tape import Site, Tape

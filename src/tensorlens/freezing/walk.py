@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.freezing.passes import Pass, running
+from tensorlens.freezing.interception import running
+from tensorlens.freezing.passes import Pass
 from tensorlens.freezing.states import (
     Layout,
     constants,
