@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from benchmarks import parts
+from benchmarks.long_inputs import long_inputs, long_model
 
 BOTH = ("tf32", "bfloat16")
 
@@ -27,7 +28,7 @@ PARTS: dict[str, Any] = {
     "slices-float32": lambda d: parts.slices(d, ("bert-base",), ("float32",)),
     "norms": lambda d: parts.norm_maps(d, ("bert-base", "gpt2-small"), BOTH),
     "sketches": lambda d: parts.sketches(d, ("bert-base",), BOTH),
-    "long": lambda d: parts.long_inputs(d),
+    "long": lambda d: long_inputs(long_model("llama-8b", d), d),
     "scaling": lambda d: parts.scaling(d),
     "profile": lambda d: [row for p in BOTH for row in parts.profile(d, "bert-base", p)],
     "minilm": lambda d: parts.slices(d, ("minilm",), ("float32",)),
@@ -35,7 +36,7 @@ PARTS: dict[str, Any] = {
         *parts.slices(d, ("tiny-bert", "tiny-gpt2", "tiny-llama"), ("float32",), 16),
         *parts.norm_maps(d, ("tiny-gpt2",), ("float32", "bfloat16"), 16),
         *parts.sketches(d, ("tiny-bert",), ("float32",), 16),
-        *parts.long_inputs(d, "tiny-llama", (64,), 64),
+        *long_inputs(long_model("tiny-llama", d), d, (64,), 64),
         *parts.profile(d, "tiny-bert", "float32", 16),
     ],
 }
@@ -79,4 +80,5 @@ def setting(device: str) -> dict[str, Any]:
     }
 
 
-main()
+if __name__ == "__main__":
+    main()

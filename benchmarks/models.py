@@ -34,6 +34,13 @@ CONFIGS: dict[str, Callable[..., tuple[type, Any]]] = {
         hf.BertConfig(**(dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512) | o)),
     ),
     "tiny-gpt2": lambda **o: (hf.GPT2Model, hf.GPT2Config(**(dict(n_embd=128, n_layer=4, n_head=4) | o))),
+    "tiny-neox": lambda **o: (
+        hf.GPTNeoXModel,
+        hf.GPTNeoXConfig(
+            **(dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=1000)
+               | o)
+        ),
+    ),
     "tiny-llama": lambda **o: (
         hf.LlamaModel,
         hf.LlamaConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -26,21 +27,34 @@ def tensor_of(model: Any, n_tokens: int, precision: Any = None) -> Any:
     return T if precision is None else T.with_precision(precision)
 
 
-def best_jacobian(name: str, device: str, n_tokens: int, precision: str, chunks: list[int], out_token: int,
-                  reference: Any) -> dict[str, Any]:  # fmt: skip
-    """The fastest way and chunk size for one slice, with its error against `reference`."""
-    model = build(name, device, TYPES[precision])
-    x = tensor_of(build(name, device), n_tokens).input[None].to(TYPES[precision])
+def best_jacobian(model: Any, x: Any, device: str, precision: str, chunks: list[int], out_token: int,
+                  reference: Any, n: int = 3, ways: tuple[str, ...] = tuple(WAYS)) -> dict[str, Any]:  # fmt: skip
+    """The fastest way and chunk size for one slice, with its error against `reference`.
+
+    Args:
+        model: In float32; a copy is made in the type of the precision.
+        x: X⁰ (token, channel).
+        device: Where they are.
+        precision: As for `rows`.
+        chunks: Cotangents at a time to try, for each way.
+        out_token: i.
+        reference: T[i].
+        n: Timed runs of each, after one that is checked.
+        ways: Names in `WAYS`.
+    """
+    if TYPES[precision] is not torch.float32:
+        model = deepcopy(model).to(TYPES[precision])
+    x = x[None].to(TYPES[precision])
     tried: dict[str, Timing] = {}
     error = float("nan")
     with patched(model), matmul_mode(precision):
         function = body_function(model)
-        for way, slice_ in WAYS.items():
+        for way, slice_ in ((way, WAYS[way]) for way in ways):
             for chunk in chunks:
                 try:
                     error = relative(slice_(function, x, out_token, chunk), reference)
                     work = lambda slice_=slice_, chunk=chunk: slice_(function, x, out_token, chunk)  # noqa: E731
-                    tried[f"{way}, {chunk}"] = timed(work, device, n=3, warm=0, most_seconds=6)
+                    tried[f"{way}, {chunk}"] = timed(work, device, n=n, warm=0, most_seconds=6)
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
     best = min(tried, key=lambda key: tried[key].seconds)
@@ -52,26 +66,27 @@ def relative(found: Any, expected: Any) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def slices(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_tokens: int = 128) -> Rows:
+def slices(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_tokens: int = 128, n: int = 7,
+           n_jacobian: int = 3, chunks: tuple[int, ...] = (), ways: tuple[str, ...] = tuple(WAYS)) -> Rows:  # fmt: skip
     """T[i]: this library against the best Jacobian way at the same precision."""
     rows = []
     for name in names:
         model = build(name, device)
         T = tensor_of(model, n_tokens)
-        i = n_tokens - 1
-        exact = T.rows(i).clone()
-        d = T.n_channels
-        chunks = [c for c in ((64, 256, d) if device == "cuda" else (32, 128, d)) if c <= d]
+        i, d = n_tokens - 1, T.n_channels
+        exact = T.with_precision("float32").rows(i)
         for precision in precisions:
             fast = T.with_precision(precision)
             first = _first_call(model, n_tokens, precision, device)
-            ours = timed(lambda fast=fast, i=i: fast.rows(i), device, n=7, warm=2)
+            ours = timed(lambda fast=fast, i=i: fast.rows(i), device, n=n, warm=2)
             flops = folded_flops(fast.operator, 1, d)
-            jacobian = best_jacobian(name, device, n_tokens, precision, chunks, i, exact)
+            sizes = [c for c in chunks or ((64, 256, d) if device == "cuda" else (32, 128, d)) if c <= d] or [d]
+            jacobian = best_jacobian(model, T.input, device, precision, sizes, i, exact, n_jacobian, ways)
             rows.append({
                 "work": "slice", "model": name, "L": n_tokens, "precision": precision, "ours": ours.as_dict(),
                 "first_call": first, "error": relative(fast.rows(i), exact), "flops": flops, "jacobian": jacobian,
                 "ratio": jacobian["seconds"] / ours.seconds, "rate": flops / ours.seconds,
+                "bytes": slice_bytes(fast.operator),
             })  # fmt: skip
             print(line(rows[-1]), flush=True)
             del fast
@@ -80,31 +95,52 @@ def slices(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_t
     return rows
 
 
+def slice_bytes(operator: FrozenOperator) -> float:
+    """The fewest bytes a slice moves: every block's cotangents read and written once, its weights read once."""
+    folded = operator.folded
+    assert folded is not None, "asked of an operator that folds"
+    state = operator.shape[1] * operator.n_tokens * operator.n_channels * operator.compute_type.itemsize
+    return sum(folded.block(n).n_bytes + 2 * state for n in folded.parts)
+
+
 def _first_call(model: Any, n_tokens: int, precision: str, device: str) -> dict[str, float]:
     """Seconds of the recording and of the first slice of a fresh tensor, folding included."""
-    recording = timed(lambda: tensor_of(model, n_tokens), device, n=2, warm=1)
+    recording = timed(lambda: tensor_of(model, n_tokens), device, n=2, warm=0)
     fresh = [tensor_of(model, n_tokens, precision) for _ in range(2)]
     slice_ = timed(lambda: fresh.pop().rows(n_tokens - 1), device, n=2, warm=0)
     return {"recording": recording.seconds, "slice": slice_.seconds}
 
 
-def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_tokens: int = 128,
-              n_sampled: int = 8) -> Rows:  # fmt: skip
-    """The exact L×L norm map. The Jacobian way is timed on `n_sampled` outputs and scaled to all of them."""
+def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_tokens: int = 128, n: int = 3,
+              n_checked: int = 8, known: dict[tuple[str, str], dict[str, Any]] | None = None) -> Rows:  # fmt: skip
+    """The exact L×L norm map. The Jacobian way is timed on one slice, times L; the error is taken of some outputs.
+
+    Args:
+        device: Where.
+        names: Models.
+        precisions: As for `rows`.
+        n_tokens: L.
+        n: Timed runs.
+        n_checked: Outputs whose norms are compared with float32.
+        known: The Jacobian way's slices measured before in this run, by model and precision.
+    """
     rows = []
     for name in names:
         model = build(name, device)
         T = tensor_of(model, n_tokens)
-        some = list(range(0, n_tokens, n_tokens // n_sampled))
-        exact = torch.stack([T.rows(i).double().norm(dim=(0, 2)) for i in some])
+        some = list(range(0, n_tokens, n_tokens // n_checked))
+        exact = frobenius_norms(T.with_precision("float32").operator, some)
+        last = T.with_precision("float32").rows(n_tokens - 1)
         for precision in precisions:
-            fast = T.with_precision(precision)
+            fast = T.with_precision(precision).operator
             found = frobenius_norms(fast, range(n_tokens))
-            ours = timed(lambda fast=fast: frobenius_norms(fast, range(n_tokens)), device, n=3, warm=0, most_seconds=12)
+            ours = timed(lambda fast=fast: frobenius_norms(fast, range(n_tokens)), device, n=n, warm=0, most_seconds=12)
             d = T.n_channels
-            flops = folded_flops(fast.operator, n_tokens, d)
+            flops = folded_flops(fast, n_tokens, d)
             chunks = [256, d] if device == "cuda" else [128]
-            jacobian = best_jacobian(name, device, n_tokens, precision, chunks, n_tokens - 1, T.rows(n_tokens - 1))
+            jacobian = (known or {}).get((name, precision)) or best_jacobian(
+                model, T.input, device, precision, chunks, n_tokens - 1, last
+            )
             jacobian_all = jacobian["seconds"] * n_tokens
             peak = matmul_peak_at(device, precision)
             rows.append({
@@ -115,7 +151,7 @@ def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], 
             })  # fmt: skip
             print(line(rows[-1]), flush=True)
             del fast
-        del model, T
+        del model, T, last
         clear(device)
     return rows
 
@@ -161,68 +197,6 @@ def spearman(a: Any, b: Any) -> float:
     """Rank correlation."""
     ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])
-
-
-def long_inputs(device: str, name: str = "llama-8b", lengths: tuple[int, ...] = (8192, 65536, 131072),
-                compare_up_to: int = 8192) -> Rows:  # fmt: skip
-    """In+Out of one output from token ids, against a plain forward and backward pass."""
-    rows = []
-    model = build(name, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    lens = tl.Lens(model)
-    vocabulary = model.config.vocab_size
-    for n in lengths:
-        ids = token_ids(n, vocabulary)
-        work = lambda ids=ids: lens(ids).map("tensor.in_out", out_token=-1)  # noqa: E731
-        few = n > compare_up_to
-        try:
-            ours = timed(work, device, n=1 if few else 5, warm=0 if few else 2, most_seconds=60)
-        except torch.OutOfMemoryError as error:
-            print(f"{name} L={n}: out of memory: {str(error)[:150]}", flush=True)
-            clear(device)
-            continue
-        row: dict[str, Any] = {
-            "work": "in_out",
-            "model": name,
-            "L": n,
-            "precision": str(model.dtype),
-            "ours": ours.as_dict(),
-        }
-        if not few:
-            row |= _plain(model, ids, device)
-            row["ratio_time"] = ours.seconds / row["forward_backward"]["seconds"]
-            row["ratio_memory"] = (ours.extra_bytes or 0) / max(1, row["forward_backward"]["extra_bytes"] or 1)
-            row["parts"] = _parts(lens, ids, device)
-        rows.append(row)
-        print({k: v for k, v in row.items() if k not in ("precision",)}, flush=True)
-        clear(device)
-    return rows
-
-
-def _plain(model: Any, ids: list[int], device: str) -> dict[str, Any]:
-    """A forward pass, and a forward and backward pass to the input, of the model left to itself."""
-    x = model.get_input_embeddings()(torch.tensor([ids], device=device)).detach()
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return model(inputs_embeds=x, use_cache=False).last_hidden_state
-
-    def both() -> Any:
-        leaf = x.clone().requires_grad_()
-        y = model(inputs_embeds=leaf, use_cache=False).last_hidden_state[0, -1]
-        return torch.autograd.grad(y, leaf, y.detach())[0]
-
-    return {
-        "forward": timed(forward, device, n=5, warm=1).as_dict(),
-        "forward_backward": timed(both, device, n=5, warm=2).as_dict(),
-    }
-
-
-def _parts(lens: Any, ids: list[int], device: str) -> dict[str, float]:
-    """Seconds of the recording and of the map alone."""
-    recording = timed(lambda: lens(ids), device, n=3, warm=0)
-    T = lens(ids)
-    pulling = timed(lambda: T.map("tensor.in_out", out_token=-1), device, n=3, warm=1)
-    return {"recording": recording.seconds, "map": pulling.seconds, "is_streamed": float(T.operator.is_streamed)}
 
 
 def scaling(device: str) -> Rows:

@@ -40,7 +40,6 @@ def timed(work: Callable[[], Any], device: str, *, n: int = 5, warm: int = 1, mo
     finish(device)
     gc.collect()
     if device == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     seconds: list[float] = []
@@ -53,13 +52,43 @@ def timed(work: Callable[[], Any], device: str, *, n: int = 5, warm: int = 1, mo
     return Timing(median(seconds), min(seconds), max(seconds), len(seconds), extra)
 
 
+def median_seconds(work: Callable[[], Any], device: str, *, n: int = 5, warm: int = 1) -> float:
+    """The median of `n` runs after warming up, by the device's own clock where it has one; no memory is counted."""
+    for _ in range(warm):
+        work()
+    if device != "cuda":
+        return timed(work, device, n=n, warm=0).seconds
+    times = []
+    for _ in range(n):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return median(times)
+
+
+def interleaved(works: dict[str, Callable[[], Any]], device: str, *, rounds: int) -> dict[str, Timing]:
+    """Each work once a round, so that a machine that is busy now and then is busy for all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            finish(device)
+            start = time.perf_counter()
+            work()
+            finish(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(median(s), min(s), max(s), len(s), None) for name, s in seconds.items()}
+
+
 def matmul_peak(device: str, dtype: torch.dtype) -> float:
-    """Operations per second of the fastest of some large matrix products on random numbers."""
+    """Operations per second at the median, of the fastest of some large matrix products on random numbers."""
     sizes = (4096, 8192) if device == "cuda" else (1024, 2048)
     best = 0.0
     for n in sizes:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        best = max(best, 2 * n**3 / timed(lambda a=a, b=b: a @ b, device, n=10, warm=3, most_seconds=5).fastest)
+        best = max(best, 2 * n**3 / median_seconds(lambda a=a, b=b: a @ b, device, n=10, warm=3))
     return best
 
 

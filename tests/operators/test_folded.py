@@ -13,7 +13,7 @@ from torch import Tensor
 import tensorlens as tl
 from tensorlens.freezing.frozen_model import FrozenModel, Span
 from tensorlens.operators import folded as folded_module
-from tensorlens.operators import matrix_free
+from tensorlens.operators import folding, matrix_free
 from tensorlens.operators.base import TensorOperator
 from tensorlens.operators.budget import Pieces, Range, compute_type
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -56,6 +56,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         monkeypatch.setattr(folded_module, "folding_pays", lambda *_: True)
         monkeypatch.setitem(folded_module.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)
         monkeypatch.setitem(folded_module.GRAIN, "cpu", 4)
+        monkeypatch.setitem(folding.DOWN_BY_COLUMN, "cpu", True)
     return request.param
 
 

@@ -27,6 +27,9 @@ from tensorlens.models.block_parts import BlockParts, NormPart, Projection
 ALIGNED = 16
 """Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""
 
+DOWN_BY_COLUMN = {"cuda": False, "cpu": False}
+"""Whether W_down lies column by column in memory: which way round the matrix units like it has to be measured."""
+
 
 class Transposes(NamedTuple):
     """Weights of a block for products with rows: W_up as (inner, channel), and so on."""
@@ -129,7 +132,7 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
     first, last = _reach(mix)
     return FoldedBlock(
         up=_packed(up, dtype),
-        down=_packed(down, dtype),
+        down=_packed(down.T, dtype).T if DOWN_BY_COLUMN.get(down.device.type) else _packed(down, dtype),
         gain=_packed(gain, dtype),
         skip=None if skip is None else _packed(skip, dtype),
         out=_packed(after_weight(parts.out, parts.post_norm_1, parts.layer_scale_1, r), dtype),
