@@ -27,7 +27,7 @@ from tensorlens.studies.perturbation_study.run import perturbation
 from tensorlens.studies.perturbation_study.subjects import Images, Texts, maskable
 from tensorlens.studies.perturbation_study.summary import summarise
 
-TINY = str(Path(__file__).with_name("tiny_study.py"))
+TINY = str(Path(__file__).parents[1] / "tiny_study.py")
 
 
 # What is measured ----------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_a_method_that_is_better_on_every_sample_is_better_for_sure():
 
 
 def environment(**more: str) -> dict[str, str]:
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(tl.__file__).parents[1])]
+    folders = [str(Path(__file__).parents[1]), str(Path(tl.__file__).parents[1])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | more
 
 

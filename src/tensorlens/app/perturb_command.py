@@ -10,6 +10,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
+from tensorlens.errors import InputError
 from tensorlens.studies.perturbation_study.measures import GRID
 from tensorlens.studies.perturbation_study.run import PerturbationResult
 from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
@@ -63,12 +64,19 @@ def perturb(
     result = run_perturbation(
         lens, data, out, methods=methods.split(",") if methods else None, limit=limit,
         presets=preset or ("strict",), replacements=replacement or None,  # type: ignore[arg-type]  # checked by the study
-        grid=[float(value) for value in grid.split(",")], n_tokens=tokens, min_tokens=min_tokens,
+        grid=_fractions(grid), n_tokens=tokens, min_tokens=min_tokens,
         cut="windows" if windows else "each", column=column, split=split, absolute=absolute, seed=seed,
         norm_probes=norm_probes, batch_size=batch_size,
     )  # fmt: skip
     if Processes.from_environment().is_first:
         typer.echo(json_module.dumps(result.summary) if json else _table(result))
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"`--grid` must be fractions such as 0,0.1,0.2; got {text!r}.") from None
 
 
 def _table(result: PerturbationResult) -> str:

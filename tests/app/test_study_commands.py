@@ -1,0 +1,79 @@
+"""`tensorlens perturb`, `relations` and `fidelity`: from the command to the run's folder and back to the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_language import tiny_lens, write_relation
+from tiny_study import TEXTS, lens_on
+from typer.testing import CliRunner, Result
+
+from tensorlens.app.cli import app
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> str:
+    return saved(tiny_lens(), tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> str:
+    return saved(lens_on("bert"), tmp_path_factory.mktemp("encoder"))
+
+
+def saved(lens, folder: Path) -> str:
+    lens.model.float().save_pretrained(folder)
+    lens.processor.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code != 0
+    return " ".join(f"{result.output} {result.exception}".split())
+
+
+def test_perturb_ranks_the_methods_and_refuses_to_mix_settings(encoder, tmp_path):
+    data = tmp_path / "texts.txt"
+    data.write_text("\n".join(TEXTS[:3]))
+    command = ("perturb", encoder, "--data", data, "--out", tmp_path / "run", "--methods", "tensor.in_out,rollout.attn")
+    first = run(*command)
+    for word in ("3 samples measured", "tensor.in_out", "rollout.attn", "report.html"):
+        assert word in first.output
+    summary = json.loads(run(*command, "--json").stdout)
+    assert summary["n_measured"] == 3
+    assert len((tmp_path / "run" / "sessions.jsonl").read_text().splitlines()) == 1  # the second had nothing to do
+    assert "must not mix" in refused(*command, "--seed", "7")
+    assert "--grid" in refused(*command, "--grid", "a,b")
+
+
+def test_relations_counts_what_survives_and_names_what_does_not(decoder, tmp_path):
+    write_relation(tmp_path / "data" / "commonsense" / "colours.json")
+    write_relation(tmp_path / "data" / "commonsense" / "broken.json", prompt_templates=["no place for it"])
+    options = ("--splits", "1", "--examples", "2", "--max-test", "3", "--starts", "0,1")
+    result = run("relations", decoder, "--data", tmp_path / "data", "--out", tmp_path / "run", *options)
+    assert "broken.json" in result.output and "{}" in result.output
+    assert (tmp_path / "run" / "report.html").exists()
+    again = run("relations", decoder, "--data", tmp_path / "data", "--out", tmp_path / "run", *options, "--json")
+    assert set(json.loads(again.stdout)) >= {"survived", "left_out", "problems"}
+
+
+def test_relations_says_what_starts_should_be(decoder, tmp_path):
+    assert "0,6,12" in refused("relations", decoder, "--data", tmp_path, "--out", tmp_path / "run", "--starts", "one")
+
+
+def test_fidelity_prints_bounds_errors_and_properties(decoder, tmp_path):
+    command = ("fidelity", decoder, "Red and blue", "--out", tmp_path / "run", "--directions", "1", "--stride", "2")
+    result = run(*command)
+    for word in ("norm", "tensor", "jacobian", "report.html"):
+        assert word in result.output
+    summary = json.loads(run(*command, "--json").stdout)
+    assert summary["holds"] and summary["properties"]
