@@ -132,30 +132,32 @@ def explorer() -> None:
         tab.get_by_label("Text", exact=True).fill(SENTENCE)
         tab.get_by_role("button", name="Map", exact=True).click()
         _settled(tab)
-        tab.get_by_role("group", name="Explain a prediction").locator(".chip", has_text="Paris").click()
+        tab.get_by_role("group", name="Explain", exact=True).locator(".chip", has_text="Paris").click()
         _settled(tab)
         tab.get_by_role("group", name="Rather than").locator(".chip", has_text="Mar").click()
         _settled(tab)
         tab.screenshot(path=ASSETS / "explorer.png")
         tab.locator(".tools").get_by_role("button", name="Switch between light and dark").click()
         tab.get_by_role("button", name="Show a second map beside this one").click()
+        _settled(tab)
         second = tab.locator(".panel").nth(1)
-        second.get_by_label("Method").select_option("rollout.attn")
+        second.get_by_role("combobox", name="Method").select_option("rollout.attn")
         _settled(tab)
         tab.screenshot(path=ASSETS / "explorer-compare.png")
         tab = browser.new_page(viewport={"width": 1280, "height": 1000})
         tab.set_default_timeout(600_000)
         tab.goto(address)
-        tab.locator("input[type=file]").first.set_input_files(photograph)
+        tab.get_by_label("Choose a picture").set_input_files(photograph)
         _settled(tab)
         tab.screenshot(path=ASSETS / "explorer-image.png")
 
 
 def _settled(tab: Any) -> None:
-    """Until no panel works any more."""
+    """Until no panel works any more and every map has its verdict."""
     tab.wait_for_timeout(1500)
     tab.wait_for_function("() => !document.querySelector('.card.progress:not([hidden])')")
-    tab.wait_for_selector("[data-ready]", state="attached")
+    for verdict in tab.locator(".verdict").all():
+        verdict.filter(has_text="Certified").wait_for()
     tab.wait_for_timeout(800)
 
 
