@@ -28,7 +28,7 @@ FEW_COTANGENTS = 64
 MIXED_TOGETHER = {"cuda": 0, "cpu": 64}
 """Cotangents whose heads are copied side by side and mixed by one product; 0: a strided product for each head."""
 
-SCALED_BYTES = {"cuda": 2**28, "cpu": 2**25}
+SCALED_BYTES = {"cuda": 2**29, "cpu": 2**25}
 """Memory for the scaled weights of as many tokens as are folded at a time."""
 
 GRAIN = {"cuda": 8, "cpu": 1}

@@ -27,7 +27,7 @@ from tensorlens.models.block_parts import BlockParts, NormPart, Projection
 ALIGNED = 16
 """Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""
 
-DOWN_BY_COLUMN = {"cuda": False, "cpu": False}
+DOWN_BY_COLUMN = {"cuda": True, "cpu": False}
 """Whether W_down lies column by column in memory: which way round the matrix units like it has to be measured."""
 
 

@@ -27,7 +27,7 @@ CHUNK = 32
 ENOUGH_TO_FOLD = 8
 """Cotangents from which folding the blocks costs less than a backward pass for each."""
 
-MOST_COTANGENTS = {"cuda": 8192, "cpu": 2048}
+MOST_COTANGENTS = {"cuda": 12288, "cpu": 2048}
 """More cotangents at a time than this make no product faster, and let causal models do work above the diagonal."""
 
 
