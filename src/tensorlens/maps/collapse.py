@@ -19,6 +19,9 @@ from tensorlens.operators.norms import frobenius_norms, spectral_norms
 
 NormKind = Literal["frobenius", "spectral"]
 
+TOKENS_TOGETHER = 2**14
+"""Tokens of all the inputs that are replayed together."""
+
 
 def norm(T: TensorOperator, out_tokens: Sequence[int], kind: NormKind = "frobenius") -> TokenMatrix:
     r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), exact, streamed.
@@ -51,10 +54,13 @@ def weigh(pulled: Float[Tensor, "row token channel"], x_in: Hidden) -> TokenMatr
 def contribution(T: TensorOperator, x_in: Hidden, out_tokens: Sequence[int]) -> TokenMatrix:
     r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token that is there.
 
-    One replay for each input token gives all outputs.
+    One replay for each input token, many of them together, gives all outputs.
     """
-    alone = torch.diag_embed(x_in.T).permute(1, 2, 0)  # (in_token, token, channel): each token by itself
-    parts = [T.apply(part)[:, list(out_tokens)].norm(dim=-1) for part in alone.split(32)]
+    parts = []
+    for some in torch.arange(len(x_in), device=x_in.device).split(max(1, TOKENS_TOGETHER // len(x_in))):
+        alone = x_in.new_zeros(len(some), *x_in.shape)  # each token by itself
+        alone[torch.arange(len(some)), some] = x_in[some]
+        parts.append(T.apply(alone)[:, list(out_tokens)].norm(dim=-1))
     return torch.cat(parts).T
 
 
