@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from execute import Session, Shown, blocks, empty_folder  # noqa: E402
 
+_TARGET = "; takes a `target`"
 log = logging.getLogger("mkdocs.hooks.tutorials")
 
 
@@ -27,8 +28,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Run the blocks of a tutorial and put what they show below each; write out the commands."""
-    markdown = markdown.replace("{{ commands }}", _commands()) if "{{ commands }}" in markdown else markdown
+    """Run the blocks of a tutorial and put what they show below each; write out commands and methods."""
+    for name, written in (("{{ commands }}", _commands), ("{{ methods }}", _methods)):
+        markdown = markdown.replace(name, written()) if name in markdown else markdown
     if not (page.file.src_uri.startswith("tutorials/") and config["extra"]["execute"]):
         return markdown
     page.meta["outputs"] = outputs = []
@@ -67,6 +69,14 @@ def _commands() -> str:
         parts.append(f"```text\n{example.group()}\n```\n" if example else "")
         parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(map(_parameter, command.params)) + "\n")
     return "\n".join(parts)
+
+
+def _methods() -> str:
+    """A row for each method, from the table itself."""
+    import tensorlens as tl
+
+    rows = (f"| `{name}` | {one.summary}{_TARGET * one.takes_target} |" for name, one in tl.METHODS.items())
+    return "| method | what it shows |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def _parameter(parameter: Any) -> str:
