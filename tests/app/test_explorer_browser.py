@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -13,20 +10,6 @@ from explorer_samples import SENTENCE, library, load, png, serving
 import tensorlens as tl
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("unchecked")]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.fail("No Chromium found. Install it (Debian: apt-get install chromium) or name it in CHROMIUM.")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 def long_map(n_tokens: int) -> tl.TokenMap:
@@ -53,12 +36,12 @@ def server():
 
 
 @pytest.fixture
-def open_tab(chromium, server):
+def open_tab(browser, server):
     """Open the explorer; at the end nothing may have failed, left the server's address, or run a label."""
     contexts, problems = [], []
 
     def open_it(fragment: str = "", **options):
-        context = chromium.new_context(viewport={"width": 1360, "height": 1000}, **options)
+        context = browser.new_context(viewport={"width": 1360, "height": 1000}, **options)
         contexts.append(context)
         tab = context.new_page()
         tab.set_default_timeout(30_000)
@@ -251,7 +234,7 @@ def test_what_goes_wrong_is_said_in_place(open_tab):
     assert alert.is_hidden()
 
 
-def test_cancel_stops_the_work(open_tab, chromium):
+def test_cancel_stops_the_work(open_tab, browser):
     import threading
     import time
 
@@ -269,7 +252,7 @@ def test_cancel_stops_the_work(open_tab, chromium):
 
     with serving(library("gpt2")) as (address, explorer):
         explorer.answers.map = endless
-        tab = chromium.new_page()
+        tab = browser.new_page()
         tab.goto(address)
         tab.get_by_role("button", name="Map", exact=True).click()
         tab.get_by_text("Computing 1 of 4").wait_for()

@@ -1,28 +1,10 @@
-"""A real browser, and documents opened in it from disk with the network off."""
+"""Documents opened in a real browser from disk with the network off."""
 
 from __future__ import annotations
-
-import os
-import shutil
 
 import pytest
 
 from tensorlens.views import page
-
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
-
-@pytest.fixture(scope="session")
-def browser():
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        pytest.fail("No Chromium found. Install it (Debian: apt-get install chromium) or name it in CHROMIUM.")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

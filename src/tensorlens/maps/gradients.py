@@ -19,6 +19,7 @@ from tensorlens.errors import MethodError
 from tensorlens.freezing.frozen_model import FrozenModel, put_state
 from tensorlens.freezing.states import state_of
 from tensorlens.maps.methods import Answer, Question, method
+from tensorlens.models.modes import evaluating
 
 N_STEPS = 32
 """Points along the path of integrated gradients."""
@@ -132,7 +133,7 @@ def _run(frozen: FrozenModel, x: Tensor) -> Tensor:
     after: dict[nn.Module, Any] = (
         {anatomy.embedding: embed} if frozen.starts_at_embedding and anatomy.embedding is not None else {}
     )
-    with _hooked(before if after else before | {anatomy.blocks[0]: enter}, after), _evaluating(anatomy.model):
+    with _hooked(before if after else before | {anatomy.blocks[0]: enter}, after), evaluating(anatomy.model):
         try:
             output = anatomy.model(**inputs)
         except _Done as done:
@@ -155,18 +156,6 @@ def _hooked(before: dict[nn.Module, Any], after: dict[nn.Module, Any]) -> Iterat
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _repeat(value: Any, n: int) -> Any:

@@ -7,7 +7,7 @@ Nothing here knows about freezing. Hooks are put on for one pass and taken off a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tensorlens.errors import MethodError
 from tensorlens.freezing.frozen_model import FrozenModel, Span, find_state, put_state
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.modes import evaluating
 
 READ_CHUNK = 256
 """Predicted states read out at a time: a row of logits each, which may be a megabyte."""
@@ -62,7 +63,7 @@ def plain_pass(
     """
     watch = _Watch(PlainStates(), frozenset(read), put or {}, leave, n_blocks or len(anatomy.blocks), grad)
     with ExitStack() as stack:
-        stack.enter_context(_at_inference(anatomy.model))
+        stack.enter_context(evaluating(anatomy.model))
         stack.enter_context(torch.set_grad_enabled(grad))
         if grad:  # the fused kernels have neither a batched nor a second derivative
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -150,18 +151,6 @@ class _Watch:
     def finish(self, module: nn.Module, args: Any, output: Any) -> None:
         state = getattr(output, "last_hidden_state", None)
         self.states.final = state if state is not None else _first(output)
-
-
-@contextmanager
-def _at_inference(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _first(output: Any) -> Tensor:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens.lens import Lens
+from tensorlens.models.modes import evaluating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +85,6 @@ class PlainModel:
         return Outputs(
             states=states[:, out_token].float(), logits=None if logits is None or logits.dim() != 2 else logits.float()
         )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards each module is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _state(output: Any) -> Tensor:
