@@ -70,15 +70,19 @@ def median_seconds(work: Callable[[], Any], device: str, *, n: int = 5, warm: in
 
 
 def interleaved(works: dict[str, Callable[[], Any]], device: str, *, rounds: int) -> dict[str, Timing]:
-    """Each work once a round, so that a machine that is busy now and then is busy for all of them alike."""
+    """Each work once a round, so that a machine that is busy now and then is busy for all of them alike.
+
+    On one thread of a CPU it is the processor's time that counts: what other programs take is not in it.
+    """
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
             finish(device)
-            start = time.perf_counter()
+            start = clock()
             work()
             finish(device)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: Timing(median(s), min(s), max(s), len(s), None) for name, s in seconds.items()}
 
 

@@ -164,8 +164,7 @@ def _in_class(question: Question) -> Answer:
         for index, weight in by_class.items():
             weights[row, index] = weight
     pulled = frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads)
-    zero = torch.zeros_like(operator.input)[None]
-    at_zero = torch.stack([frozen.push_logits(zero, i, start, operator.heads)[0] for i in positions])
+    at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
     at_x = torch.stack([frozen.logits(i) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
     logits = (weights * at_x).sum(1)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
+from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span, Walk
+from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.streaming import StreamedModel
+from tensorlens.freezing.traced import plain
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes
 from tensorlens.operators.folded import FoldedRows
@@ -88,6 +90,23 @@ class FrozenOperator(TensorOperator):
     @cached_property
     def _at_zero(self) -> Tensor:
         return self.frozen.push(torch.zeros_like(self.input)[None], self.span, self.heads)[0]
+
+    def logits_at_zero(self, out_token: int) -> Float[Tensor, " class"]:
+        """What the biases give of the logits at one output: the frozen model and its head at zero.
+
+        One replay for all outputs, unless the input is long.
+        """
+        zero = torch.zeros_like(self.input)[None]
+        if self.is_streamed:
+            return self.frozen.push_logits(zero, out_token, self.span.start, self.heads)[0]
+        return self.frozen._read(self._end_at_zero, out_token)[0]
+
+    @cached_property
+    def _end_at_zero(self) -> Tensor:
+        """What a replay at zero ends with: the input of the unembedding, or the logits of another head."""
+        span, zero = Span(self.span.start, self.frozen.n_blocks), torch.zeros_like(self.input)[None]
+        with own_precision(), torch.no_grad():
+            return plain(Walk(self.frozen, span=span, x=zero, heads=self.heads, to_logits=True).go())
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
         """The affine map T·x + B, by replay."""
