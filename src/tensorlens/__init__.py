@@ -27,8 +27,10 @@ from tensorlens.lens import Lens, load
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.certificate import Certificate
+from tensorlens.operators.estimates import Estimate
 from tensorlens.operators.mean import MeanTensor
-from tensorlens.operators.spectrum import spectrum
+from tensorlens.operators.norms import spectral_norm
+from tensorlens.operators.spectrum import Spectrum, spectrum
 from tensorlens.tensor import AttentionTensor, Prediction
 
 __all__ = [
@@ -43,7 +45,10 @@ __all__ = [
     "TokenMap",
     "Prediction",
     "Certificate",
+    "Estimate",
     "spectrum",
+    "Spectrum",
+    "spectral_norm",
     "studies",
     # teaching it a module or a torch function of your own
     "adapter",
