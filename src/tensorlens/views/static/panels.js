@@ -63,7 +63,7 @@ function caption(lens) {
   const byRow = lens.data.rowCaption.map(([name, texts]) => ({ name, texts, value: element("dd") }));
   const bias = element("dd");
   const rows = [...byRow.flatMap(({ name, value }) => line(name, value)), ...line("Bias share", bias)];
-  const node = element("dl", { class: "caption" }, [...fixed, ...rows]);
+  const node = element("dl", { class: "caption" }, [...rows, ...fixed]);
   const update = () => {
     const { i } = lens.cursor;
     for (const { texts, value } of byRow) value.textContent = visible(texts[i] ?? "");
