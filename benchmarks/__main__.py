@@ -1,6 +1,8 @@
 """`python -m benchmarks PART …`: measure, print a table, write JSON.
 
-Parts: peaks, slices, norms, sketches, long, scaling, profile, minilm; `quick` is a small run of all on any device.
+Parts: peaks, slices, norms, sketches, long, scaling, profile; `quick` is a small run of all on any device.
+Beside it: `python -m benchmarks.tune` chooses the constants of a device, `python -m benchmarks.real_weights` takes
+small models with their real weights, `python -m benchmarks.page` makes docs/performance.md of what they found.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import transformers
 
 from benchmarks import parts
 from benchmarks.long_inputs import long_inputs, long_model
+from benchmarks.scaling import scaling
 
 BOTH = ("tf32", "bfloat16")
 
@@ -29,9 +32,8 @@ PARTS: dict[str, Any] = {
     "norms": lambda d: parts.norm_maps(d, ("bert-base", "gpt2-small"), BOTH),
     "sketches": lambda d: parts.sketches(d, ("bert-base",), BOTH),
     "long": lambda d: long_inputs(long_model("llama-8b", d), d),
-    "scaling": lambda d: parts.scaling(d),
+    "scaling": lambda d: scaling(d),
     "profile": lambda d: [row for p in BOTH for row in parts.profile(d, "bert-base", p)],
-    "minilm": lambda d: parts.slices(d, ("minilm",), ("float32",)),
     "quick": lambda d: [
         *parts.slices(d, ("tiny-bert", "tiny-gpt2", "tiny-llama"), ("float32",), 16),
         *parts.norm_maps(d, ("tiny-gpt2",), ("float32", "bfloat16"), 16),
@@ -47,9 +49,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="of the CPU")
     parser.add_argument("--out", type=Path, help="where to write the JSON; benchmarks/results if left out")
     options = parser.parse_args()
     torch.set_grad_enabled(True)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     results: dict[str, Any] = {"setting": setting(options.device), "parts": {}}
     for name in options.parts:
         start = time.perf_counter()

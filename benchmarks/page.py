@@ -1,4 +1,7 @@
-"""`python -m benchmarks.page`: docs/performance.md from the JSON in benchmarks/results."""
+"""`python -m benchmarks.page`: docs/performance.md and its picture from the JSON in benchmarks/results.
+
+Every number comes from the files; where two hold the same part, the one written by `benchmarks.tune` wins.
+"""
 
 from __future__ import annotations
 
@@ -6,109 +9,269 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scaling import PICTURE, draw
+
 FOLDER = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 INTRODUCTION = """\
 # Performance
 
-Ratios of medians measured in one run, on real Hugging Face classes with the named configuration and random weights.
-"The Jacobian way" is the paper's: the model patched by hand, differentiated at the best chunk size found
-(`torch.func.jacrev` and batched backward passes are both tried), at the same precision. Run it yourself with
-`python -m benchmarks peaks slices norms sketches long`, on a CPU or a GPU.
+Ratios of medians measured in one run, on real Hugging Face classes with the named configuration, random weights unless
+it says otherwise. "The Jacobian way" is the paper's: the model patched by hand, differentiated at the best chunk size
+found (`torch.func.jacrev` and batched backward passes are both tried), at the same precision. `T.estimate("norm")` and
+its like say the cost of a computation before it is paid.
+
+    python -m benchmarks.tune                                # a GPU: checks, chooses the constants, measures
+    python -m benchmarks.real_weights --data FOLDER          # small models with real weights, on the CPU
+    python -m benchmarks scaling                             # exponents over tokens, channels and blocks
+    python -m benchmarks.page                                # this page
 """
 
-OPEN = """\
+FLOOR = """\
+## What bounds it
+
+A block costs, for each token and cotangent, 2·D² operations for the token-wise matrix P, 2·D² each for the output and
+the value projection and 2·L·D for attention; forming P takes 2·D²·inner for each token, which a slice pays in every
+block and a norm map once. That is about 14·D³ for each token of a slice, where a backward pass takes about 20·D³ and
+reads and writes every intermediate besides. Queries and keys never appear, and of the last block only one token is
+live. The floor is the larger of operations over the measured matrix-product peak and bytes over the measured copy peak,
+each block's cotangents read and written once. Peaks are the highest of all runs: a product right after seconds of work
+is slower by a tenth or more, as the device gets warm.
+"""
+
+REMAINING = """\
 ## What remains
 
-- By operation count a slice could be at most about twice as fast as backward passes (about 10·D² against 20·D² a token,
-  cotangent and block); the measured ratio is close to that.
-- The norm map reaches half of the measured peak or more in bfloat16, less in TF32. The rest is not yet profiled.
-- At 131,072 tokens the 8B configuration runs out of memory on this device.
+- A slice spends a third of its time on scaling W_up for each token (8.3 of 25 ms for BERT in bfloat16): torch's kernel
+  for a product with a broadcast factor is bound by its index arithmetic and reaches a fifth of the copy peak in
+  bfloat16, two fifths in tf32. A kernel that scales at the speed of a copy would take about 6 of the 25 ms away. The
+  matrix products themselves run at 65–95 % of the peak.
+- The sketch is bound by the host: its kernels take 1.0 of the 2.8 ms, the rest is launching some 130 of them. Against
+  the slice as it was before (38 ms) it would be 13×; against today's it is 8.8× in bfloat16 and 13× in tf32.
+- Attention is mixed by one strided product for each head, at 20–70 % of the copy peak; copying heads side by side
+  first is two to five times slower.
+- GPT-2's norm map does a little over half of BERT's work. Groups of outputs see tokens up to the last of the group, and
+  P of all tokens is formed in any case.
+- A first In+Class from token ids is slower than one backward pass of a patched model: it records, replays, and replays
+  at zero. A recording that kept its graph would need neither replay; long inputs already work so.
 """
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page and the picture."""
     parts: dict[str, Any] = {}
-    settings: dict[str, str] = {}
-    for path in sorted(FOLDER.glob("*.json")):
+    settings: dict[str, dict[str, Any]] = {}
+    peaks: dict[str, float] = {}
+    for path in sorted(FOLDER.glob("*.json"), key=lambda path: ("tune" in path.name, path.name)):
         content = json.loads(path.read_text())
-        parts |= content["parts"]
-        settings |= {key: str(value) for key, value in content["setting"].items() if value}
-    peaks = parts["peaks"][0]
+        parts |= {name: rows for name, rows in content["parts"].items() if rows}
+        settings[path.name.split("-")[0]] = content["setting"]
+        for row in content["parts"].get("peaks", []):
+            peaks |= {k: max(v, peaks.get(k, 0)) for k, v in row.items() if isinstance(v, float)}
+    parts["slices"] = [*parts.get("slices", []), *parts.get("slices-large", [])]
+    parts["long"] = [*parts.get("long", []), *parts.get("longest", [])]
     sections = [
         INTRODUCTION,
         _setting(settings, peaks),
-        _slices(parts),
-        _norms(parts),
+        _slices(parts, peaks),
+        _norms(parts, peaks),
         _sketches(parts),
         _long(parts),
-        OPEN,
+        _in_class(parts),
+        _errors(parts),
+        FLOOR,
+        _floors(parts, peaks),
+        _steps(parts, peaks),
+        _constants(parts),
+        _scaling(parts),
+        REMAINING,
     ]
-    PAGE.write_text("\n".join(sections))
+    PAGE.write_text("\n".join(section for section in sections if section))
 
 
-def _setting(settings: dict[str, str], peaks: dict[str, float]) -> str:
-    rates = ", ".join(f"{name} {peaks[name] / 1e12:.0f} TFLOP/s" for name in ("float32", "tf32", "bfloat16"))
-    where = f"{settings['device']}, torch {settings['torch']}, transformers {settings['transformers']}"
-    return f"{where}. Measured peaks: {rates}, copies {peaks['copy'] / 1e12:.1f} TB/s.\n"
+def _setting(settings: dict[str, dict[str, Any]], peaks: dict[str, float]) -> str:
+    names = [name for name in ("float32", "tf32", "bfloat16") if name in peaks]
+    rates = ", ".join(f"{name} {peaks[name] / 1e12:.0f} TFLOP/s" for name in names)
+    lines = []
+    for kind, setting in sorted(settings.items(), reverse=True):
+        where = f"{setting['device']}, torch {setting['torch']}, transformers {setting['transformers']}"
+        peak = (
+            f". Measured peaks: {rates}, copies {peaks['copy'] / 1e12:.1f} TB/s" if kind == "cuda" else ", one thread"
+        )
+        lines.append(f"- {'GPU' if kind == 'cuda' else 'CPU'}: {where}{peak}.")
+    return "\n".join(lines) + "\n"
 
 
-def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
-    lines = [f"## {title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+def _table(title: str, heads: list[str], rows: list[list[str]], before: str = "") -> str:
+    if not rows:
+        return ""
+    top = [
+        f"## {title}",
+        "",
+        *([before, ""] if before else []),
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+    ]
+    return "\n".join([*top, *("| " + " | ".join(row) + " |" for row in rows), ""])
 
 
-def _milliseconds(timing: dict[str, float]) -> str:
-    return f"{timing['seconds'] * 1e3:.4g} ms ({timing['fastest'] * 1e3:.4g}–{timing['slowest'] * 1e3:.4g})"
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _slices(parts: dict[str, Any]) -> str:
-    rows = [
-        [row["model"], row["precision"], _milliseconds(row["ours"]), f"{row['first_call']['slice'] * 1e3:.4g} ms",
-         f"{row['jacobian']['seconds'] * 1e3:.4g} ms", f"**{row['ratio']:.2f}×**", f"{row['error']:.0e}"]
-        for row in parts["slices"]
-    ]  # fmt: skip
-    heads = ["model", "precision", "T[i] (fastest–slowest)", "first call", "Jacobian way", "ratio", "error to float32"]
+def _spread(timing: dict[str, float]) -> str:
+    return f"{_time(timing['seconds'])} ({_time(timing['fastest'])}–{_time(timing['slowest'])})"
+
+
+def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
+    rows = []
+    for row in [*parts["slices"], *parts.get("minilm", [])]:
+        first = _time(row["first_call"]["slice"]) if "first_call" in row else ""
+        peak = f"{row['rate'] / peaks[row['precision']]:.0%}" if "rate" in row and row["precision"] in peaks else ""
+        rows.append([
+            row["model"] + (", CPU" if "real" in row["model"] else ""), row["precision"], _spread(row["ours"]), first,
+            _time(row["jacobian"]["seconds"]), f"**{row['ratio']:.2f}×**", peak,
+            f"{row['error']:.0e}" if "error" in row else "",
+        ])  # fmt: skip
+    heads = ["model", "precision", "T[i] (fastest–slowest)", "first call", "Jacobian way", "ratio", "share of peak",
+             "error to float32"]  # fmt: skip
     return _table("One slice T[i], 128 tokens", heads, rows)
 
 
-def _norms(parts: dict[str, Any]) -> str:
+def _norms(parts: dict[str, Any], peaks: dict[str, float]) -> str:
     rows = [
-        [row["model"], row["precision"], _milliseconds(row["ours"]), f"{row['jacobian']['seconds'] * row['L']:.3g} s",
-         f"**{row['ratio']:.1f}×**", f"{row['share_of_peak']:.0%}", f"{row['error']:.0e}"]
-        for row in parts["norms"]
+        [row["model"], row["precision"], _spread(row["ours"]), _time(row["jacobian"]["seconds"] * row["L"]),
+         f"**{row['ratio']:.1f}×**", f"{row['rate'] / peaks[row['precision']]:.0%}", f"{row['error']:.0e}"]
+        for row in parts.get("norms", [])
     ]  # fmt: skip
-    heads = [
-        "model",
-        "precision",
-        "norm map",
-        "Jacobian way (one slice × 128)",
-        "ratio",
-        "share of peak",
-        "error to float32",
+    heads = ["model", "precision", "norm map", "Jacobian way (one slice × 128)", "ratio", "share of peak",
+             "error to float32"]  # fmt: skip
+    seconds = {(row["model"], row["precision"]): row["ours"]["seconds"] for row in parts.get("norms", [])}
+    faster = [
+        f"{seconds['bert-base', precision] / seconds['gpt2-small', precision]:.2f}× in {precision}"
+        for model, precision in seconds
+        if model == "bert-base" and ("gpt2-small", precision) in seconds
     ]
-    return _table("The exact 128 × 128 norm map", heads, rows)
+    table = _table("The exact 128 × 128 norm map", heads, rows)
+    note = "GPT-2 does no work above the diagonal: against BERT, which has the same shape, it is faster by "
+    return f"{table}\n{note}{', '.join(faster)}.\n" if faster else table
 
 
 def _sketches(parts: dict[str, Any]) -> str:
     rows = [
-        [row["model"], row["precision"], _milliseconds(row["ours"]), f"{row['ratio']:.1f}×", f"{row['spearman']:.3f}"]
-        for row in parts["sketches"]
-    ]
-    heads = ["model", "precision", "16 probes, one output", "against the exact slice", "rank correlation"]
-    return _table("The sketched norm", heads, rows)
+        [row["model"], row["precision"], _spread(row["ours"]), f"**{row['ratio']:.1f}×**", f"{row['spearman']:.3f}",
+         _time(row["in_out_all"]["seconds"]), f"{row['in_out_share']:.4f}×" if "in_out_share" in row else ""]
+        for row in parts.get("sketches", [])
+    ]  # fmt: skip
+    heads = ["model", "precision", "16 probes, one output", "faster than the exact slice", "rank correlation",
+             "In+Out, all outputs", "of the Jacobian way"]  # fmt: skip
+    first = _table("The sketched norm, and In+Out of all outputs", heads, rows)
+    real = [
+        [row["model"], str(row["L"]), str(row["texts"]), f"{row['spearman'][0]:.3f}",
+         f"{row['spearman'][len(row['spearman']) // 2]:.3f}", f"{row['relative_error']:.1%}",
+         f"{row['within_two_standard_errors']:.0%}"]
+        for row in parts.get("sketches-real", [])
+    ]  # fmt: skip
+    heads = ["model", "tokens", "reviews", "lowest rank correlation", "median", "error", "within two standard errors"]
+    return first + "\n" + _table("Sketches on real text: 16 probes against the exact norms", heads, real)
 
 
 def _long(parts: dict[str, Any]) -> str:
     rows = []
-    for row in parts["long"]:
+    for row in parts.get("long", []):
+        if "failed" in row:
+            rows.append([f"{row['L']:,}", "does not fit", "", "", ""])
+            continue
         against = (f"{row['ratio_time']:.2f}×", f"{row['ratio_memory']:.2f}×") if "ratio_time" in row else ("", "")
-        memory = f"{row['ours']['extra_bytes'] / 2**30:.1f} GiB" if "extra_bytes" in row["ours"] else ""
-        rows.append([f"{row['L']:,}", f"{row['ours']['seconds']:.3g} s", memory, *against])
+        memory = f"{row['ours']['extra_bytes'] / 2**30:.1f} GiB" if row["ours"].get("extra_bytes") else ""
+        rows.append([f"{row['L']:,}", _time(row["ours"]["seconds"]), memory, *against])
     heads = ["tokens", "In+Out, one output", "memory beside the weights", "time of forward + backward", "its memory"]
-    return _table("Long inputs: Llama-8B configuration, bfloat16", heads, rows)
+    before = "From token ids to scores. Graphs of blocks are kept while memory lasts: a long input takes what is there."
+    return _table("Long inputs: Llama-8B configuration, bfloat16", heads, rows, before)
+
+
+def _in_class(parts: dict[str, Any]) -> str:
+    rows = []
+    for row in parts.get("in-class", []):
+        times = {name: _spread(timing) for name, timing in row["times"].items()}
+        rows += [
+            ["this library, from token ids to scores", times["ours"], ""],
+            ["this library, another map of the same input", times["ours, map alone"], ""],
+            ["`lxt` (CP-LRP)", times["lxt"], f"{row['difference_to_lxt']:.0e}"],
+            ["captum, input × gradient", times["captum"], "another quantity"],
+        ]
+    before = (
+        "One target, 64 tokens of a review, one thread of a CPU. A first map pays for three forward passes (recording, "
+        "replay, replay at zero for the share of the bias) and one backward pass; a further one for a replay and a "
+        "backward pass."
+    )
+    heads = ["In+Class, SmolLM2-135M with its real weights", "time", "difference to ours"]
+    return _table("In+Class", heads, rows, before)
+
+
+def _errors(parts: dict[str, Any]) -> str:
+    rows = [
+        [row["model"], row["precision"], f"{row['slice']:.0e}", f"{row['norms']:.0e}"]
+        for row in [*parts.get("precisions-real", []), *parts.get("errors", [])]
+    ]
+    return _table("Errors against float64", ["model", "precision", "slice", "norms of a row"], rows)
+
+
+def _floors(parts: dict[str, Any], peaks: dict[str, float]) -> str:
+    rows = []
+    for row in [*parts["slices"], *parts.get("norms", [])]:
+        if row["precision"] not in peaks:
+            continue
+        arithmetic, moved = row["flops"] / peaks[row["precision"]], row.get("bytes", 0) / peaks["copy"]
+        rows.append([
+            f"{row['work']}, {row['model']}", row["precision"],
+            f"{row['flops'] / 1e12:.3g} TFLOP = {_time(arithmetic)}",
+            f"{row['bytes'] / 1e9:.3g} GB = {_time(moved)}" if moved else "", _time(row["ours"]["seconds"]),
+            f"{row['ours']['seconds'] / max(arithmetic, moved):.2f}×",
+        ])  # fmt: skip
+    heads = ["work", "precision", "operations", "bytes", "measured", "over the floor"]
+    return _table("Floors", heads, rows).removeprefix("## Floors\n\n")
+
+
+def _steps(parts: dict[str, Any], peaks: dict[str, float]) -> str:
+    rows, then = [], parts["peaks"][0]  # shares were taken of the peaks of the same run
+    for row in (row for row in parts.get("steps", []) if "error" not in row):
+        kinds = {"share_of_peak": row["precision"], "share_of_copy": "copy"}
+        shares = [f"{row[share] * then[k] / peaks[k]:.0%}" if row[share] else "" for share, k in kinds.items()]
+        n = f"{row['shape']['n_cotangents']:,}"
+        rows.append([row["piece"], row["precision"], n, _time(row["seconds"]), *shares])
+    heads = ["step of a block of BERT's shape", "precision", "cotangents", "time", "share of peak", "share of copies"]
+    return _table("Where the time goes", heads, rows)
+
+
+def _constants(parts: dict[str, Any]) -> str:
+    rows = []
+    for row in parts.get("constants", []):
+        for value, times in row["tried"].items():
+            chosen = " (chosen)" if value == str(row["chosen"]) else ""
+            rows.append([f"`{row['name']}`", value + chosen, ", ".join(f"{k} {_time(v)}" for k, v in times.items())])
+    return _table("Constants, by measurement", ["constant", "value", "time"], rows)
+
+
+def _scaling(parts: dict[str, Any]) -> str:
+    found = parts.get("scaling", [])
+    if not found:
+        return ""
+    draw(found)
+    rows = [
+        [row["work"].split()[-1], row["axis"].replace("N", "N - 1"), f"**{row['exponent']:.2f}**",
+         ", ".join(f"{x}: {_time(seconds)}" for x, seconds in row["points"])]
+        for row in found
+    ]  # fmt: skip
+    base = found[0]["base"]
+    before = (
+        f"BERT's block with inner width 4·D on one thread of a CPU; the sizes not varied are L = {base['L']}, "
+        f"D = {base['D']} and {base['N'] + 1} blocks. Expected of a slice: 1 in L (attention's share is small), 3 in "
+        "D for large D, 1 in the blocks before the last.\n\n"
+        f"![Seconds over tokens, channels and blocks](assets/{PICTURE.name})"
+    )
+    return _table("Scaling", ["work", "over", "exponent", "times"], rows, before)
 
 
 if __name__ == "__main__":

@@ -199,27 +199,6 @@ def spearman(a: Any, b: Any) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-def scaling(device: str) -> Rows:
-    """Seconds of one slice over L, D and N, with the fitted exponents."""
-    base = {"L": 128, "D": 512, "N": 6} if device == "cuda" else {"L": 32, "D": 128, "N": 3}
-    rows = []
-    for axis in base:
-        points = []
-        for factor in (0.5, 1, 2, 4):
-            size = base | {axis: int(base[axis] * factor)}
-            model = build("bert-base", device, hidden_size=size["D"], num_hidden_layers=size["N"],
-                          num_attention_heads=size["D"] // 64, intermediate_size=4 * size["D"],
-                          max_position_embeddings=1024)  # fmt: skip
-            T = tensor_of(model, size["L"], "tf32")
-            points.append((size[axis], timed(lambda T=T: T.rows(-1), device, n=5, warm=1).seconds))
-            del model, T
-        xs, ys = (torch.tensor(v, dtype=torch.float64).log() for v in zip(*points, strict=True))
-        slope = float(((xs - xs.mean()) * (ys - ys.mean())).sum() / (xs - xs.mean()).square().sum())
-        rows.append({"work": "scaling", "axis": axis, "base": base, "points": points, "exponent": slope})
-        print(rows[-1], flush=True)
-    return rows
-
-
 def profile(device: str, name: str, precision: str, n_tokens: int = 128) -> Rows:
     """Where the time of a slice and of a group of norms goes, by kernel."""
     from torch.profiler import ProfilerActivity
