@@ -30,7 +30,7 @@ ONE_PASS = [
     *(f"{join}.{measure}" for join in ("rollout", "mean") for measure in MEASURES),
 ]  # fmt: skip
 TENSOR = [name for name in tl.METHODS if name.startswith("tensor.")]
-METHODS = {"one_pass": ONE_PASS, "tensor": [*TENSOR, "control.random"]}
+METHODS = {"one_pass": ONE_PASS, "tensor": [*TENSOR, "control.random"], "signed": ["tensor.in_out", "mean.attn"]}
 
 
 def arguments() -> argparse.Namespace:

@@ -36,7 +36,7 @@ def main() -> None:
 
 def write(name: str, title: str, sections: list[str]) -> None:
     path = DOCS / f"results-{name}.md"
-    path.write_text(f"{NOTE}\n\n## {title}\n\n" + "\n\n".join(sections) + "\n", "utf-8")
+    path.write_text(f"{NOTE}\n\n# {title}\n\n" + "\n\n".join(sections) + "\n", "utf-8")
     print(f"wrote {path}")
 
 
@@ -62,7 +62,7 @@ def relation_section(run: Path) -> str:
     )
     return "\n\n".join(
         [
-            f"### {config['settings']['model']}",
+            f"## {config['settings']['model']}",
             f"{survival(summary)} {setting} {origin(config)}",
             "Agreement with the model's own answer, mean over relations [95% interval]:",
             category_table(summary),
@@ -90,7 +90,7 @@ def fidelity_section(run: Path) -> str:
     )
     return "\n\n".join(
         [
-            f"### {config['settings']['model']}, gates: {config['settings']['rules']['gate']}",
+            f"## {config['settings']['model']}, gates: {config['settings']['rules']['gate']}",
             f"{summary['n_inputs']} texts. {origin(config)} Every error is {held} every right-hand side. "
             f"‖T − J‖/‖J‖ = {norms['relative_distance_to_jacobian']:.2f}; stable rank of T {norms['stable_rank']:.1f}. "
             f"Error at the smallest move ({kinds}).",

@@ -32,7 +32,7 @@ def main() -> None:
     }
     (options.docs / "assets").mkdir(parents=True, exist_ok=True)
     sections = [section(name, run, options.docs) for name, run in runs.items()]
-    text = "\n\n".join([NOTE, "## Perturbation", overview(runs), gates(runs), *sections])
+    text = "\n\n".join([NOTE, "# Perturbation", overview(runs), gates(runs), *sections])
     path = options.docs / "results-perturbation.md"
     path.write_text(text + "\n", "utf-8")
     print(f"wrote {path}, {len(runs)} runs")
@@ -71,19 +71,21 @@ def overview(runs: dict[str, dict[str, Any]]) -> str:
         "P(T better)",
         "best control",
     ]
-    return "### The tensor against the best baseline\n\n" + table(heads, rows)
+    return "## The tensor against the best baseline\n\n" + table(heads, rows)
 
 
 def section(name: str, run: dict[str, Any], docs: Path) -> str:
     config, summary = run["config"], run["summary"]
     settings, origin = config["settings"], config["origin"]
+    commit = f", commit {origin['commit'][:10]}" if origin["commit"] else ""
     parts = [
-        f"### {name}",
+        f"## {name}",
         f"{settings['model']} ({settings['model_class']}, {settings['dtype']}, products: "
-        f"{settings['matmul_precision']}), gate convention {settings['rules']['gate']}; {replaced(settings)}"
+        f"{settings['matmul_precision']}), gate convention {settings['rules']['gate']}"
+        f"{', ranked by magnitude' if settings['absolute'] else ''}; {replaced(settings)}"
         f"{summary['n_measured']} samples measured, {summary['n_skipped']} skipped; {speed(run)}; "
         f"torch {config['versions']['torch']}, transformers "
-        f"{config['versions']['transformers']}, {origin['device']}, commit {str(origin['commit'])[:10]}.",
+        f"{config['versions']['transformers']}, {origin['device']}{commit}.",
     ]
     for metric, label in METRICS.items():
         for order, words in (
@@ -165,7 +167,7 @@ def gates(runs: dict[str, dict[str, Any]]) -> str:
     if not rows:
         return ""
     heads = ["run", "condition", "method", *GATES, "best", "ahead of the next [95 %]", "P"]
-    return "### Which gate convention\n\nHS-MSE, most relevant first, on the samples that all have.\n\n" + table(
+    return "## Which gate convention\n\nHS-MSE, most relevant first, on the samples that all have.\n\n" + table(
         heads, rows
     )
 

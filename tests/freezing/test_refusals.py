@@ -34,6 +34,11 @@ class Custom(nn.Module):
         return Kernel.apply(x)
 
 
+class Spectral(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x, dim=-1).abs()
+
+
 class Cubic(nn.Module):
     def forward(self, x):
         return x**3 / 10
@@ -51,6 +56,11 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
         tl.NotLinearError, match=r"`lgamma` in `transformer.h.0.mlp.act` \(block 0\).*tensorlens.adapter"
     ):
         tl.Lens(with_activation(Strange()))(sample("gpt2"))
+
+
+def test_the_absolute_value_of_a_complex_number_is_held_by_its_direction():
+    T = tl.Lens(with_activation(Spectral()))(sample("gpt2"))
+    assert T.certificate().passed
 
 
 def test_a_kernel_with_its_own_backward_is_refused():

@@ -116,9 +116,10 @@ def softmax(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict
 
 @rules_for("abs")
 def absolute(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """|x| as x ⊙ sign(x) with the sign held."""
+    """|x| as x ⊙ sign(x) with the sign held; of complex numbers, the real part of x ⊙ conj(x/|x|)."""
     run.fire("sign: abs")
-    return mark(scale(args[0], run.hold("abs", lambda: constant(args[0]).sign())), live=True)
+    aligned = scale(args[0], run.hold("abs", lambda: constant(args[0]).sgn().conj().resolve_conj()))
+    return mark(aligned.real.clone() if aligned.is_complex() else aligned, live=True)
 
 
 @rules_for("clamp clamp_min clamp_max")
