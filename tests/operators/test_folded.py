@@ -12,8 +12,8 @@ from torch import Tensor
 
 import tensorlens as tl
 from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.operators import few_cotangents, folding, matrix_free
 from tensorlens.operators import folded as folded_module
-from tensorlens.operators import folding, matrix_free
 from tensorlens.operators.base import TensorOperator
 from tensorlens.operators.budget import Pieces, Range, compute_type
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -46,10 +46,11 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
-@pytest.fixture(params=["few", "many", "pieces"])
+@pytest.fixture(params=["few", "few, heads apart", "many", "pieces"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways through the blocks: in buffers made once, with P formed, and P in steps with tokens in fours."""
-    if request.param != "few":
+    monkeypatch.setitem(few_cotangents.HEADS_APART, "cpu", request.param == "few, heads apart")
+    if not request.param.startswith("few"):
         monkeypatch.setattr(folded_module, "FEW_COTANGENTS", 0)
         monkeypatch.setitem(folded_module.MIXED_TOGETHER, "cpu", {"many": 0, "pieces": 5}[request.param])
     if request.param == "pieces":
@@ -191,6 +192,11 @@ def test_a_sketch_is_within_its_standard_error() -> None:
     assert (error < 0.1 * exact).all()
     assert torch.equal(found, sketched_norms(T, range(7), n_probes=400).norms)
     assert not torch.equal(found, sketched_norms(T, range(7), n_probes=400, seed=1).norms)
+
+
+def test_one_probe_has_no_standard_error() -> None:
+    found, error = sketched_norms(operator("bert"), (2,), n_probes=1)
+    assert bool((found > 0).all()) and bool(error.isnan().all())
 
 
 def test_a_sketch_of_a_causal_model_is_zero_above_the_diagonal() -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from tensorlens.operators.folding import FoldedBlock
 
+HEADS_APART = {"cuda": True, "cpu": False}
+"""Whether W_out acts on each head by itself, which saves a copy: where launching costs more than the products do."""
+
 
 def pull_few(blocks: Iterable[FoldedBlock], rows: Tensor, first: int) -> Tensor:
     """Pull (token, cotangent, channel) back through `blocks`, in the order they come.
@@ -39,27 +42,30 @@ class _Buffers:
         self.shapes = _shapes(block)
         self.at = slice(first, first + n_tokens)
         self.is_all = n_tokens == len(block.gain)
-        self.rows, self.next = rows, torch.empty_like(rows)
-        self.flat, self.next_flat = self.rows.flatten(0, 1), self.next.flatten(0, 1)
+        self.rows, self.flat = rows, rows.flatten(0, 1)
         self.inner = rows.new_empty(n_tokens, n_cotangents, block.up.shape[1])
         self.inner_flat = self.inner.flatten(0, 1)
-        self.before_mixing = rows.new_empty(n_tokens * n_cotangents, n_mixed)
         self.mixed = rows.new_empty(n_tokens * n_cotangents, n_values)
         # Attention acts on (head, token, cotangent · head_channel).
         heads = (n_tokens, n_cotangents, -1, n_mixed // block.n_heads)
-        self.heads_before = self.before_mixing.view(heads).permute(2, 0, 1, 3)
         self.heads_after = self.mixed.view(heads).permute(2, 0, 1, 3)
-        self.gathered = torch.empty_like(self.heads_before, memory_format=torch.contiguous_format)
+        self.gathered = rows.new_empty(block.n_heads, n_tokens, n_cotangents, heads[-1])
         self.attended = torch.empty_like(self.gathered)
         self.gathered_flat, self.attended_flat = self.gathered.flatten(2), self.attended.flatten(2)
         self.grouped = self.attended.unflatten(0, (block.n_kv_heads, -1))
+        self.apart = HEADS_APART.get(rows.device.type, False)
+        if self.apart:
+            self.flat_again, self.gathered_rows = self.flat.expand(block.n_heads, -1, -1), self.gathered.flatten(1, 2)
+        else:
+            self.before_mixing = rows.new_empty(n_tokens * n_cotangents, n_mixed)
+            self.heads_before = self.before_mixing.view(heads).permute(2, 0, 1, 3)
 
     def fit(self, block: FoldedBlock) -> bool:
         """Whether a block works on the same shapes."""
         return self.shapes == _shapes(block)
 
     def step(self, block: FoldedBlock) -> None:
-        """Replace the rows by what the block makes of them."""
+        """Replace the rows by what the block makes of them, in place."""
         weights = block.transposed
         gain, skip = block.row_factors
         mix = block.mix
@@ -67,20 +73,27 @@ class _Buffers:
             gain, skip, mix = gain[self.at], None if skip is None else skip[self.at], mix[:, self.at, self.at]
         torch.mm(self.flat, weights.down, out=self.inner_flat)
         self.inner.mul_(gain)
-        if skip is None:
-            torch.addmm(self.flat, self.inner_flat, weights.up, out=self.next_flat)
-        else:
-            torch.mul(self.rows, skip, out=self.next)
-            self.next_flat.addmm_(self.inner_flat, weights.up)
-        torch.mm(self.flat if block.is_parallel else self.next_flat, weights.out, out=self.before_mixing)
-        self.gathered.copy_(self.heads_before)
+        if block.is_parallel:
+            self._leave_attention(block)
+        if skip is not None:
+            self.rows.mul_(skip)
+        self.flat.addmm_(self.inner_flat, weights.up)
+        if not block.is_parallel:
+            self._leave_attention(block)
         torch.bmm(mix, self.gathered_flat, out=self.attended_flat)
         if self.grouped.shape[1] == 1:
             self.heads_after.copy_(self.attended)
         else:
             torch.sum(self.grouped, 1, out=self.heads_after)
-        self.next_flat.addmm_(self.mixed, weights.value)
-        self.rows, self.next, self.flat, self.next_flat = self.next, self.rows, self.next_flat, self.flat
+        self.flat.addmm_(self.mixed, weights.value)
+
+    def _leave_attention(self, block: FoldedBlock) -> None:
+        """W_out, by head."""
+        if self.apart:
+            torch.bmm(self.flat_again, block.out_heads, out=self.gathered_rows)
+        else:
+            torch.mm(self.flat, block.transposed.out, out=self.before_mixing)
+            self.gathered.copy_(self.heads_before)
 
 
 def _shapes(block: FoldedBlock) -> tuple[object, ...]:

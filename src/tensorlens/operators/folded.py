@@ -139,22 +139,28 @@ class FoldedRows:
         y = _token_wise(block, c, at, torch.empty_like(c))
         n_outputs, n_cotangents, d = y.shape
         n_heads, d_in = block.n_heads, len(block.value)
-        u = torch.mm((c if block.is_parallel else y).flatten(0, 1), block.transposed.out).unflatten(1, (n_heads, -1))
-        parts = y.new_zeros(-(-(n_heads + 1) // ALIGNED) * ALIGNED, n_outputs, n_cotangents, d_in)
+        u = torch.mm((c if block.is_parallel else y).flatten(0, 1), block.transposed.out).view(
+            -1, n_heads, block.d_head
+        )
+        parts = y.new_empty(-(-(n_heads + 1) // ALIGNED) * ALIGNED, n_outputs, n_cotangents, d_in)
         torch.bmm(u.transpose(0, 1), block.value_heads, out=parts[:n_heads].flatten(1, 2))
         parts[n_heads] = y
+        parts[n_heads + 1 :].zero_()
         weights = y.new_zeros(n_outputs, tokens.size, len(parts))
-        weights[:, :, :n_heads] = block.mix[:, slice(*tokens)].index_select(2, at).permute(2, 1, 0)
-        weights[:, :, n_heads] = at[:, None] == torch.arange(*tokens, device=self.device)
+        weights[:, :, :n_heads] = block.mix[:, slice(*tokens), at].permute(2, 1, 0)
+        if isinstance(at, slice):  # the outputs lie on a diagonal
+            weights[:, :, n_heads].diagonal(at.start - tokens.start).fill_(1)
+        else:
+            weights[:, :, n_heads] = at[:, None] == torch.arange(*tokens, device=self.device)
         rows = y.new_empty(tokens.size, n_outputs * n_cotangents, d_in)
         by_output = rows.view(tokens.size, n_outputs, -1).transpose(0, 1)
         torch.bmm(weights, parts.flatten(2).transpose(0, 1), out=by_output)
         return Rows(rows, tokens)
 
-    def _before_tail(self, at: Tensor, starts: Tensor) -> Tensor:
+    def _before_tail(self, at: Tensor | slice, starts: Tensor) -> Tensor:
         if self.tail is None:
             return starts.contiguous()
-        return norm_rows(self.tail, starts) * self._tail_scale[at, None, None].to(starts)
+        return norm_rows(self.tail, starts) * self._tail_scale[at][:, None, None].to(starts)
 
     @cached_property
     def _tail_scale(self) -> Tensor:
@@ -232,11 +238,11 @@ def _token_wise(block: FoldedBlock, c: Tensor, at: Tensor | slice, into: Tensor)
     return into
 
 
-def _positions(tokens: Sequence[int], device: torch.device) -> Tensor:
-    """As indices on the device; a range is made there, since a copy would wait for the device."""
+def _positions(tokens: Sequence[int], device: torch.device) -> Tensor | slice:
+    """Tokens as an index: a slice if they are in a row, since a copy to the device would wait for it."""
     first = tokens[0]
     if list(tokens) == list(range(first, first + len(tokens))):
-        return torch.arange(first, first + len(tokens), device=device)
+        return slice(first, first + len(tokens))
     return torch.tensor(tokens, device=device)
 
 

@@ -97,6 +97,16 @@ class FoldedBlock:
         return self.value.shape[1] * self.n_heads // self.out.shape[0]
 
     @cached_property
+    def d_head(self) -> int:
+        """Channels of a head."""
+        return self.out.shape[0] // self.n_heads
+
+    @cached_property
+    def out_heads(self) -> Tensor:
+        """W_out as it acts on rows, by head: (head, channel, head_channel)."""
+        return self.out.unflatten(0, (self.n_heads, -1)).mT
+
+    @cached_property
     def value_heads(self) -> Tensor:
         """W_value as (head, head_channel, channel), value heads repeated for the query heads that share them."""
         by_head = self.value.T.unflatten(0, (self.n_kv_heads, -1))

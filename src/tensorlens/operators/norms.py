@@ -50,10 +50,11 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
         raise InputError(f"`probes` must be a whole number of at least 1; got {n_probes!r}. 16 is a good start.")
     probes = _probes(n_probes, T.shape[1], seed, T.device, T.dtype)
     squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1))
-    norms = squares.mean(1).sqrt()
-    spread = squares.std(1) / n_probes**0.5 if n_probes > 1 else torch.full_like(norms, torch.nan)
-    # The error of a root: d√s = ds / 2√s.
-    return Sketch(norms, torch.where(norms > 0, spread / (2 * norms), 0))
+    if n_probes == 1:
+        return Sketch(squares[:, 0].sqrt(), torch.full_like(squares[:, 0], torch.nan))
+    variance, mean = torch.var_mean(squares, 1)
+    # The error of a root: d√s = ds / 2√s. A norm of zero is exact: no probe found anything.
+    return Sketch(mean.sqrt(), (variance / (4 * n_probes * mean)).sqrt().nan_to_num(0))
 
 
 @lru_cache(maxsize=8)
