@@ -234,9 +234,14 @@ def _floors(parts: dict[str, Any], peaks: dict[str, float]) -> str:
     return _table("Floors", heads, rows).removeprefix("## Floors\n\n")
 
 
+NOT_TAKEN = ("side by side", "channels first")
+"""Ways that were tried and are slower; their times stay in the JSON."""
+
+
 def _steps(parts: dict[str, Any], peaks: dict[str, float]) -> str:
     rows, then = [], parts["peaks"][0]  # shares were taken of the peaks of the same run
-    for row in (row for row in parts.get("steps", []) if "error" not in row):
+    taken = [row for row in parts.get("steps", []) if "error" not in row and not row["piece"].endswith(NOT_TAKEN)]
+    for row in taken:
         kinds = {"share_of_peak": row["precision"], "share_of_copy": "copy"}
         shares = [f"{row[share] * then[k] / peaks[k]:.0%}" if row[share] else "" for share, k in kinds.items()]
         n = f"{row['shape']['n_cotangents']:,}"
