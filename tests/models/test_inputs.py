@@ -123,3 +123,33 @@ def test_a_model_whose_blocks_cannot_be_found(unchecked):
         tl.Lens("gpt2")
     with pytest.raises(tl.InputError, match="freeze_gate, freeze_up, half"):
         tl.Rules(gate="both")
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attention_mask": [[1, 1, 0, 1, 1]]},
+        {"attention_mask": [[1, 1, 1, 1, 1]], "position_ids": [[0, 2, 4, 9, 10]]},
+        {"position_ids": [[0, 2, 4, 9, 10]]},
+        {"attention_mask": [[1, 0, 1, 1, 1]], "position_ids": [[0, 0, 1, 2, 3]]},
+    ],
+    ids=["a hole", "positions and a mask", "positions", "positions and a hole"],
+)
+def test_masks_and_positions_mean_what_they_mean_to_the_model(name, given):
+    model = build(name)
+    inputs = {"input_ids": torch.tensor([[3, 5, 7, 9, 11]])} | {key: torch.tensor(v) for key, v in given.items()}
+    T = tl.Lens(model)(inputs)
+    with torch.no_grad():
+        expected = model.base_model(**inputs).last_hidden_state[0]
+    torch.testing.assert_close(T.output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_label_is_taken_by_its_letters_and_never_by_chance(unchecked):
+    from tensorlens.maps.targets import Classes
+
+    classes = Classes(n_classes=4, labels={0: "A", 1: "a", 2: "crane", 3: "crane"})
+    assert classes.index("a") == 1
+    assert classes.index("A") == 0
+    with pytest.raises(tl.InputError, match=r"2 classes are called 'crane'"):
+        classes.index("crane")

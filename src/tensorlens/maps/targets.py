@@ -57,9 +57,12 @@ class Classes:
 
     def _label_index(self, target: str) -> int:
         assert self.labels is not None
-        for index, label in self.labels.items():
-            if str(label).lower() == target.lower():
-                return int(index)
+        exact = [index for index, label in self.labels.items() if str(label) == target]
+        found = exact or [index for index, label in self.labels.items() if str(label).lower() == target.lower()]
+        if len(found) > 1:
+            raise InputError(f"{len(found)} classes are called {target!r}: {found[:8]}. Pass the number of one.")
+        if found:
+            return int(found[0])
         known = ", ".join(str(label) for label in list(self.labels.values())[:8])
         raise InputError(
             f"`target` must be a class of the model ({known}{', …' if len(self.labels) > 8 else ''}); got {target!r}."

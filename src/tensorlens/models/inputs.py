@@ -220,20 +220,25 @@ def _row(value: Any, i: int, size: int) -> Any:
 
 
 def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
-    """One sample without its padded positions: a mask of ones says nothing, and each token then has its own place."""
+    """One sample without the padding before and after it, as if it were alone.
+
+    A mask with a hole is no padding: tokens behind it keep their places, and the mask stays. So does one beside given
+    positions, since transformers reads positions alone as several texts in a row.
+    """
     arguments = dict(arguments)
     for prefix in ("", "decoder_"):
         mask = arguments.get(f"{prefix}attention_mask")
         ids = arguments.get(f"{prefix}input_ids", arguments.get(f"{prefix}inputs_embeds"))
-        if (
-            not isinstance(mask, Tensor)
-            or mask.dim() != 2
-            or len(mask) != 1
-            or ids is None
-            or ids.shape[:2] != mask.shape
-        ):
+        has_positions = arguments.get(f"{prefix}position_ids") is not None
+        if mask is None and has_positions and isinstance(ids, Tensor) and ids.dim() >= 2:
+            arguments[f"{prefix}attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
             continue
-        kept = mask[0].bool()
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != 1:
+            continue
+        if ids is None or ids.shape[:2] != mask.shape or not mask.any():
+            continue
+        places = mask[0].nonzero()[:, 0]
+        kept = slice(int(places[0]), int(places[-1]) + 1)
         aligned = [
             name
             for name, value in arguments.items()
@@ -241,8 +246,8 @@ def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
             and name.startswith("decoder_") == bool(prefix)
         ]  # fmt: skip
         arguments |= {name: arguments[name][:, kept] for name in aligned}
-        del arguments[f"{prefix}attention_mask"]
-        arguments.pop(f"{prefix}position_ids", None)
+        if not has_positions and len(places) == kept.stop - kept.start:
+            del arguments[f"{prefix}attention_mask"]
     return arguments
 
 
