@@ -62,10 +62,11 @@ class AttentionTensor(TensorOperator):
         self.operator, self.context = operator, context
 
     def __repr__(self) -> str:
-        """One line: model, sizes, blocks."""
+        """One line: model, sizes, blocks, and blocks whose heads are not all there."""
         start, stop = self.operator.span
         size = f"{self.n_tokens} tokens × {self.n_channels} channels"
-        return f"AttentionTensor({self.context.meta.get('model')}, {size}, blocks {start}:{stop})"
+        heads = f", some heads of block {', '.join(map(str, self.operator.heads))}" if self.operator.heads else ""
+        return f"AttentionTensor({self.context.meta.get('model')}, {size}, blocks {start}:{stop}{heads})"
 
     # The contract of an operator, by the frozen model -------------------------------------------------------------
 
@@ -86,18 +87,21 @@ class AttentionTensor(TensorOperator):
 
     @property
     def input(self) -> Float[Tensor, "in_token in_channel"]:
-        """X⁰: the state entering the first block."""
-        return self.operator.input
+        """X⁰: the state entering the first block; a copy."""
+        return self.operator.input.clone()
 
     @property
     def output(self) -> Float[Tensor, "out_token out_channel"]:
-        """X^N: the state after the last block, and after the final norm if there is one."""
-        return self.operator.output
+        """X^N: the state after the last block, and after the final norm if there is one; a copy.
+
+        The model's own, also where heads are left out: what is left without them is ``T @ T.input + T.bias``.
+        """
+        return self.operator.output.clone()
 
     @property
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B: what the frozen model gives at zero."""
-        return self.operator.bias
+        """B: what the frozen model gives at zero; a copy."""
+        return self.operator.bias.clone()
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -153,6 +157,8 @@ class AttentionTensor(TensorOperator):
 
     def _with_heads(self, chosen: Mapping[int, Iterable[int]], *, keep: bool) -> AttentionTensor:
         multipliers = dict(self.operator.heads)
+        if not isinstance(chosen, Mapping) or not all(isinstance(heads, Iterable) for heads in chosen.values()):
+            raise InputError(f"Heads are named by block, such as {{0: [1, 2]}}; got {chosen!r}.")
         for block, heads in chosen.items():
             if not (isinstance(block, int) and 0 <= block < self.n_blocks):
                 raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
@@ -190,14 +196,14 @@ class AttentionTensor(TensorOperator):
             method: A name in `METHODS`.
             out_token: The output to explain, or None for every one.
             target: For `tensor.in_class`: a token string, an id, a class label, or a pair of them for a contrast;
-                None explains
-                the model's own prediction.
+                None explains the model's own prediction. A logit is what the unembedding gives, before any soft cap
+                or scale.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
             probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
                 None for the exact norm.
             seed: Of the probes.
-            precision: How many cotangents at once are pulled: ``"float32"``, ``"tf32"`` or ``"bfloat16"``; the
-                model's own type, in float32 or better, if None.
+            precision: Of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
+                ``"bfloat16"``; the model's own type, in float32 or better, if None.
         """
         check_out_token(out_token, self.operator.frozen.pools, method)
         every = range(self.shape[0]) if out_token is None else (check_token(out_token, self.shape[0]),)
@@ -283,14 +289,14 @@ class AttentionTensor(TensorOperator):
         return certify(self.operator)
 
     def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
-        """The `k` classes or next tokens that the model ranks highest at one output.
+        """The `k` classes or next tokens that the model ranks highest at one output, with its own logits.
 
-        Logits are those straight out of the unembedding; the probabilities are their softmax.
+        They come from the whole model, its soft caps and scales included, whatever the range of blocks.
         """
         frozen, classes = self.operator.frozen, self.context.classes
         if classes is None or frozen.readout is None:
             raise no_head(frozen.anatomy.model)
-        logits = frozen.logits(check_token(out_token, self.shape[0]))
+        logits = frozen.own_logits(check_token(out_token, self.shape[0]))
         probabilities = logits.softmax(-1)
         best = logits.topk(min(k, len(logits))).indices.tolist()
         return [Prediction(classes.name(i), i, float(logits[i]), float(probabilities[i])) for i in best]

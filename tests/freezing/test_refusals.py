@@ -39,6 +39,11 @@ class Spectral(nn.Module):
         return torch.fft.fft(x, dim=-1).abs()
 
 
+class Rounded(nn.Module):
+    def forward(self, x):
+        return (8 * x).round() / 8
+
+
 class Cubic(nn.Module):
     def forward(self, x):
         return x**3 / 10
@@ -61,6 +66,14 @@ def test_an_operation_without_a_rule_is_named_with_its_module():
 def test_the_absolute_value_of_a_complex_number_is_held_by_its_direction():
     T = tl.Lens(with_activation(Spectral()))(sample("gpt2"))
     assert T.certificate().passed
+
+
+def test_rounded_activations_are_carried_and_not_swallowed_by_the_bias():
+    whole = tl.Lens(with_activation(nn.Identity()))(sample("gpt2"))
+    T = tl.Lens(with_activation(Rounded()))(sample("gpt2"))
+    assert T.certificate().passed
+    share, expected = (float(t.bias.norm() / t.output.norm()) for t in (T, whole))
+    assert share == pytest.approx(expected, rel=0.2)
 
 
 def test_a_kernel_with_its_own_backward_is_refused():

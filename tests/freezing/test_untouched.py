@@ -119,3 +119,29 @@ def test_another_thread_uses_the_model_meanwhile():
     assert len(slices) == 10
     assert all(torch.equal(found, slice_alone) for found in slices)
     assert not interception._wrapped
+
+
+# The other way round: what was held belongs to the weights it was held with ------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["tensor.in_out", "tensor.norm", "tensor.in_class"])
+def test_weights_that_changed_after_the_pass_are_noticed(method):
+    model = build("gpt2")
+    T = tl.Lens(model)(sample("gpt2"))
+    assert T.map(method, out_token=-1).scores.isfinite().all()
+    again = tl.Lens(model)(sample("gpt2"))
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_proj.weight.mul_(0)
+    with pytest.raises(tl.InputError, match="weights of the model have changed"):
+        again.map(method, out_token=-1)
+    model.float()
+    with pytest.raises(tl.InputError, match="weights of the model have changed"):
+        T.apply(torch.zeros_like(T.input))
+
+
+def test_what_a_tensor_gives_out_is_a_copy():
+    T = tl.Lens(build("gpt2"))(sample("gpt2"))
+    before = T.map(out_token=-1).scores
+    for state in (T.input, T.output, T.bias):
+        state.zero_()
+    assert torch.equal(T.map(out_token=-1).scores, before)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, InputError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import Layout, first_tensor
@@ -24,6 +25,7 @@ from tensorlens.freezing.walk import Span as Span
 from tensorlens.freezing.walk import StartAtEmbedding
 from tensorlens.freezing.walk import Walk as Walk
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.modes import evaluating
 
 
 @dataclass
@@ -51,6 +53,7 @@ class FrozenModel:
         side_channels: Blocks that read something of $X^0$ or of earlier blocks beside the hidden state.
         readout: What the recording ended with: the input of the unembedding, or the logits of another head; None
             without a head.
+        weights: What the model's parameters were at the recording, to notice a change.
     """
 
     anatomy: Anatomy
@@ -68,6 +71,15 @@ class FrozenModel:
     embedding_layout: Layout | None = None
     side_channels: list[str] = field(default_factory=list)
     readout: Tensor | None = None
+    weights: Fingerprint | None = None
+
+    def check_weights(self) -> None:
+        """Raise if the weights are no longer those of the recording: its factors belong to no others."""
+        if self.weights is not None and self.weights != fingerprint(self.anatomy.model):
+            raise InputError(
+                "The weights of the model have changed since this pass was recorded, and what it holds belongs to the "
+                "old ones. Ask the lens for the input again."
+            )
 
     @property
     def n_blocks(self) -> int:
@@ -102,8 +114,18 @@ class FrozenModel:
         assert self.readout is not None, "asked of a model with a head"
         return self._read(self.readout, out_token)[0].detach()
 
+    def own_logits(self, out_token: int) -> Tensor:
+        """Logits (class,) as the model itself gives them, after whatever its code does behind the unembedding."""
+        model = self.anatomy.model
+        keeps = self.anatomy.unembedding is not None and "logits_to_keep" in signature(model.forward).parameters
+        chosen = {"logits_to_keep": torch.tensor([out_token], device=self.hidden[-1].device)} if keeps else {}
+        with own_precision(), torch.no_grad(), evaluating(model):
+            logits = model(**self.inputs, **chosen).logits[0]
+        return logits if logits.dim() == 1 else logits[0 if keeps else out_token]
+
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         r"""$\tilde F_X(x)$ over the blocks of `span`: (batch, token, channel) to (batch, token, channel). Affine."""
+        self.check_weights()
         with own_precision(), torch.no_grad():
             return plain(Walk(self, span=span, x=x, heads=heads).go())
 
@@ -130,6 +152,7 @@ class FrozenModel:
         self, span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, Walk]]:
         """The state entering `span`, what the frozen model makes of it, joined by an autograd graph, and the pass."""
+        self.check_weights()
         with own_precision(), torch.enable_grad():
             x = self.hidden[span.start].detach().clone().requires_grad_()
             walk = Walk(self, span=span, x=x, grad=True, heads=heads, to_logits=to_logits)
@@ -140,6 +163,7 @@ class FrozenModel:
 
         For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
         """
+        self.check_weights()
         with own_precision(), torch.no_grad():
             state = plain(Walk(self, span=Span(start, self.n_blocks), x=x, heads=heads, to_logits=True).go())
             return self._read(state, out_token)
@@ -178,6 +202,18 @@ class FrozenModel:
             return torch.nn.functional.linear(state[:, out_token], weight, bias)
         logits = state if state.dim() == 2 else state[:, out_token]
         return logits if classes is None else logits[:, classes]
+
+
+Fingerprint = tuple[tuple[int, int, torch.dtype], ...]
+"""Identity, version and type of each parameter."""
+
+
+def fingerprint(model: nn.Module) -> Fingerprint | None:
+    """Changes with every write to a parameter; None where parameters come and go with off-loading."""
+    parameters = list(model.parameters())
+    if any(parameter.is_meta for parameter in parameters):
+        return None
+    return tuple((id(p), 0 if p.is_inference() else p._version, p.dtype) for p in parameters)
 
 
 def _weights(layer: nn.Linear, state: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -226,6 +262,7 @@ def _recorded(frozen: FrozenModel) -> FrozenModel:
             f"`{type(frozen.anatomy.model).__name__}` ended without a state after its last block in "
             f"`{frozen.anatomy.stack}`. Pass the path of the list of blocks that leads to the output as `blocks=`."
         )
+    frozen.weights = fingerprint(frozen.anatomy.model)
     if frozen.has_head:
         frozen.readout = constant(readout)
     if frozen.block_outputs and not frozen.rules.include_final_norm:

@@ -109,6 +109,8 @@ ODD_ACTIVATIONS = frozenset(
         "sin",
         "expm1",
         "log1p",
+        "round",
+        "trunc",
     ]
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""

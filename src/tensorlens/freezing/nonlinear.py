@@ -70,7 +70,7 @@ def glu(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str
 @rules_for(
     "sigmoid logsigmoid log_sigmoid softplus exp exp2 log log2 log10 cos tan acos asin cosh hardsigmoid erfc erfinv "
     "rsqrt sqrt reciprocal var std norm vector_norm linalg_vector_norm linalg_norm frobenius_norm cosine_similarity "
-    "log_softmax logsumexp sign sgn floor ceil round trunc frac floor_divide remainder fmod rpow rdiv "
+    "log_softmax logsumexp sign sgn floor ceil frac floor_divide remainder fmod rpow rdiv "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
     "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "
@@ -94,6 +94,7 @@ def _constants(value: Any) -> Any:
 @rules_for("item tolist python_value numpy")
 def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A value that leaves for Python: always the recorded one."""
+    run.fire(f"held: {name_of(function)}")
     return raw(function, run.hold(name_of(function), lambda: constant(args[0])), *args[1:], **kwargs)
 
 

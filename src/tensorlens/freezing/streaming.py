@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from tensorlens.freezing.frozen_model import FrozenModel, freeze
+from tensorlens.freezing.frozen_model import FrozenModel, fingerprint, freeze
 from tensorlens.freezing.interception import own_precision, running
 from tensorlens.freezing.memory import clear_memory, free_bytes
 from tensorlens.freezing.passes import Pass
@@ -123,6 +123,7 @@ class StreamedModel(FrozenModel):
         read: Callable[[Tensor], Tensor] | None = None, to_logits: bool = False, chunk: int = 64,
     ) -> Tensor:  # fmt: skip
         """The adjoint, one block at a time, for as many cotangents as go into memory beside it."""
+        self.check_weights()
         n_bytes = max(1, self.hidden[span.start].nbytes)
         size = max(1, min(chunk, int(COTANGENT_SHARE * free_bytes(cotangents.device) / n_bytes)))
         parts = [
@@ -231,6 +232,7 @@ def _streamed(frozen: StreamedModel) -> StreamedModel | None:
         return None
     if not frozen.rules.include_final_norm:
         return None
+    frozen.weights = fingerprint(anatomy.model)
     if frozen.has_head:
         frozen.readout, frozen.end_logits = readout.detach(), readout
     return frozen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from jaxtyping import Float
@@ -158,11 +159,12 @@ class Transposed:
 
 def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
     """A position as a number from 0; negative ones count from the end."""
-    if not isinstance(token, int) or not -n_tokens <= token < n_tokens:
+    is_whole = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's numbers are whole too
+    if not is_whole or not -n_tokens <= token < n_tokens:
         raise InputError(
             f"`{name}` must be a position from {-n_tokens} to {n_tokens - 1} ({n_tokens} tokens); got {token!r}."
         )
-    return token % n_tokens
+    return int(token) % n_tokens
 
 
 def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

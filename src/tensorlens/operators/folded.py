@@ -103,6 +103,7 @@ class FoldedRows:
         if n in self._blocks:
             return self._blocks[n]
         parts = self.parts[n]
+        self.frozen.check_weights()
         with torch.no_grad():
             folded = fold_block(parts, held_factors(self.frozen, parts), self.dtype, self.heads.get(n))
         if folded.n_bytes * (self.span.stop - self.span.start - len(self._blocks)) < 0.25 * free_bytes(self.device):
