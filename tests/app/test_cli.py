@@ -95,3 +95,8 @@ def test_ranges_heads_and_targets_are_read_as_written():
     ):
         with pytest.raises(tl.InputError):
             wrong()
+
+
+def test_the_version():
+    found = runner.invoke(cli.app, ["--version"])
+    assert found.exit_code == 0 and found.stdout.strip() == f"tensorlens {tl.__version__}"

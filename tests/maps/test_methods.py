@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
@@ -187,3 +189,36 @@ def test_dense_that_would_not_fit_says_how_large_it_is(monkeypatch):
     monkeypatch.setattr(base, "free_bytes", lambda device: 50_000)
     with pytest.raises(tl.SizeError, match=r"GiB.*rows"):
         lens_on("gpt2").dense()
+
+
+@pytest.mark.parametrize("name", ["GraniteConfig", "CohereConfig", "Gemma2Config"])
+def test_predictions_are_the_models_own_behind_scales_and_caps(name):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 48, "vocab_size": 60, "head_dim": 8, "pad_token_id": 0}  # fmt: skip
+    more = {"GraniteConfig": {"logits_scaling": 8.0}, "Gemma2Config": {"final_logit_softcapping": 2.0}}
+    config = getattr(transformers, name)(**sizes, **more.get(name, {}))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.tensor([[3, 5, 7, 9, 11]])
+    T = tl.Lens(model)(ids[0].tolist())
+    with torch.no_grad():
+        own = model(ids).logits[0]
+    for token in (-1, 2):
+        best = T.predictions(1, token)[0]
+        assert best.index == int(own[token].argmax())
+        assert best.logit == pytest.approx(float(own[token].max()), rel=1e-4)
+        assert best.probability == pytest.approx(float(own[token].softmax(-1).max()), rel=1e-4)
+
+
+def test_mistakes_are_named_and_numpys_numbers_are_numbers(unchecked):
+    T = lens_on("gpt2")
+    assert torch.equal(T.map(out_token=np.int64(-1)).scores, T.map(out_token=-1).scores)
+    with pytest.raises(tl.InputError, match="must be a position"):
+        T.map(out_token=True)
+    with pytest.raises(tl.MethodError, match="no method None"):
+        T.map(None)
+    with pytest.raises(tl.MethodError, match="options of `tensor.norm`"):
+        T.map("tensor.in_out", -1, norm="spectral")
+    for wrong in ({0: 1}, [1, 2]):
+        with pytest.raises(tl.InputError, match="named by block"):
+            T.heads(wrong)
+    assert "some heads of block 0" in repr(T.heads({0: [1]}))

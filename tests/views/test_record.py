@@ -72,7 +72,7 @@ def test_a_failed_or_missing_certificate_says_so():
 def test_values_of_each_output_are_kept_apart():
     meta = {"target": ["a", "b"], "logit": [1.0, 2.0], "blocks": [0, 9]}
     assert row_caption_lines(meta, 2) == (("Target", ("a", "b")), ("Logit", ("1", "2")))
-    assert caption_lines("m", meta, 2) == (("Method", "m"), ("Blocks", "0, 9"))
+    assert caption_lines("m", meta, 2) == (("Method", "m"), ("Blocks", "0:9"))
 
 
 def test_long_lists_are_cut():

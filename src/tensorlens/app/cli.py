@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from tensorlens.__about__ import __version__
 from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
@@ -31,6 +33,21 @@ app.command("relations")(relations)
 app.command("fidelity")(fidelity)
 app.command("families")(families)
 app.command("explore")(explore)
+
+
+def _show_version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"tensorlens {__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None: ...
 
 
 def main() -> None:

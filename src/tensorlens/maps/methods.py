@@ -89,14 +89,16 @@ def method(
 
 def answer(name: str, question: Question) -> Answer:
     """Ask one method."""
-    if name not in METHODS:
-        near = get_close_matches(name, METHODS, n=3, cutoff=0.4)
+    if not isinstance(name, str) or name not in METHODS:
+        near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise MethodError(f"There is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
     if question.target is not None and not METHODS[name].takes_target:
         raise MethodError(
             f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."
         )
+    if name != "tensor.norm" and (question.norm != "frobenius" or question.probes is not None):
+        raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
     return METHODS[name].compute(question)
 
 

@@ -49,7 +49,9 @@ class TokenMap:
         out_tokens: a label for each row.
         in_tokens: a label for each column.
         method: name in `METHODS`.
-        bias_share: how much of each output the bias B carries; NaN where the method knows no bias.
+        bias_share: the fraction of each output that the bias B carries, below 0 where it pulls the other way; NaN where
+            the method knows no bias. Rows of `tensor.in_out` and `tensor.in_class` sum to (1 - bias_share) times what
+            they explain.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
             `standard_error` and `out_positions` may be lists with one entry for each output.

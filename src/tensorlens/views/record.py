@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -115,7 +115,7 @@ def caption_lines(method: str, meta: Mapping[str, Any], n_out: int) -> tuple[tup
     others = [key for key in meta if key not in _FIRST_IN_CAPTION and key not in _NOT_IN_CAPTION]
     lines = [("Method", method)]
     for key in known + others:
-        text = _verdict(meta[key]) if key == "certificate" else _plain(meta[key])
+        text = _PRINTED.get(key, _plain)(meta[key])
         if text:
             lines.append((_title(key), text))
     return tuple(lines)
@@ -141,6 +141,12 @@ def _verdict(certificate: Any) -> str:
     return ("passed" if certificate["passed"] else "FAILED") + (f" ({numbers})" if numbers else "")
 
 
+def _range(blocks: Any) -> str:
+    """A range of blocks as Python writes it, so that it can be given back to `--blocks`."""
+    is_pair = isinstance(blocks, (list, tuple)) and len(blocks) == 2 and all(type(k) is int for k in blocks)
+    return f"{blocks[0]}:{blocks[1]}" if is_pair else _plain(blocks)
+
+
 def _plain(value: Any) -> str:
     if value is None:
         return ""
@@ -157,6 +163,10 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
     return f"“{text}”" if text != text.strip() else text
+
+
+_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range}
+"""How to print what is not printed as it is."""
 
 
 def _check_grid(grid: PatchGrid, n_in: int) -> None:
