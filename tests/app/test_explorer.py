@@ -116,6 +116,13 @@ def test_one_output_a_contrast_blocks_and_heads(client):
     assert torch.allclose(kept_map(client, event).scores, expected.scores, rtol=1e-9)
 
 
+def test_one_output_that_is_not_named_is_the_one_looked_at_first(client):
+    event = last(client, is_one=True)
+    expected = load("gpt2")(SENTENCE).map("tensor.in_out", -1)
+    assert torch.allclose(kept_map(client, event).scores, expected.scores, rtol=1e-9)
+    assert event["result"] == last(client, out_token=expected.meta["out_positions"][0])["result"]
+
+
 def test_an_image_and_a_head_that_pools(client):
     image = client.post("/api/images", content=png()).json()["image"]
     event = last(client, model="vit", image=image, method="tensor.in_class", target=1)

@@ -104,7 +104,7 @@ def test_type_map_click_target_blocks_export_and_reload(open_tab, tmp_path):
     first = panel.get_by_label("First block")
     first.focus()
     first.press("ArrowRight")
-    tab.locator(".caption", has_text="1, 3").wait_for()
+    tab.locator(".caption", has_text="1:3").wait_for()
     panel = mapped(tab)
     assert panel.locator(".range-text").inner_text() == "1 to 2"
 

@@ -88,6 +88,7 @@ class Answers:
         """The map of a question, with its certificate; news on the way."""
         is_kept = self.tensors.get(ask.subject) is not None
         parts = self._parts(job, ask.subject)
+        ask = _settled(parts.whole, ask)
         job.tell("input", **about(parts.whole, ask))
         found = self.results.get(ask.key)
         if found is None:
@@ -147,6 +148,12 @@ def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
         {"name": one.name, "index": one[1], "probability": one.probability}
         for one in T.predictions(N_PREDICTIONS, 0 if T.operator.frozen.pools else out_token)
     ]
+
+
+def _settled(T: AttentionTensor, ask: Ask) -> Ask:
+    """The question with the output it is about, if it is about one that was not named."""
+    is_open = ask.is_one and ask.out_token is None and not T.operator.frozen.pools
+    return replace(ask, is_one=False, out_token=_default_output(T) if is_open else ask.out_token)
 
 
 def about(T: AttentionTensor, ask: Ask) -> Event:

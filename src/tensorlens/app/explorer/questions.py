@@ -38,6 +38,7 @@ class Ask:
         subject: Model and input.
         method: A name in `METHODS`.
         out_token: The output, or None for every one.
+        is_one: Whether None means the one that a reader looks at first instead.
         target: What to explain, or None for the model's own prediction.
         against: The other one of a contrast, or None.
         blocks: First block and the one after the last, or None for all.
@@ -49,6 +50,7 @@ class Ask:
     subject: Subject
     method: str = "tensor.in_out"
     out_token: int | None = None
+    is_one: bool = False
     target: Pick | None = None
     against: Pick | None = None
     blocks: tuple[int, int] | None = None
@@ -79,6 +81,7 @@ def read_ask(document: Any, limits: Limits) -> Ask:
         subject=subject,
         method=method,
         out_token=_number(document, "out_token"),
+        is_one=document.get("is_one") is True,
         target=target,
         against=against,
         blocks=_blocks(document.get("blocks")),

@@ -87,6 +87,7 @@ export function question(view) {
     ...(view.image ? { image: view.image } : { text: view.text }),
     method: view.method,
     out_token: view.every ? null : view.output,
+    is_one: !view.every,
     at: view.output,
     target: value(view.target),
     against: value(view.against),
