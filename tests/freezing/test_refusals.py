@@ -44,6 +44,11 @@ class Rounded(nn.Module):
         return (8 * x).round() / 8
 
 
+class Leaving(nn.Module):
+    def forward(self, x):
+        return x + torch.from_numpy(x.detach().numpy())
+
+
 class Cubic(nn.Module):
     def forward(self, x):
         return x**3 / 10
@@ -74,6 +79,11 @@ def test_rounded_activations_are_carried_and_not_swallowed_by_the_bias():
     assert T.certificate().passed
     share, expected = (float(t.bias.norm() / t.output.norm()) for t in (T, whole))
     assert share == pytest.approx(expected, rel=0.2)
+
+
+def test_values_that_leave_for_numpy_are_held_and_listed():
+    certificate = tl.Lens(with_activation(Leaving()))(sample("gpt2")).certificate()
+    assert certificate.passed and "held: numpy" in certificate.rules
 
 
 def test_a_kernel_with_its_own_backward_is_refused():

@@ -134,6 +134,8 @@ def test_weights_that_changed_after_the_pass_are_noticed(method):
         model.transformer.h[0].attn.c_proj.weight.mul_(0)
     with pytest.raises(tl.InputError, match="weights of the model have changed"):
         again.map(method, out_token=-1)
+    with pytest.raises(tl.InputError, match="weights of the model have changed"):
+        again.predictions()
     model.float()
     with pytest.raises(tl.InputError, match="weights of the model have changed"):
         T.apply(torch.zeros_like(T.input))

@@ -112,10 +112,11 @@ class FrozenModel:
     def logits(self, out_token: int) -> Tensor:
         """Logits (class,) at the input of the recording, read at one output."""
         assert self.readout is not None, "asked of a model with a head"
-        return self._read(self.readout, out_token)[0].detach()
+        return self.read_logits(self.readout, out_token)[0].detach()
 
     def own_logits(self, out_token: int) -> Tensor:
         """Logits (class,) as the model itself gives them, after whatever its code does behind the unembedding."""
+        self.check_weights()
         model = self.anatomy.model
         keeps = self.anatomy.unembedding is not None and "logits_to_keep" in signature(model.forward).parameters
         chosen = {"logits_to_keep": torch.tensor([out_token], device=self.hidden[-1].device)} if keeps else {}
@@ -158,15 +159,19 @@ class FrozenModel:
             walk = Walk(self, span=span, x=x, grad=True, heads=heads, to_logits=to_logits)
             yield x, plain(walk.go()), walk
 
+    def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """What the frozen model and its frozen head end with on `x`: the unembedding's input, or logits. Affine."""
+        self.check_weights()
+        with own_precision(), torch.no_grad():
+            return plain(Walk(self, span=Span(start, self.n_blocks), x=x, heads=heads, to_logits=True).go())
+
     def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
         """Logits (batch, class) of the frozen model and its frozen head on `x`, read at `out_token`. Affine.
 
         For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
         """
-        self.check_weights()
-        with own_precision(), torch.no_grad():
-            state = plain(Walk(self, span=Span(start, self.n_blocks), x=x, heads=heads, to_logits=True).go())
-            return self._read(state, out_token)
+        with torch.no_grad():
+            return self.read_logits(self.push_to_head(x, start, heads), out_token)
 
     def pull_logits(self, weights: Tensor, out_tokens: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
         """Gradients (row, token, channel) of weighted sums of logits, one backward pass for each.
@@ -181,7 +186,7 @@ class FrozenModel:
         rows = torch.arange(len(weights), device=weights.device)
 
         def read(state: Tensor) -> Tensor:
-            logits = torch.stack([self._read(state, int(i), classes)[0] for i in out_tokens])
+            logits = torch.stack([self.read_logits(state, int(i), classes)[0] for i in out_tokens])
             return (logits * weights[:, classes].to(logits)).sum(1)
 
         units = torch.eye(len(rows), device=weights.device, dtype=self.hidden[0].dtype)
@@ -192,7 +197,7 @@ class FrozenModel:
         with own_precision(), torch.no_grad():
             return constant(Walk(self).go())
 
-    def _read(self, state: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
+    def read_logits(self, state: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
         """Logits of one output from what a pass to the logits ended with."""
         unembedding = self.anatomy.unembedding
         if unembedding is not None:

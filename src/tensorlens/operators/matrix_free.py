@@ -15,10 +15,8 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span, Walk
-from tensorlens.freezing.interception import own_precision
+from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
 from tensorlens.freezing.streaming import StreamedModel
-from tensorlens.freezing.traced import plain
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes
 from tensorlens.operators.folded import FoldedRows
@@ -99,14 +97,11 @@ class FrozenOperator(TensorOperator):
         zero = torch.zeros_like(self.input)[None]
         if self.is_streamed:
             return self.frozen.push_logits(zero, out_token, self.span.start, self.heads)[0]
-        return self.frozen._read(self._end_at_zero, out_token)[0]
+        return self.frozen.read_logits(self._end_at_zero, out_token)[0]
 
     @cached_property
     def _end_at_zero(self) -> Tensor:
-        """What a replay at zero ends with: the input of the unembedding, or the logits of another head."""
-        span, zero = Span(self.span.start, self.frozen.n_blocks), torch.zeros_like(self.input)[None]
-        with own_precision(), torch.no_grad():
-            return plain(Walk(self.frozen, span=span, x=zero, heads=self.heads, to_logits=True).go())
+        return self.frozen.push_to_head(torch.zeros_like(self.input)[None], self.span.start, self.heads)
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
         """The affine map T·x + B, by replay."""
