@@ -1,12 +1,14 @@
 """A few cotangents through many blocks: the steps of `folded`, in buffers and views that are made once.
 
 With some dozen cotangents the products are so small that making tensors and views for them takes as long as computing
-them. All tokens in sight must be live already, so that every block works on the same shapes.
+them, and on a GPU launching them takes longer: there a pull that comes again is replayed as one graph of kernels. All
+tokens in sight must be live already, so that every block works on the same shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +17,12 @@ from tensorlens.operators.folding import FoldedBlock
 
 HEADS_APART = {"cuda": True, "cpu": False}
 """Whether W_out acts on each head by itself, which saves a copy: where launching costs more than the products do."""
+
+MOST_ROWS_KEPT = 2**13
+"""Rows (token · cotangent) up to which a pull is kept as a graph: with more, the products outlast their launches."""
+
+MOST_GRAPHS = 4
+"""Graphs kept at a time, each with buffers of its own; a causal model has a shape for every eight outputs."""
 
 
 def pull_few(blocks: Iterable[FoldedBlock], rows: Tensor, first: int) -> Tensor:
@@ -98,3 +106,59 @@ class _Buffers:
 
 def _shapes(block: FoldedBlock) -> tuple[object, ...]:
     return block.up.shape, block.out.shape, block.value.shape, block.mix.shape
+
+
+class KeptPulls:
+    """`pull_few` through blocks that stay in memory, on a GPU: launched the first time, replayed afterwards.
+
+    The first pull of a shape goes as everywhere; when the shape comes again, its launches are captured into a graph,
+    which serves every output from then on. Costs the buffers of a pull for each of a few graphs.
+
+    Args:
+        blocks: In the order they are passed; none may be let go of or written to.
+    """
+
+    def __init__(self, blocks: Sequence[FoldedBlock]) -> None:
+        self.blocks = blocks
+        self._seen: set[tuple[object, ...]] = set()
+        self._graphs: dict[tuple[object, ...], _Captured] = {}
+        self._lock = threading.Lock()
+
+    def pull(self, rows: Tensor, first: int) -> Tensor:
+        """As `pull_few`; `rows` may be overwritten."""
+        stream = torch.cuda.current_stream(rows.device)
+        key = (*rows.shape, first, torch.backends.cuda.matmul.allow_tf32, stream.cuda_stream)
+        # The kernels of one replay follow each other on the stream, so holding the lock while they are sent is enough.
+        with self._lock:
+            if key in self._graphs:
+                return self._graphs[key].replay(rows)
+            if key not in self._seen or torch.cuda.is_current_stream_capturing():
+                self._seen.add(key)
+                return pull_few(self.blocks, rows, first)
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))  # the oldest
+            captured = self._graphs[key] = _Captured(self.blocks, rows, first)
+            return captured.replay(rows)
+
+
+class _Captured:
+    """The kernels of one pull as a graph, with the memory they work in."""
+
+    def __init__(self, blocks: Sequence[FoldedBlock], rows: Tensor, first: int) -> None:
+        self.rows = torch.empty_like(rows)
+        self.graph = torch.cuda.CUDAGraph()
+        here, aside = torch.cuda.current_stream(rows.device), torch.cuda.Stream(rows.device)
+        aside.wait_stream(here)
+        # Not `torch.cuda.graph`, which empties the allocator's cache; other threads may go on allocating meanwhile.
+        with torch.cuda.stream(aside):
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.result = pull_few(blocks, self.rows, first)
+            finally:
+                self.graph.capture_end()
+        here.wait_stream(aside)
+
+    def replay(self, rows: Tensor) -> Tensor:
+        self.rows.copy_(rows)
+        self.graph.replay()
+        return self.result.clone()

@@ -19,7 +19,7 @@ from tensorlens.freezing.rebuilding import held_factors, norm_scale
 from tensorlens.freezing.survey import block_parts, final_norm
 from tensorlens.models.block_parts import BlockParts
 from tensorlens.operators.budget import Precision, Range, compute_type, free_bytes, matmul_mode
-from tensorlens.operators.few_cotangents import pull_few
+from tensorlens.operators.few_cotangents import MOST_ROWS_KEPT, KeptPulls, pull_few
 from tensorlens.operators.folding import ALIGNED, FoldedBlock, fold_block, norm_rows
 
 FEW_COTANGENTS = 64
@@ -82,7 +82,7 @@ class FoldedRows:
             pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
             before = range(last - 1, self.span.start - 1, -1)
             if pulled.values.shape[1] <= FEW_COTANGENTS and self._is_closed(before, pulled.tokens):
-                return Rows(pull_few(map(self.block, before), pulled.values, pulled.tokens.start), pulled.tokens)
+                return Rows(self._pull_few(before, pulled), pulled.tokens)
             for n in before:
                 pulled = self._through(n, pulled, keep_matrices=keep_matrices)
             return pulled
@@ -122,6 +122,17 @@ class FoldedRows:
             last = -(-(max(block.last[slice(*tokens)]) + 1) // grain) * grain
             self._live[n, tokens] = Range(first, min(last, self.n_tokens))
         return self._live[n, tokens]
+
+    def _pull_few(self, blocks: Sequence[int], pulled: Rows) -> Tensor:
+        is_small = pulled.tokens.size * pulled.values.shape[1] <= MOST_ROWS_KEPT
+        if self.device.type == "cuda" and is_small and all(n in self._blocks for n in blocks):
+            return self._kept_pulls.pull(pulled.values, pulled.tokens.start)
+        return pull_few(map(self.block, blocks), pulled.values, pulled.tokens.start)
+
+    @cached_property
+    def _kept_pulls(self) -> KeptPulls:
+        """Through all blocks but the last, which are in memory for good."""
+        return KeptPulls([self._blocks[n] for n in range(self.span.stop - 2, self.span.start - 1, -1)])
 
     def _is_closed(self, blocks: Iterable[int], tokens: Range) -> bool:
         """Whether `tokens` see no others in any of the blocks."""
