@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import zoo
-from torch import nn
+from torch import Tensor, nn
 
 import tensorlens as tl
+from tensorlens.freezing import survey
 from tensorlens.freezing.frozen_model import FrozenModel, Span
 from tensorlens.freezing.rebuilding import held_attention, held_factors, rebuild
 from tensorlens.freezing.survey import block_parts, final_norm
+from tensorlens.models.modes import tf32
 
 LAYOUTS = {
     "post_ln": ("bert", "bert-classifier", "bert-mlm", "roberta", "distilbert", "albert"),
@@ -103,3 +107,19 @@ def test_a_block_of_another_make_is_refused_with_what_was_missing() -> None:
     assert block_parts(frozen, 0).layout == "pre_ln"
     with pytest.raises(tl.AnatomyError, match="Block 1 .*cannot be taken apart"):
         block_parts(frozen, 1)
+
+
+def test_a_survey_takes_no_notice_of_the_users_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its errors of 1e-3 no block would be rebuilt to rounding, and folding and four baselines would be gone."""
+    allowed, rebuild = [], survey.rebuild
+
+    def watched(*args: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return rebuild(*args)
+
+    monkeypatch.setattr(survey, "rebuild", watched)
+    frozen = frozen_model("bert")  # a model that no survey has seen
+    with tf32(True):
+        block_parts(frozen, 0)
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert allowed and not any(allowed)

@@ -23,6 +23,7 @@ from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.traced import constant
 from tensorlens.freezing.watching import Mixed, Sighting, Step, Watch, by_token
 from tensorlens.models.block_parts import BlockParts, FeedForward, Layout, NormPart, Projection, match_columns
+from tensorlens.models.modes import tf32
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Relative error up to which a rebuilt block counts as the block; models may compute parts in float32."""
@@ -87,7 +88,8 @@ def _survey(frozen: FrozenModel, n: int) -> BlockParts:
             f"The blocks of `{name}` cannot be taken apart: they take more than one hidden state. {instead}"
         )
     try:
-        return _search(frozen, n)
+        with tf32(False):  # a user's tf32 would let no block be rebuilt to rounding
+            return _search(frozen, n)
     except (RuntimeError, ValueError, IndexError) as error:
         # A state of another shape than (token, channel) fails somewhere in the comparisons.
         raise AnatomyError(f"Block {n} of `{name}` cannot be taken apart: {error}. {instead}") from None

@@ -1,10 +1,11 @@
-"""Modes of a model, for a while."""
+"""Modes of a model and of torch, for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -19,3 +20,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Products of float32 matrices in tf32 where the device has it, or strictly not."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_tf32
+    settings.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        settings.allow_tf32 = before

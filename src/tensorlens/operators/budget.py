@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from tensorlens.errors import InputError, SizeError
 from tensorlens.freezing.memory import clear_memory
 from tensorlens.freezing.memory import free_bytes as free_bytes
+from tensorlens.models.modes import tf32
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
@@ -46,19 +47,9 @@ def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-@contextmanager
-def matmul_mode(precision: str | None) -> Iterator[None]:
-    """Products of float32 matrices in tf32, or strictly not, while this lasts."""
-    settings = torch.backends.cuda.matmul
-    if not torch.cuda.is_available() or precision is None:
-        yield
-        return
-    before = settings.allow_tf32
-    settings.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        settings.allow_tf32 = before
+def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
+    """Products of float32 matrices in tf32, or strictly not, while this lasts; as the user has it if None."""
+    return nullcontext() if precision is None else tf32(precision == "tf32")
 
 
 def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE) -> int:

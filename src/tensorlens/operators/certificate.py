@@ -121,6 +121,8 @@ def tolerance(frozen: FrozenModel) -> float:
     """The relative error accepted for the type of numbers that the model computes with."""
     dtype = frozen.hidden[0].dtype
     casts = any(rule == "cast: float32" for rule, _ in frozen.tape.rules)
+    if dtype == torch.float32 and frozen.hidden[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return TOLERANCES[torch.float16]  # tf32 has as many digits
     return TOLERANCE_FLOAT32_INSIDE if dtype == torch.float64 and casts else TOLERANCES[dtype]
 
 
