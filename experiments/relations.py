@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+import torch
+
 import tensorlens as tl
 from tensorlens import studies
 from tensorlens.studies.relation_study.report import category_table, difference_table, start_table, survival
@@ -27,7 +29,10 @@ def main() -> None:
     parser.add_argument("--categories", nargs="*", help="only these")
     parser.add_argument("--limit", type=int, help="relations of each category, to try things")
     parser.add_argument("--override", default="{}", help='options as JSON, to try things: {"n_splits": 1}')
+    parser.add_argument("--tf32", action="store_true", help="let matrix products run in TF32")
     arguments = parser.parse_args()
+    if arguments.tf32:
+        torch.set_float32_matmul_precision("high")
 
     config = json.loads(arguments.config.read_text())
     chosen = {"starts": config["starts"][arguments.name]} | config["options"] | json.loads(arguments.override)

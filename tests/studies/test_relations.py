@@ -238,12 +238,14 @@ def test_relation_operator_by_rows_equals_replays():
     tensors = [lens(zoo.sample("neox-parallel", seed=seed)) for seed in range(3)]
     x = torch.randn(9, *tensors[0].input.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     operator = RelationOperator(tensors)
+    across_by_replay = operator.across(x)
     by_rows, by_replay = (
         operator.linear_part(x),
         torch.cat([RelationOperator(tensors).linear_part(one[None]) for one in x]),
     )
-    assert operator._slice is not None
+    assert operator._slices is not None
     assert torch.allclose(by_rows, by_replay, atol=1e-9)
+    assert torch.allclose(operator.across(x), across_by_replay, atol=1e-9)
     twin = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in tensors]).mean(0)
     assert torch.allclose(by_rows, twin, atol=1e-9)
 

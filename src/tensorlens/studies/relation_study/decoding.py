@@ -23,8 +23,8 @@ from tensorlens.studies.relation_study.lre import LinearRelation, LocalLinear
 from tensorlens.tensor import AttentionTensor
 
 FORWARD_CHUNK = 32
-ROWS_FROM = 0.2
-"""Samples per channel from which the dense slice, once made, is cheaper than a replay for each sample."""
+ROWS_FROM = {"cuda": 0.0, "cpu": 0.2}
+"""Samples per channel from which dense slices, once made, are cheaper than a replay for each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def run_prompts(anatomy: Anatomy, prompts: Sequence[Sequence[int]], starts: Sequ
 class RelationOperator:
     r"""The mean affine operator of a relation at the last token, $\bar T_{[L]}$ and $\bar B_{[L]}$ (Eq. 26).
 
-    Holds the tensors, which are cheap, and for many samples one dense slice, the running mean of the examples'.
+    Holds the tensors, which are cheap, and where dense slices pay, one for each example.
 
     Args:
         tensors: One for each training example, all of one length, ending before the final norm.
@@ -95,19 +95,21 @@ class RelationOperator:
     def __init__(self, tensors: Sequence[AttentionTensor]) -> None:
         self.tensors, self.mean = tuple(tensors), MeanTensor(tensors)
         self.bias = self.mean.bias[-1]
-        self._slice: Tensor | None = None
+        self._slices: list[Tensor] | None = None
 
     def linear_part(self, x: Float[Tensor, "sample token channel"]) -> Float[Tensor, "sample out_channel"]:
         r"""$\bar T_{[L]}·x$ of each sample."""
-        if self._slice is None and len(x) < ROWS_FROM * self.mean.n_channels:
+        if self._slices is None and len(x) < ROWS_FROM.get(x.device.type, 0.2) * self.mean.n_channels:
             return self.mean.apply(x)[:, -1]
-        if self._slice is None:
-            self._slice = self.mean.rows(-1)
-        return torch.einsum("dje,sje->sd", self._slice, x.to(self._slice))
+        if self._slices is None:
+            self._slices = [tensor.rows(-1) for tensor in self.tensors]
+        return self.across(x).mean(1)
 
     def across(self, x: Float[Tensor, "state token channel"]) -> Float[Tensor, "state example out_channel"]:
         """[i, k]: the operator of example k alone on state i."""
-        return torch.stack([tensor.apply(x)[:, -1] for tensor in self.tensors], dim=1)
+        if self._slices is None:
+            return torch.stack([tensor.apply(x)[:, -1] for tensor in self.tensors], dim=1)
+        return torch.stack([x.to(part).flatten(1) @ part.flatten(1).T for part in self._slices], dim=1)
 
 
 def tensor_predictors(

@@ -21,7 +21,8 @@ EMBEDDING = "embedding"
 Start = int | str
 """Where the subject is read: entering that block, or, as `EMBEDDING`, what the token embedding gives."""
 
-JACOBIAN_CHUNK = 64
+JACOBIAN_CHUNK = {"cuda": 320, "cpu": 64}
+"""Cotangents that go back together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def expand(
 def _jacobians(z: Tensor, sources: list[Tensor], position: int) -> list[Tensor]:
     units = torch.eye(len(z), dtype=z.dtype, device=z.device)
     parts: list[list[Tensor]] = [[] for _ in sources]
-    for chunk in units.split(JACOBIAN_CHUNK):
+    for chunk in units.split(JACOBIAN_CHUNK.get(z.device.type, 64)):
         gradients = torch.autograd.grad(z, sources, chunk, is_grads_batched=True, retain_graph=True)
         for part, gradient in zip(parts, gradients, strict=True):
             part.append(gradient[:, 0, position].clone())

@@ -113,7 +113,8 @@ def relations(
     found = _limited(found, limit)
     decoder = _Decoder(lens, options)
     settings = {"model": lens.name, "relations": [r.key for r in found], "rules": decoder.lens.rules.as_dict()}
-    run = Run(out, "relations", settings | {"dtype": str(decoder.dtype), "options": asdict(options)})
+    settings |= {"dtype": str(decoder.dtype), "matmul_precision": torch.get_float32_matmul_precision()}
+    run = Run(out, "relations", settings | {"options": asdict(options)})
     plan = [(relation, split) for relation in found for split in range(options.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
     summary = run.complete(
