@@ -30,7 +30,12 @@ ONE_PASS = [
     *(f"{join}.{measure}" for join in ("rollout", "mean") for measure in MEASURES),
 ]  # fmt: skip
 TENSOR = [name for name in tl.METHODS if name.startswith("tensor.")]
-METHODS = {"one_pass": ONE_PASS, "tensor": [*TENSOR, "control.random"], "signed": ["tensor.in_out", "mean.attn"]}
+METHODS = {
+    "one_pass": ONE_PASS,
+    "one_vjp": ["tensor.in_out", "tensor.in_class"],
+    "tensor": [*TENSOR, "control.random"],
+    "signed": ["tensor.in_out", "mean.attn"],
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -42,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="samples, instead of the part's own number")
     parser.add_argument("--methods", help="methods, separated by commas, instead of the part's own")
     parser.add_argument("--processes", type=int, default=1, help="processes that share each part, on one device")
+    parser.add_argument("--memory", type=float, default=0.95, help="part of the GPU's memory for all of them")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--device", help="such as cpu; the GPU if there is one")
     parser.add_argument("--tf32", action="store_true", help="let matrix products run in TF32")
@@ -68,7 +74,7 @@ def run(part: str, options: argparse.Namespace, weights: dict[str, str]) -> Pert
     config: dict[str, Any] = dict(CONFIGS[part])
     name, gate = config.pop("model"), config.pop("gate", "freeze_gate")
     if options.processes > 1 and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(0.95 / options.processes)
+        torch.cuda.set_per_process_memory_fraction(options.memory / options.processes)
     model = weights.get(name, name)
     lens = tl.load(model, device=options.device, rules=tl.Rules(gate=gate))
     lens.name = name  # not the path, which differs from machine to machine
@@ -98,6 +104,7 @@ def run_shared(part: str, options: argparse.Namespace) -> None:
 def _forwarded(part: str, options: argparse.Namespace) -> list[str]:
     flags = ["--data", str(options.data), "--out", str(options.out), "--part", part]
     flags += ["--processes", str(options.processes), "--batch-size", str(options.batch_size)]
+    flags += ["--memory", str(options.memory)]
     flags += [argument for pair in options.weights for argument in ("--weights", pair)]
     for name in ("limit", "methods", "device"):
         value = getattr(options, name)

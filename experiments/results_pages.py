@@ -46,9 +46,12 @@ def read(run: Path) -> tuple[dict, dict]:
 
 def origin(config: dict) -> str:
     versions, begun = config["versions"], config["origin"]
+    settings = config["settings"]
+    commit = f", commit {begun['commit'][:10]}" if begun["commit"] else ""
+    products = f", products: {settings['matmul_precision']}" if "matmul_precision" in settings else ""
     return (
-        f"torch {versions['torch']}, transformers {versions['transformers']}, {begun['device']}, "
-        f"commit {str(begun['commit'])[:10]}, {config['settings']['dtype'].removeprefix('torch.')}."
+        f"torch {versions['torch']}, transformers {versions['transformers']}, {begun['device']}{commit}, "
+        f"{settings['dtype'].removeprefix('torch.')}{products}."
     )
 
 
