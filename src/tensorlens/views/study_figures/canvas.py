@@ -25,10 +25,10 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def figure_svg(figure: Figure) -> str:
-    """A figure as an SVG document, the same bytes each time."""
+    """A figure as an SVG document, the same bytes each time, its words as text that can be searched and read aloud."""
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "tensorlens"}):
+    with matplotlib.rc_context({"svg.hashsalt": "tensorlens", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

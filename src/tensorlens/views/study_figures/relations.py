@@ -36,7 +36,8 @@ def relation_bars(summary: dict[str, Any], metric: str = "agreement") -> Figure:
         _bars(panel, [summary["relations"][key] for key in keys], metric)
         labels = [key.split("/")[-1].replace("_", " ") for key in keys]
         panel.set_xticks(range(len(keys)), labels, rotation=35, ha="right", fontsize=7)
-        panel.set(ylabel=_label(metric), title=category, ylim=(0, 1.05))
+        panel.set(title=category, ylim=(0, 1.05))
+    figure.supylabel(_label(metric), fontsize=9)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     return figure
 
@@ -50,9 +51,10 @@ def _bars(panel: Any, relations: list[dict[str, Any]], metric: str) -> None:
         places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(relations))]
         heights, errors = [s["mean"] for s in scores], [s["std"] for s in scores]
         panel.bar(places, heights, width, yerr=errors, color=colour, label=label, error_kw={"lw": 0.6})
-    for j, relation in enumerate(relations):
-        panel.hlines(relation["chance"][metric], j - 0.45, j + 0.45, colors="black", linestyles="--", lw=0.8)
-        panel.hlines(relation["majority"][metric], j - 0.45, j + 0.45, colors="black", linestyles=":", lw=0.8)
+    left, right = [j - 0.45 for j in range(len(relations))], [j + 0.45 for j in range(len(relations))]
+    for name, dashes in (("chance", "--"), ("majority", ":")):
+        heights = [relation[name][metric] for relation in relations]
+        panel.hlines(heights, left, right, colors="black", linestyles=dashes, lw=0.8, label=name)
 
 
 def start_curves(summary: dict[str, Any], metric: str = "agreement") -> Figure:
