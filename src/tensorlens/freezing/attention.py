@@ -24,7 +24,7 @@ def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn
                enable_gqa: bool = False) -> Any:  # fmt: skip
     run.fire("attention: fused, query and key held")
     q, k = hold_value(run, "attention.query", query), hold_value(run, "attention.key", key)
-    if next(traced_in(attn_mask), None) is not None:
+    if traced_in(attn_mask):
         attn_mask = hold_value(run, "attention.mask", attn_mask)  # type: ignore[arg-type]
     # By reference, so that A can be formed from the tape alone (see `held_attention`).
     run.hold("attention.options", lambda: (attn_mask, is_causal, scale))

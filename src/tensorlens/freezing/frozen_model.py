@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,27 @@ from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.modes import evaluating
 
 
+class FirstGraph(NamedTuple):
+    """What the recording was made with: its autograd graph, in which every factor is a constant.
+
+    Attributes:
+        leaves: $X^0$, (1, token, channel): the encoder's tokens, then the decoder's.
+        end: $X^N$ with the graph; None where the rules make another state the output.
+        readout: The same for what the model ended with.
+    """
+
+    leaves: tuple[Tensor, ...]
+    end: Tensor | None
+    readout: Tensor
+
+
 @dataclass
 class FrozenModel:
     r"""The model with every factor held at one input: the affine function $\tilde F_X$.
 
-    Holds no graph and no L·D·L·D tensor: the hidden states, the tape, and a reference to the model, whose weights it
-    uses.
+    Holds no L·D·L·D tensor: the hidden states, the tape, and a reference to the model, whose weights it uses. For the
+    first cotangents pulled through all blocks it also has the graph of the recording, if that is small; they use it
+    up, and later ones replay.
 
     Attributes:
         anatomy: Where the model's parts are.
@@ -54,6 +69,7 @@ class FrozenModel:
         readout: What the recording ended with: the input of the unembedding, or the logits of another head; None
             without a head.
         weights: What the model's parameters were at the recording, to notice a change.
+        first_graph: The graph of the recording, until it is used.
     """
 
     anatomy: Anatomy
@@ -72,6 +88,7 @@ class FrozenModel:
     side_channels: list[str] = field(default_factory=list)
     readout: Tensor | None = None
     weights: Fingerprint | None = None
+    first_graph: FirstGraph | None = field(default=None, repr=False)
 
     def check_weights(self) -> None:
         """Raise if the weights are no longer those of the recording: its factors belong to no others."""
@@ -136,17 +153,29 @@ class FrozenModel:
     ) -> Tensor:  # fmt: skip
         r"""$T^\top u$ for cotangents (batch, …) of what `read` takes from the output, by default all of it.
 
-        One forward replay, and one backward pass for each cotangent, `chunk` of them at a time.
+        One forward replay, and one backward pass for each cotangent, `chunk` of them at a time. The first time, the
+        recording stands for the replay.
         """
+        read = read or (lambda y: y[0])
+        first = None if heads else self._take_first_graph(span, to_logits)
+        if first is not None:
+            self.check_weights()
+            # What goes wrong here, such as a tensor written over since, goes wrong or right by a replay.
+            with suppress(RuntimeError), own_precision(), torch.enable_grad():
+                return _gradients(read(first[1]), first[0], cotangents, chunk)
+            del first
         with self.graph(span, heads, to_logits=to_logits) as (x, y, _):
-            y = y[0] if read is None else read(y)
-            if len(cotangents) == 1:
-                return torch.autograd.grad(y, x, cotangents[0])[0]
-            parts = [
-                torch.autograd.grad(y, x, part, is_grads_batched=True, retain_graph=True)[0][:, 0]
-                for part in cotangents.split(chunk)
-            ]
-            return torch.cat(parts)
+            return _gradients(read(y), (x,), cotangents, chunk)
+
+    def _take_first_graph(self, span: Span, to_logits: bool) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """The state that entered the model and what came out, joined by the graph of the recording; once."""
+        graph = self.first_graph
+        end = None if graph is None else graph.readout if to_logits else graph.end
+        if end is None or span != (0, self.n_blocks):
+            return None
+        # Out of the instance in one step, so that of two threads one has it. The class says that there is none.
+        graph = self.__dict__.pop("first_graph", None)
+        return None if graph is None else (graph.leaves, end)
 
     @contextmanager
     def graph(
@@ -209,6 +238,21 @@ class FrozenModel:
         return logits if classes is None else logits[:, classes]
 
 
+def _gradients(y: Tensor, leaves: Sequence[Tensor], cotangents: Tensor, chunk: int) -> Tensor:
+    """The gradients (batch, token, channel) at the leaves, one after the other, for each cotangent of y."""
+    unused_are_zero = len(leaves) > 1  # as parts of one leaf would be
+    if len(cotangents) == 1:
+        found = torch.autograd.grad(y, leaves, cotangents[0], materialize_grads=unused_are_zero)
+        return found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found], 1)
+    parts = []
+    for some in cotangents.split(chunk):
+        found = torch.autograd.grad(
+            y, leaves, some, is_grads_batched=True, retain_graph=True, materialize_grads=unused_are_zero
+        )
+        parts.append(torch.cat([part[:, 0].to(found[0].device) for part in found], 1))
+    return torch.cat(parts)
+
+
 Fingerprint = tuple[tuple[int, int, torch.dtype], ...]
 """Identity, version and type of each parameter."""
 
@@ -254,13 +298,29 @@ def _is_inference(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_inference()
 
 
-def _recorded(frozen: FrozenModel) -> FrozenModel:
+def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
+    grad = grad and _can_have_graph(frozen.anatomy.model)
+    walk = readout = None
     try:
-        with own_precision(), torch.no_grad():
-            readout = Walk(frozen, recording=True, to_logits=True).go()
+        with own_precision(), torch.set_grad_enabled(grad):
+            walk = Walk(frozen, recording=True, grad=grad, to_logits=True)
+            readout = plain(walk.go())
     except StartAtEmbedding:
+        frozen.starts_at_embedding = True
+    except Exception:
+        # Code may fail for its gradients alone: a write in place, a custom derivative. Without them it is held.
+        if not grad:
+            raise
+        grad = False
+    if walk is None or readout is None:
         return _recorded(
-            FrozenModel(anatomy=frozen.anatomy, inputs=frozen.inputs, rules=frozen.rules, starts_at_embedding=True)
+            FrozenModel(
+                anatomy=frozen.anatomy,
+                inputs=frozen.inputs,
+                rules=frozen.rules,
+                starts_at_embedding=frozen.starts_at_embedding,
+            ),
+            grad=grad,
         )
     if frozen.block_outputs and len(frozen.hidden) <= frozen.n_blocks:
         raise AnatomyError(
@@ -270,7 +330,15 @@ def _recorded(frozen: FrozenModel) -> FrozenModel:
     frozen.weights = fingerprint(frozen.anatomy.model)
     if frozen.has_head:
         frozen.readout = constant(readout)
+    if walk.grad and walk.leaves:
+        end = walk.end if frozen.rules.include_final_norm else None
+        frozen.first_graph = FirstGraph(tuple(walk.leaves), end, readout)
     if frozen.block_outputs and not frozen.rules.include_final_norm:
         frozen.hidden[-1] = frozen.layouts[-2].to_tokens(first_tensor(frozen.block_outputs[-1]))
         frozen.layouts[-1] = frozen.layouts[-2]
     return frozen
+
+
+def _can_have_graph(model: nn.Module) -> bool:
+    """Whether gradients can pass by the weights: off-loaded ones come and go, inference tensors let none be kept."""
+    return not any(parameter.is_meta or parameter.is_inference() for parameter in model.parameters())

@@ -148,7 +148,7 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
 def linear(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear, or affine, in everything live: nothing to hold."""
     name = name_of(function)
-    sources = list(traced_in(args[:1] if name in FIRST_ONLY else (args, kwargs)))
+    sources = traced_in(args[:1]) if name in FIRST_ONLY else traced_in(args, kwargs)
     live = any(source.live for source in sources)
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and args[0].dtype is torch.float64 and result.dtype is torch.float32:
@@ -199,7 +199,7 @@ def in_place(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     """`x.f_(y)`: linear functions as they are; the rest as `x.copy_(f(x, y))` by the rule of f."""
     name = name_of(function)[:-1]
     target = _own(args[0])
-    live = any(source.live for source in traced_in((args, kwargs)))
+    live = any(source.live for source in traced_in(args, kwargs))
     if RULES[name] in (linear, overwrite):
         raw(function, *args, **kwargs)
         live = live and name != "zero"

@@ -32,7 +32,8 @@ def running(run: Pass, model: nn.Module) -> Iterator[None]:
     _wrap(modules)
     set_active(run)
     try:
-        with own_precision():
+        # Leaving inference mode switches gradients on, and every function of a pass would switch them off again.
+        with own_precision(), torch.set_grad_enabled(run.grad):
             yield
     finally:
         set_active(before)

@@ -104,7 +104,7 @@ class _Unrolled:
     def apply(self, *args: Any) -> Any:
         """The forward, with a context that keeps nothing."""
         result = self.function.forward(_NoContext(), *args)
-        if any(is_live(value) for value in args) and next(traced_in(result), None) is None:
+        if any(is_live(value) for value in args) and not traced_in(result):
             raise NotLinearError(
                 f"The custom autograd function `{self.function.__name__}` hides what it does to its input, so that no "
                 "rule can hold its factors. Switch to the model's plain implementation, or register an adapter for the "

@@ -16,6 +16,7 @@ from tensorlens.freezing.adapters import find_adapter
 from tensorlens.freezing.functions import describe, dropout, find_rule, linear, name_of
 from tensorlens.freezing.kernels import with_kernels
 from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.states import constants
 from tensorlens.freezing.tape import Site, Tape
 from tensorlens.freezing.traced import Traced, mark, raw, traced_in, unmark
 
@@ -60,7 +61,10 @@ class Pass:
         key = (self.place, self.module, operation)
         site = Site(*key, self._counts[key])
         self._counts[key] += 1
-        return self.tape.put(site, compute()) if self.recording else self.tape.get(site)
+        if not self.recording:
+            return self.tape.get(site)
+        # Without a way back: a gradient through a factor would be no part of T, and the tape would keep its graph.
+        return self.tape.put(site, constants(compute()) if self.grad else compute())
 
     def fire(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
@@ -76,8 +80,11 @@ class Pass:
         return mixed if multiplier is None else mixed * multiplier.to(mixed)[:, None, None]
 
     def watch_product(self, convention: str, result: Tensor) -> None:
-        """Note a convention once a gradient really passes: most such products end in a softmax that holds them."""
-        if self.grad and raw(getattr, result, "requires_grad"):
+        """Note a convention once a gradient really passes: most such products end in a softmax that holds them.
+
+        Not while recording: a graph that is kept would keep the pass, which keeps the frozen model, which keeps it.
+        """
+        if self.grad and not self.recording and raw(getattr, result, "requires_grad"):
             module = self.module
             raw(Tensor.register_hook, result, lambda _: self._note_convention(convention, module))
 
@@ -107,17 +114,20 @@ class Pass:
                 return self.call(function, args, kwargs)
         name = name_of(function)
         rule = find_rule(name)
-        roles = {source.role for source in traced_in((args, kwargs))}
+        sources = traced_in(args, kwargs)
+        roles = [source.role for source in sources]
+        self.n_reads += "embedding" in roles and rule not in (describe, dropout)
         if "entry" in roles:
             args, kwargs = _swap((args, kwargs), self._entries)
-        self.n_reads += "embedding" in roles and rule not in (describe, dropout)
-        if not any(source.live for source in traced_in((args, kwargs))):
+            sources = traced_in(args, kwargs)
+        live = [source for source in sources if source.live]
+        if not live:
             writes = rule is not None and rule.__name__ in ("assign", "in_place", "describe", "write")
             return (rule if writes else linear)(self, function, args, kwargs)  # type: ignore[misc]
         if rule is None:
             raise NotLinearError(self._refusal(name))
         if self.recording and rule is not describe:
-            self.note_ages(source.generation for source in traced_in((args, kwargs)) if source.live)
+            self.note_ages(live)
         return rule(self, function, args, kwargs)
 
     def _refusal(self, operation: str) -> str:
@@ -137,8 +147,8 @@ class Pass:
                 self._places |= {id(child): f"{of_parent}.{name}" for name, child in parent.named_children()}
         return self._places.get(id(module))
 
-    def note_ages(self, generations: Iterator[float]) -> None:
-        """Told the generations of the live tensors that a function takes; subclasses look for those past a block."""
+    def note_ages(self, live: list[Traced]) -> None:
+        """Told the live tensors that a function takes; subclasses look for those that went past a block."""
 
     def call_module(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,7 +156,7 @@ class Pass:
         """Run a module of the model: by its adapter if it has one and something live comes in."""
         self.path.append(self.names[id(module)])
         try:
-            live = any(source.live for source in traced_in((args, kwargs)))
+            live = any(source.live for source in traced_in(args, kwargs))
             adapter = find_adapter(module, self._place_of(module)) if live else None
             forward = with_kernels(self, forward)
             result = self.run_module(

@@ -143,8 +143,9 @@ def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
 
 def constants(output: Any) -> Any:
     """What a module returned, values alone."""
-    if isinstance(output, (tuple, list)) and not hasattr(output, "_fields"):
-        return type(output)(constants(part) for part in output)
+    if isinstance(output, (tuple, list)):
+        parts = [constants(part) for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     if isinstance(output, dict):
         items = {name: constants(value) for name, value in output.items()}
         return type(output)(**items) if hasattr(output, "to_tuple") else items

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorlens.freezing.frozen_model import FrozenModel, fingerprint, freeze
 from tensorlens.freezing.interception import own_precision, running
-from tensorlens.freezing.memory import clear_memory, free_bytes
+from tensorlens.freezing.memory import bytes_per_token, clear_memory, free_bytes
 from tensorlens.freezing.passes import Pass
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import constants, find_state, first_tensor, put_state, replace_state
@@ -51,13 +51,11 @@ def hold(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -
 
 
 def tape_bytes(anatomy: Anatomy, inputs: dict[str, Any]) -> int:
-    """About how much a tape would take: float32 gains and statistics, gates, queries and keys of every block."""
+    """About how much a tape would take; 0 where the inputs do not say how many tokens there are."""
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(tokens, Tensor):
         return 0
-    weights = [p for block in anatomy.blocks for p in block.parameters() if p.dim() == 2]
-    # Gains and statistics are held in float32, the rest in the model's own type.
-    return sum(max(3, 2 * weight.dtype.itemsize) * max(weight.shape) for weight in weights) * tokens.shape[1]
+    return bytes_per_token(anatomy.blocks) * tokens.shape[1]
 
 
 class Call(NamedTuple):

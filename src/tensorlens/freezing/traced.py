@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -113,12 +113,19 @@ def is_live(value: Any) -> bool:
     return isinstance(value, Traced) and value.live
 
 
-def traced_in(values: Any) -> Iterator[Traced]:
+def traced_in(*values: Any) -> list[Traced]:
     """All traced tensors in nested tuples, lists and dictionaries."""
-    if isinstance(values, Traced):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from traced_in(value)
-    elif isinstance(values, dict):
-        yield from traced_in(list(values.values()))
+    found: list[Traced] = []
+    _gather(values, found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[Traced]) -> None:
+    # A list that is filled, and no generators one inside the other: this runs for every function of a pass.
+    for value in values:
+        if isinstance(value, Traced):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)

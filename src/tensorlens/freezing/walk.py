@@ -8,7 +8,7 @@ the decoder's, so that every range of blocks composes with the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.interception import running
+from tensorlens.freezing.memory import bytes_per_token, free_bytes
 from tensorlens.freezing.passes import Pass
 from tensorlens.freezing.states import (
     Layout,
@@ -27,10 +28,14 @@ from tensorlens.freezing.states import (
     replace_state,
     state_of,
 )
-from tensorlens.freezing.traced import constant, mark, plain, traced_in
+from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 
 if TYPE_CHECKING:
     from tensorlens.freezing.frozen_model import FrozenModel
+
+GRAPH_SHARE = 0.02
+"""Part of the free memory that the graph of a recording may take, by the estimate for a tape. It waits for a question
+that may never come, beside the tapes and graphs of other inputs; each that is kept leaves less to the next."""
 
 Heads = dict[int, Tensor]
 """For each block named, a multiplier for each head."""
@@ -65,6 +70,8 @@ class Walk(Pass):
         self.encoder_ids = {id(block) for block in frozen.anatomy.encoder_blocks}
         self.memory: Tensor | None = None
         self.embedded: Tensor | None = None
+        self.leaves: list[Tensor] = []
+        self.end: Tensor | None = None
         if span is not None and span.start > 0 and frozen.side_channels:
             raise AnatomyError(
                 f"Block {span.start} cannot be the first of a range in `{type(frozen.anatomy.model).__name__}`: "
@@ -158,7 +165,7 @@ class Walk(Pass):
         """The walk's own state in place of the model's, which stays known: other code may read it again."""
         with torch.set_grad_enabled(self.grad):
             if self.x is None:
-                x = constant(state).clone()
+                x = self._own_state(state)
             else:
                 split = self.frozen.splits[self._start]
                 part = self.x[:, :split] if n < self.frozen.n_encoder_blocks else self.x[:, split:]
@@ -168,6 +175,22 @@ class Walk(Pass):
         live = mark(x, live=True)
         self.remember_entry(state, live)
         return live
+
+    def _own_state(self, state: Tensor) -> Tensor:
+        """The model's own state, where a recording begins. With a graph it comes from one of `leaves`.
+
+        How large the graph will be is known from here on, and one that is too large is given up.
+        """
+        layout = self.frozen.layouts[-1] if self.frozen.layouts else layout_of(state, None, None)
+        tokens = layout.to_tokens(constant(state)).clone()
+        if self.grad:
+            n_tokens = sum(part.shape[1] for part in (*self.leaves, tokens))
+            n_bytes = n_tokens * bytes_per_token(self.frozen.anatomy.blocks)
+            self.grad = n_bytes <= GRAPH_SHARE * free_bytes(tokens.device)
+        if self.grad:
+            self.leaves.append(tokens.requires_grad_())
+        x = layout.to_native(tokens)
+        return x.view_as(x)  # the model may write into it, but into no leaf
 
     def _joined(self, n: int, state: Tensor) -> Tensor:
         """The state entering block n, with that of the other stream."""
@@ -251,10 +274,11 @@ class Walk(Pass):
         if others and self.module not in self.frozen.side_channels:
             self.frozen.side_channels.append(self.module)
 
-    def note_ages(self, generations: Iterator[float]) -> None:
+    def note_ages(self, live: list[Traced]) -> None:
         """A live tensor from before the last block left, not through it, is a side channel."""
-        if any(age < self.generation for age in generations) and self.module not in self.frozen.side_channels:
-            self.frozen.side_channels.append(self.module)
+        for source in live:
+            if source.generation < self.generation and self.module not in self.frozen.side_channels:
+                self.frozen.side_channels.append(self.module)
 
     # The ends -------------------------------------------------------------------------------------------------------
 
@@ -306,7 +330,9 @@ class Walk(Pass):
             frozen = self.frozen
             frozen.layouts.append(layout_of(state, None, frozen.n_text_tokens, like=frozen.layouts[-1]))
             frozen.splits.append(0)
-            frozen.hidden.append(frozen.layouts[-1].to_tokens(constant(state)))
+            with torch.set_grad_enabled(self.grad):
+                self.end = frozen.layouts[-1].to_tokens(plain(state))
+            frozen.hidden.append(constant(self.end))
         elif not self.to_logits:
             raise Reached(self._as_tokens(state))
 

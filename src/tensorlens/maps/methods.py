@@ -71,6 +71,10 @@ class Method:
     takes_target: bool = False
 
 
+SHARE_ROUNDING = 1e-3
+"""How far rounding may move a share of the bias that is found by completeness; beyond it, a replay at zero is worth
+its time."""
+
 METHODS: dict[str, Method] = {}
 """Every map by name."""
 
@@ -102,6 +106,15 @@ def answer(name: str, question: Question) -> Answer:
     return METHODS[name].compute(question)
 
 
+BY_COMPLETENESS = "by completeness"
+"""What the notes say of a share of the bias that is no finding of its own."""
+
+
+def _not_carried(scores: Tensor, total: Tensor) -> Tensor:
+    """What the inputs do not carry of each row's total is the bias's."""
+    return (1 - scores.sum(1, dtype=torch.float64) / total).to(scores)
+
+
 def _share(question: Question) -> Tensor:
     operator = question.operator
     return collapse.bias_share(operator.output, operator.bias, question.out_tokens)
@@ -126,10 +139,9 @@ def _in_out(question: Question) -> Answer:
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
     if not operator.is_streamed:
         return Answer(scores=scores, bias_share=_share(question))
-    # A replay at zero would cost more than the map: what the inputs do not carry is the bias's.
+    # A replay at zero would cost more than the map.
     size = torch.linalg.vector_norm(operator.output[list(question.out_tokens)], dim=-1, dtype=torch.float64).square()
-    carried = scores.sum(1, dtype=torch.float64) / size
-    return Answer(scores=scores, bias_share=(1 - carried).to(scores), notes={"bias_share": "by completeness"})
+    return Answer(scores=scores, bias_share=_not_carried(scores, size), notes={"bias_share": BY_COMPLETENESS})
 
 
 @method("tensor.contribution", "Length of what each input contributes to the output")
@@ -165,17 +177,25 @@ def _in_class(question: Question) -> Answer:
     for row, by_class in enumerate(chosen):
         for index, weight in by_class.items():
             weights[row, index] = weight
-    pulled = frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads)
-    at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
+    scores = collapse.weigh(
+        frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
+    )
     at_x = torch.stack([frozen.logits(i) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
     logits = (weights * at_x).sum(1)
-    return Answer(
-        scores=collapse.weigh(pulled, operator.input),
-        bias_share=(weights * at_zero).sum(1) / logits,
-        row_labels=names if frozen.pools else None,
-        notes={"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()},
-    )
+    notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
+    if not operator.heads and _is_exact(scores, logits):
+        bias_share, notes["bias_share"] = _not_carried(scores, logits), BY_COMPLETENESS
+    else:  # without all of its heads, the model gives other logits than these
+        at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
+        bias_share = (weights * at_zero).sum(1) / logits
+    return Answer(scores=scores, bias_share=bias_share, row_labels=names if frozen.pools else None, notes=notes)
+
+
+def _is_exact(scores: Tensor, logits: Tensor) -> bool:
+    """Whether scores that sum to a logit, less the biases' part, were rounded by little of it."""
+    rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
+    return bool((rounded <= SHARE_ROUNDING * logits.abs()).all())
 
 
 def _prediction(frozen: Any, out_token: int) -> int:
