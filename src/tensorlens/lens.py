@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -73,7 +74,7 @@ class Lens:
 
     def _context(self, prepared: ModelInput, frozen: FrozenModel) -> Context:
         n_tokens = frozen.hidden[0].shape[1]
-        meta: dict[str, Any] = {"model": self.name, "versions": _versions()}
+        meta: dict[str, Any] = {"model": self.name, "versions": dict(_versions())}
         if prepared.text is not None:
             meta["text"] = prepared.text
         grid = prepared.grid(self.model)
@@ -141,6 +142,7 @@ def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tup
     return tokens[len(tokens) - n_out :] if is_decoder else tuple(str(position) for position in range(n_out))
 
 
+@cache
 def _versions() -> dict[str, str]:
     packages = {"tensorlens": "attention-tensorlens", "torch": "torch", "transformers": "transformers"}
     found = {}

@@ -126,10 +126,10 @@ class FrozenModel:
         """Whether the head gives one set of logits for the whole input, and not one for each token."""
         return self.anatomy.unembedding is None and self.readout is not None and self.readout.dim() == 2
 
-    def logits(self, out_token: int) -> Tensor:
-        """Logits (class,) at the input of the recording, read at one output."""
+    def logits(self, out_token: int, classes: Tensor | None = None) -> Tensor:
+        """Logits (class,) at the input of the recording, read at one output; of all classes if None are named."""
         assert self.readout is not None, "asked of a model with a head"
-        return self.read_logits(self.readout, out_token)[0].detach()
+        return self.read_logits(self.readout, out_token, classes)[0].detach()
 
     def own_logits(self, out_token: int) -> Tensor:
         """Logits (class,) as the model itself gives them, after whatever its code does behind the unembedding."""
@@ -254,7 +254,7 @@ def _gradients(y: Tensor, leaves: Sequence[Tensor], cotangents: Tensor, chunk: i
 
 
 Fingerprint = tuple[tuple[int, int, torch.dtype], ...]
-"""Identity, version and type of each parameter."""
+"""Identity, version (-1 for an inference tensor, which has none) and type of each parameter."""
 
 
 def fingerprint(model: nn.Module) -> Fingerprint | None:
@@ -262,7 +262,7 @@ def fingerprint(model: nn.Module) -> Fingerprint | None:
     parameters = list(model.parameters())
     if any(parameter.is_meta for parameter in parameters):
         return None
-    return tuple((id(p), 0 if p.is_inference() else p._version, p.dtype) for p in parameters)
+    return tuple((id(p), -1 if p.is_inference() else p._version, p.dtype) for p in parameters)
 
 
 def _weights(layer: nn.Linear, state: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -299,7 +299,8 @@ def _is_inference(value: Any) -> bool:
 
 
 def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
-    grad = grad and _can_have_graph(frozen.anatomy.model)
+    frozen.weights = fingerprint(frozen.anatomy.model)
+    grad = grad and _let_gradients_pass(frozen.weights)
     walk = readout = None
     try:
         with own_precision(), torch.set_grad_enabled(grad):
@@ -327,7 +328,6 @@ def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
             f"`{type(frozen.anatomy.model).__name__}` ended without a state after its last block in "
             f"`{frozen.anatomy.stack}`. Pass the path of the list of blocks that leads to the output as `blocks=`."
         )
-    frozen.weights = fingerprint(frozen.anatomy.model)
     if frozen.has_head:
         frozen.readout = constant(readout)
     if walk.grad and walk.leaves:
@@ -339,6 +339,6 @@ def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
     return frozen
 
 
-def _can_have_graph(model: nn.Module) -> bool:
-    """Whether gradients can pass by the weights: off-loaded ones come and go, inference tensors let none be kept."""
-    return not any(parameter.is_meta or parameter.is_inference() for parameter in model.parameters())
+def _let_gradients_pass(weights: Fingerprint | None) -> bool:
+    """Whether a graph can keep the weights: off-loaded ones come and go, and inference tensors are kept by none."""
+    return weights is not None and all(version >= 0 for _, version, _ in weights)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, raw, traced_in
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, raw, traced_in, type_of
 
 Rule = Callable[[Interpreter, Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
@@ -145,13 +145,19 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
     "fft_fft fft_ifft fft_rfft fft_irfft fft_fftn fft_ifftn fft_fft2 fft_ifft2 fft_rfftn fft_irfftn "
     "get:T get:mT get:H get:mH get:real get:imag"
 )
-def linear(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Linear, or affine, in everything live: nothing to hold."""
+def linear(
+    run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+    sources: list[Traced] | None = None,
+) -> Any:  # fmt: skip
+    """Linear, or affine, in everything live: nothing to hold. `sources`, if known: the traced tensors in the arguments."""
     name = name_of(function)
-    sources = traced_in(args[:1]) if name in FIRST_ONLY else traced_in(args, kwargs)
+    if name in FIRST_ONLY:
+        sources = traced_in(args[:1])
+    elif sources is None:
+        sources = traced_in(args, kwargs)
     live = any(source.live for source in sources)
     result = raw(function, *args, **kwargs)
-    if live and name in CASTS and args[0].dtype is torch.float64 and result.dtype is torch.float32:
+    if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
         run.fire("cast: float32")
     role = next((s.role for s in sources if s.role in CARRIED_ROLES), None) if name in KEEPS_ROLE else None
     return _label(run, name, result, sources, live=live, role=role)

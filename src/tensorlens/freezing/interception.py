@@ -27,7 +27,7 @@ _wrapped: dict[int, int] = {}
 @contextmanager
 def running(run: Pass, model: nn.Module) -> Iterator[None]:
     """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
-    modules = run.modules = list(model.modules())
+    modules = run.modules = run.modules or list(model.modules())
     before = active()
     _wrap(modules)
     set_active(run)

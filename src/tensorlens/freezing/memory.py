@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 
 def free_bytes(device: torch.device) -> int:
@@ -20,13 +18,6 @@ def free_bytes(device: torch.device) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def bytes_per_token(blocks: Iterable[nn.Module]) -> int:
-    """About how much a tape takes for each token: float32 gains and statistics, gates, queries and keys of blocks."""
-    weights = [p for block in blocks for p in block.parameters() if p.dim() == 2]
-    # Gains and statistics are held in float32, the rest in the model's own type.
-    return sum(max(3, 2 * weight.dtype.itemsize) * max(weight.shape) for weight in weights)
 
 
 def clear_memory() -> None:

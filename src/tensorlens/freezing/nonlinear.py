@@ -23,7 +23,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: Tensor) -> Tensor:
     """X ⊙ factor in the wider of the two types, given back in the type of x."""
-    return (plain(x) * factor).to(x.dtype)
+    x = plain(x)
+    return (x * factor).to(x.dtype)
 
 
 # Activations (Eq. 13) ------------------------------------------------------------------------------------------------
@@ -177,7 +178,8 @@ def power(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
     if not is_live(x) or isinstance(exponent, Tensor) and exponent.numel() != 1 or float(exponent) < 1:
         return frozen(run, function, args, kwargs)
     run.fire("product: power")
-    factor = run.hold("pow", lambda: at_least_float32(constant(x)) ** (float(exponent) - 1))
+    base, rest = at_least_float32(constant(x)), float(exponent) - 1
+    factor = run.hold("pow", lambda: base if rest == 1 else base**rest)
     return mark(scale(x, factor), live=True)
 
 

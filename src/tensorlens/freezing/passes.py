@@ -116,18 +116,23 @@ class Pass:
         rule = find_rule(name)
         sources = traced_in(args, kwargs)
         roles = [source.role for source in sources]
-        self.n_reads += "embedding" in roles and rule not in (describe, dropout)
         if "entry" in roles:
             args, kwargs = _swap((args, kwargs), self._entries)
             sources = traced_in(args, kwargs)
+        if rule is describe:
+            return describe(self, function, args, kwargs)
+        self.n_reads += "embedding" in roles and rule is not dropout
         live = [source for source in sources if source.live]
         if not live:
-            writes = rule is not None and rule.__name__ in ("assign", "in_place", "describe", "write")
-            return (rule if writes else linear)(self, function, args, kwargs)  # type: ignore[misc]
+            if rule is not None and rule.__name__ in ("assign", "in_place", "write"):
+                return rule(self, function, args, kwargs)
+            return linear(self, function, args, kwargs, sources)
         if rule is None:
             raise NotLinearError(self._refusal(name))
-        if self.recording and rule is not describe:
+        if self.recording:
             self.note_ages(live)
+        if rule is linear:  # which need not look for them again
+            return linear(self, function, args, kwargs, sources)
         return rule(self, function, args, kwargs)
 
     def _refusal(self, operation: str) -> str:

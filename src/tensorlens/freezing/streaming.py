@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorlens.freezing.frozen_model import FrozenModel, fingerprint, freeze
 from tensorlens.freezing.interception import own_precision, running
-from tensorlens.freezing.memory import bytes_per_token, clear_memory, free_bytes
+from tensorlens.freezing.memory import clear_memory, free_bytes
 from tensorlens.freezing.passes import Pass
 from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.states import constants, find_state, first_tensor, put_state, replace_state
@@ -55,7 +55,7 @@ def tape_bytes(anatomy: Anatomy, inputs: dict[str, Any]) -> int:
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(tokens, Tensor):
         return 0
-    return bytes_per_token(anatomy.blocks) * tokens.shape[1]
+    return anatomy.bytes_per_token * tokens.shape[1]
 
 
 class Call(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens.freezing.rules import Rules
 
@@ -103,6 +103,12 @@ def plain(tensor: Tensor) -> Tensor:
     return raw(Tensor.as_subclass, tensor, Tensor) if isinstance(tensor, Traced) else tensor
 
 
+def type_of(tensor: Tensor) -> torch.dtype:
+    """The type of a tensor's numbers, without the way through the rules."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.dtype
+
+
 def constant(tensor: Tensor) -> Tensor:
     """The values alone."""
     return raw(Tensor.detach, tensor)
@@ -120,9 +126,15 @@ def traced_in(*values: Any) -> list[Traced]:
     return found
 
 
+_SIMPLE = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, Tensor, nn.Parameter])
+"""Types of most arguments that hold no traced tensor: one look instead of three."""
+
+
 def _gather(values: Iterable[Any], found: list[Traced]) -> None:
     # A list that is filled, and no generators one inside the other: this runs for every function of a pass.
     for value in values:
+        if type(value) in _SIMPLE:
+            continue
         if isinstance(value, Traced):
             found.append(value)
         elif isinstance(value, (tuple, list)):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.interception import running
-from tensorlens.freezing.memory import bytes_per_token, free_bytes
+from tensorlens.freezing.memory import free_bytes
 from tensorlens.freezing.passes import Pass
 from tensorlens.freezing.states import (
     Layout,
@@ -62,8 +62,10 @@ class Walk(Pass):
         self, frozen: FrozenModel, *, span: Span | None = None, x: Tensor | None = None, recording: bool = False,
         grad: bool = False, heads: Heads | None = None, to_logits: bool = False,
     ) -> None:  # fmt: skip
-        names = {id(module): name for name, module in frozen.anatomy.model.named_modules()}
+        modules = dict(frozen.anatomy.model.named_modules())
+        names = {id(module): name for name, module in modules.items()}
         super().__init__(names=names, tape=frozen.tape, recording=recording, rules=frozen.rules, grad=grad, heads=heads)
+        self.modules = list(modules.values())
         self.frozen, self.span, self.x, self.to_logits = frozen, span, x, to_logits
         self.n_entered = 0
         self.block_ids = {id(block) for block in frozen.anatomy.blocks}
@@ -185,8 +187,7 @@ class Walk(Pass):
         tokens = layout.to_tokens(constant(state)).clone()
         if self.grad:
             n_tokens = sum(part.shape[1] for part in (*self.leaves, tokens))
-            n_bytes = n_tokens * bytes_per_token(self.frozen.anatomy.blocks)
-            self.grad = n_bytes <= GRAPH_SHARE * free_bytes(tokens.device)
+            self.grad = n_tokens * self.frozen.anatomy.bytes_per_token <= GRAPH_SHARE * free_bytes(tokens.device)
         if self.grad:
             self.leaves.append(tokens.requires_grad_())
         x = layout.to_native(tokens)

@@ -180,9 +180,10 @@ def _in_class(question: Question) -> Answer:
     scores = collapse.weigh(
         frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
     )
-    at_x = torch.stack([frozen.logits(i) for i in positions])
+    named = weights.abs().sum(0).nonzero()[:, 0]
+    at_x = torch.stack([frozen.logits(i, named) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
-    logits = (weights * at_x).sum(1)
+    logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
     if not operator.heads and _is_exact(scores, logits):
         bias_share, notes["bias_share"] = _not_carried(scores, logits), BY_COMPLETENESS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,13 @@ class Anatomy:
     encoder: str | None = None
     encoder_blocks: tuple[nn.Module, ...] = ()
     other_stacks: tuple[str, ...] = ()
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """About how much the factors of a pass take: float32 gains and statistics, gates, queries and keys of blocks."""
+        weights = [p for block in self.blocks for p in block.parameters() if p.dim() == 2]
+        # Gains and statistics are held in float32, the rest in the model's own type.
+        return sum(max(3, 2 * weight.dtype.itemsize) * max(weight.shape) for weight in weights)
 
     def alternatives(self) -> Iterator[Anatomy]:
         """The same model with its blocks in another list."""
