@@ -32,8 +32,9 @@ def test_in_class_sums_to_the_logit_less_the_biases(name):
         T.operator.frozen.anatomy.model.config.final_logit_softcapping = None
     expected = logits(T, name)[:, 11]
     found = T.map("tensor.in_class", target=11)
-    by_bias = found.bias_share * expected
+    by_bias = torch.stack([T.operator.logits_at_zero(i)[11] for i in range(T.n_tokens)])
     assert torch.allclose(found.scores.sum(1) + by_bias, expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found.bias_share, by_bias / expected, rtol=1e-5, atol=1e-5)
     assert found.scores.shape == (T.n_tokens, T.n_tokens)
 
 
@@ -44,7 +45,9 @@ def test_in_class_of_a_classifier_goes_through_its_head(name):
     for index in range(3):
         found = T.map("tensor.in_class", target=f"LABEL_{index}")
         assert found.shape == (1, T.n_tokens)
-        assert torch.allclose(found.scores.sum() + found.bias_share[0] * expected[index], expected[index], rtol=1e-9)
+        by_bias = T.operator.logits_at_zero(0)[index]
+        assert torch.allclose(found.scores.sum() + by_bias, expected[index], rtol=1e-9)
+        assert torch.allclose(found.bias_share[0], by_bias / expected[index], rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
@@ -54,6 +57,29 @@ def test_a_contrast_is_the_difference_of_two_targets(name):
     both = T.map("tensor.in_class", out_token=token, target=(2, 1)).scores
     apart = [T.map("tensor.in_class", out_token=token, target=index).scores for index in (2, 1)]
     assert torch.allclose(both, apart[0] - apart[1], rtol=1e-9)
+
+
+@pytest.mark.parametrize("target", [5, (5, 6)])
+@pytest.mark.parametrize("part", ["whole", "range", "heads", "range and heads"])
+def test_the_bias_share_of_in_class_is_what_a_replay_at_zero_gives(part, target):
+    T = lens_on("gpt2")
+    T = T.blocks(1, 3) if "range" in part else T
+    T = T.heads({1: [0, 2]}) if "heads" in part else T
+    found = T.map("tensor.in_class", out_token=-1, target=target)
+    at_zero, at_x = T.operator.logits_at_zero(T.n_tokens - 1), T.operator.frozen.logits(-1)
+    of_target = (lambda z: z[5]) if target == 5 else (lambda z: z[5] - z[6])
+    assert torch.allclose(found.bias_share[0], of_target(at_zero) / of_target(at_x), rtol=1e-9)
+    assert found.meta["logit"] == pytest.approx([float(of_target(at_x))])
+    # Without some heads the logits are others than those the map is of, and completeness says nothing of the bias.
+    assert found.meta.get("bias_share") == (None if "heads" in part else "by completeness")
+
+
+def test_where_rounding_would_be_the_share_the_replay_at_zero_gives_it():
+    T = tl.Lens(build("gpt2", dtype=torch.bfloat16))(sample("gpt2"))
+    found = T.map("tensor.in_class", out_token=-1, target=5)
+    assert "bias_share" not in found.meta
+    expected = T.operator.logits_at_zero(T.n_tokens - 1)[5] / T.operator.frozen.logits(-1)[5]
+    assert torch.equal(found.bias_share[0], expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])

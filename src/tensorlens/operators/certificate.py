@@ -81,7 +81,8 @@ def certify(operator: FrozenOperator, *, n_probes: int = 4, seed: int = 0) -> Ce
     - value: $\tilde F_X(X)$ against the model left to itself;
     - linearity: $\tilde F_X(aU + bV) - B$ against $a(\tilde F_X(U) - B) + b(\tilde F_X(V) - B)$ at random U, V of the
       size of X;
-    - adjoint: $⟨u, T·V⟩$ against $⟨T^\top u, V⟩$;
+    - adjoint: $⟨u, T·V⟩$ against $⟨T^\top u, V⟩$, and $T^\top u$ from the recording itself, which a first map uses,
+      against the replay's;
     - completeness: $⟨u, F(X) - B⟩$ against $⟨T^\top u, X⟩$, with B the replay at zero;
     - composition: blocks in two steps against all at once, away from X.
 
@@ -105,6 +106,9 @@ def certify(operator: FrozenOperator, *, n_probes: int = 4, seed: int = 0) -> Ce
         "adjoint": probes.mismatch(operator.apply(probes.v), pulled, probes.v),
         "completeness": probes.mismatch(expected - operator.bias, pulled, operator.input, scale=expected),
     }
+    if full and frozen.first_graph is not None:
+        first = operator.frozen.pull(probes.u[:1], span)
+        errors["adjoint"] = max(errors["adjoint"], _relative(first - pulled[:1], pulled[:1]))
     if not frozen.side_channels:  # with them, a range in the middle is no function of its state alone, and is refused
         errors["composition"] = probes.composition()
     return Certificate(
