@@ -55,8 +55,6 @@ REMAINING = """\
   first is two to five times slower.
 - GPT-2's norm map does a little over half of BERT's work. Groups of outputs see tokens up to the last of the group, and
   P of all tokens is formed in any case.
-- A first In+Class from token ids is slower than one backward pass of a patched model: it records, replays, and replays
-  at zero. A recording that kept its graph would need neither replay; long inputs already work so.
 """
 
 
@@ -204,9 +202,8 @@ def _in_class(parts: dict[str, Any]) -> str:
             ["captum, input × gradient", times["captum"], "another quantity"],
         ]
     before = (
-        "One target, 64 tokens of a review, one thread of a CPU. A first map pays for three forward passes (recording, "
-        "replay, replay at zero for the share of the bias) and one backward pass; a further one for a replay and a "
-        "backward pass."
+        "One target, 64 tokens of a review, one thread of a CPU. A first map pays for the recording and a backward "
+        "pass through its graph; a further one for a replay and a backward pass."
     )
     heads = ["In+Class, SmolLM2-135M with its real weights", "time", "difference to ours"]
     return _table("In+Class", heads, rows, before)

@@ -9,7 +9,7 @@ nothing is approximated in silence. The table goes by name because torch spells 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, raw, traced_in, type_of
 
 Rule = Callable[[Interpreter, Any, tuple[Any, ...], dict[str, Any]], Any]
+AnyRule = TypeVar("AnyRule", bound=Rule)
 RULES: dict[str, Rule] = {}
 
 _NAMES: dict[Any, str] = {}
@@ -32,10 +33,10 @@ _ALIASES = dict(
 )  # fmt: skip
 
 
-def rules_for(names: str) -> Callable[[Rule], Rule]:
+def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule under the names, separated by spaces, of the torch functions it explains."""
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: AnyRule) -> AnyRule:
         RULES.update(dict.fromkeys(names.split(), rule))
         return rule
 
@@ -149,7 +150,7 @@ def linear(
     run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     sources: list[Traced] | None = None,
 ) -> Any:  # fmt: skip
-    """Linear, or affine, in everything live: nothing to hold. `sources`, if known: the traced tensors in the arguments."""
+    """Linear, or affine, in everything live: nothing to hold. `sources`: the traced arguments, where they are known."""
     name = name_of(function)
     if name in FIRST_ONLY:
         sources = traced_in(args[:1])

@@ -177,9 +177,7 @@ def _in_class(question: Question) -> Answer:
     for row, by_class in enumerate(chosen):
         for index, weight in by_class.items():
             weights[row, index] = weight
-    scores = collapse.weigh(
-        frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
-    )
+    scores = collapse.weigh(frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input)
     named = weights.abs().sum(0).nonzero()[:, 0]
     at_x = torch.stack([frozen.logits(i, named) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)

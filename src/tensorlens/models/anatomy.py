@@ -42,7 +42,7 @@ class Anatomy:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """About how much the factors of a pass take: float32 gains and statistics, gates, queries and keys of blocks."""
+        """About how much memory the factors of a pass take: gains, statistics, gates, queries and keys of blocks."""
         weights = [p for block in self.blocks for p in block.parameters() if p.dim() == 2]
         # Gains and statistics are held in float32, the rest in the model's own type.
         return sum(max(3, 2 * weight.dtype.itemsize) * max(weight.shape) for weight in weights)
