@@ -135,6 +135,15 @@ def test_changed_weights_are_noticed():
         T.map(out_token=-1)
 
 
+def test_a_first_pass_may_write_into_the_weights():
+    tiny = build("causal", "rwkv", "eager", torch.float64)  # which rescales some for inference
+    before = [parameter._version for parameter in tiny.model.parameters()]
+    T = tl.Lens(tiny.model)(tiny.arguments)
+    assert before != [parameter._version for parameter in tiny.model.parameters()]
+    first, again = T.adjoint(T.output), T.adjoint(T.output)
+    torch.testing.assert_close(first, again, rtol=1e-6, atol=1e-9)
+
+
 # When it is not used --------------------------------------------------------------------------------------------------
 
 

@@ -299,8 +299,7 @@ def _is_inference(value: Any) -> bool:
 
 
 def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
-    frozen.weights = fingerprint(frozen.anatomy.model)
-    grad = grad and _let_gradients_pass(frozen.weights)
+    grad = grad and _let_gradients_pass(fingerprint(frozen.anatomy.model))
     walk = readout = None
     try:
         with own_precision(), torch.set_grad_enabled(grad):
@@ -328,6 +327,7 @@ def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
             f"`{type(frozen.anatomy.model).__name__}` ended without a state after its last block in "
             f"`{frozen.anatomy.stack}`. Pass the path of the list of blocks that leads to the output as `blocks=`."
         )
+    frozen.weights = fingerprint(frozen.anatomy.model)  # now, since a first pass may rescale or cast weights for good
     if frozen.has_head:
         frozen.readout = constant(readout)
     if walk.grad and walk.leaves:
