@@ -132,7 +132,7 @@ def test_changed_weights_are_noticed():
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(1)  # of which the graph knows nothing: queries are held
     with pytest.raises(tl.InputError, match="weights of the model have changed"):
-        T.map(out_token=-1)
+        T.adjoint(T.output)
 
 
 def test_a_first_pass_may_write_into_the_weights():
@@ -302,9 +302,16 @@ def test_two_threads_ask_at_once(replays):
             torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
 
 
+class Product(nn.Module):
+    """Two live factors, whose roles are a convention: a replay watches them by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.flip(-1)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_goes_when_it_was_used_or_its_tensor_goes(asked):
-    T = tensor_of("gpt2")  # eager: with products whose roles are conventions, which replays watch by hooks
+    T = tl.Lens(with_activation(Product()))(zoo.sample("gpt2"))
     graph = T.operator.frozen.first_graph
     assert graph is not None and graph.end is not None
     gone = [weakref.ref(tensor) for tensor in (graph.end, graph.readout, *graph.leaves)]
