@@ -129,9 +129,10 @@ def table(part: str, result: PerturbationResult, seconds: float) -> str:
         against = areas.get("tensor_against_baseline")
         if against and against["n"]:
             low, high = against["interval"]
+            chance = f"; random {methods['control.random']['auc']:.4g}" if "control.random" in methods else ""
             lines.append(
                 f"   {against['first']} - {against['second']} = {against['advantage']:+.4g} [{low:+.4g}, {high:+.4g}], "
-                f"P = {against['probability']:.3f}; random {methods['control.random']['auc']:.4g}"
+                f"P = {against['probability']:.3f}{chance}"
             )
         lines += [f"   missing {name}: {gap['n']}, {gap['reason'][:90]}" for name, gap in found["missing"].items()]
     return "\n".join(lines)
