@@ -47,10 +47,9 @@ REMAINING = """\
   for a product with a broadcast factor is bound by its index arithmetic and reaches a fifth of the copy peak in
   bfloat16, two fifths in tf32. A kernel that scales at the speed of a copy would take about 6 of the 25 ms away. The
   matrix products themselves run at 65–95 % of the peak.
-- The sketch was bound by launching some 130 small kernels. Those of all blocks but the last are now captured when a shape
-  comes for the second time and replayed as one graph for every output from then on; a first sketch is launched as
-  before (2.8 ms). What is left beyond the kernels themselves (1.0 ms in bfloat16) is the last block, which depends on
-  the output asked for, and the norms.
+- A first sketch is bound by launching some 130 small kernels (2.8 ms). Those of all blocks but the last are captured
+  when a shape comes for the second time, and replayed as one graph for every output from then on. What is left beyond
+  the kernels themselves (1.0 ms in bfloat16) is the last block, which depends on the output asked for, and the norms.
 - Attention is mixed by one strided product for each head, at 20–70 % of the copy peak; copying heads side by side
   first is two to five times slower.
 - GPT-2's norm map does a little over half of BERT's work. Groups of outputs see tokens up to the last of the group, and
