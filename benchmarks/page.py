@@ -17,10 +17,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 INTRODUCTION = """\
 # Performance
 
-Ratios of medians measured in one run, on real Hugging Face classes with the named configuration, random weights unless
-it says otherwise. "The Jacobian way" is the paper's: the model patched by hand, differentiated at the best chunk size
-found (`torch.func.jacrev` and batched backward passes are both tried), at the same precision. `T.estimate("norm")` and
-its like say the cost of a computation before it is paid.
+Ratios of medians measured in one run (works of seconds are timed once to three times), on real Hugging Face classes
+with the named configuration, random weights unless it says otherwise. A ratio above 1 means that this library is
+faster. "The Jacobian way" is the paper's: the model patched by hand, differentiated at the best chunk size found
+(`torch.func.jacrev` and batched backward passes are both tried; for Pythia the latter alone), at the same precision.
+Shares of the peak are counted operations over time, over the measured matrix-product peak; errors are relative, by the
+Frobenius norm. `T.estimate("norm")` and its like say the cost of a computation before it is paid.
 
     python -m benchmarks.tune                                # a GPU: checks, chooses the constants, measures
     python -m benchmarks.real_weights --data FOLDER          # small models with real weights, on the CPU
@@ -31,29 +33,32 @@ its like say the cost of a computation before it is paid.
 FLOOR = """\
 ## What bounds it
 
-A block costs, for each token and cotangent, 2·D² operations for the token-wise matrix P, 2·D² each for the output and
-the value projection and 2·L·D for attention; forming P takes 2·D²·inner for each token, which a slice pays in every
-block and a norm map once. That is about 14·D³ for each token of a slice, where a backward pass takes about 20·D³ and
-reads and writes every intermediate besides. Queries and keys never appear, and of the last block only one token is
-live. The floor is the larger of operations over the measured matrix-product peak and bytes over the measured copy peak,
-each block's cotangents read and written once. Peaks are the highest of all runs: a product right after seconds of work
-is slower by a tenth or more, as the device gets warm.
+A slice pulls D cotangents (rows of T[i] on their way from the output to the input) through every block. Folded, a
+block's feed-forward, norms and residual are one D × D matrix P for each token. A block costs, for each token and
+cotangent, 2·D² operations for P, 2·D² each for the output and the value projection and 2·L·D for attention; forming P
+takes 2·D²·inner for each token, once for a slice and once for all outputs of a norm map. That is about 14·D³ for each
+token and block of a slice (inner = 4·D), where a backward pass takes about 20·D³ and reads and writes every
+intermediate besides. Queries and keys never appear, and in the last block only the asked output is carried. The floor
+is the larger of operations over the measured matrix-product peak and bytes over the measured copy peak, each block's
+cotangents read and written once and its weights read (counted for slices only). Peaks are the highest of all runs: a
+product right after seconds of work is slower by a tenth or more, as the device gets warm.
 """
 
 REMAINING = """\
 ## What remains
 
-- A slice spends a third of its time on scaling W_up for each token (8.3 of 25 ms for BERT in bfloat16): torch's kernel
-  for a product with a broadcast factor is bound by its index arithmetic and reaches a fifth of the copy peak in
-  bfloat16, two fifths in tf32. A kernel that scales at the speed of a copy would take about 6 of the 25 ms away. The
-  matrix products themselves run at 65–95 % of the peak.
-- A first sketch is bound by launching some 130 small kernels (2.8 ms). Those of all blocks but the last are captured
-  when a shape comes for the second time, and replayed as one graph for every output from then on. What is left beyond
-  the kernels themselves (1.0 ms in bfloat16) is the last block, which depends on the output asked for, and the norms.
-- Attention is mixed by one strided product for each head, at 20–70 % of the copy peak; copying heads side by side
-  first is two to five times slower.
-- GPT-2's norm map does a little over half of BERT's work. Groups of outputs see tokens up to the last of the group, and
-  P of all tokens is formed in any case.
+- A slice spends a third of its time on scaling W_up for each token (8.3 of 25 ms for BERT in bfloat16, by the profile
+  in the JSON): torch's kernel for a product with a broadcast factor is bound by its index arithmetic and reaches a
+  fifth of the copy peak in bfloat16, over a third in tf32. A kernel that scales at the speed of a copy would take 6 to
+  7 of the 25 ms away. The matrix products themselves run at 69–89 % of the peak.
+- A first sketch is bound by launching its many small kernels. Those of all blocks but the last are captured when a
+  shape comes for the second time, and replayed as one graph for every output from then on. Of 1.3 ms in bfloat16 the
+  kernels then take about 0.9; the rest is launching the last block, which depends on the output asked for, and the
+  norms.
+- Attention is mixed by one strided product for each head, at 26–71 % of the copy peak; copying heads side by side
+  first is two to eight times slower.
+- GPT-2's norm map counts 49 % of BERT's operations and takes 57 % of its time: outputs go in groups of 16, each of
+  which sees tokens up to its last, and P of all tokens is formed in any case.
 """
 
 
@@ -126,16 +131,21 @@ def _spread(timing: dict[str, float]) -> str:
 def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
     rows = []
     for row in [*parts["slices"], *parts.get("minilm", [])]:
-        first = _time(row["first_call"]["slice"]) if "first_call" in row else ""
+        once = row.get("first_call", {})
+        first = [_time(once[step]) if step in once else "" for step in ("slice", "recording")]
         peak = f"{row['rate'] / peaks[row['precision']]:.0%}" if "rate" in row and row["precision"] in peaks else ""
         rows.append([
-            row["model"] + (", CPU" if "real" in row["model"] else ""), row["precision"], _spread(row["ours"]), first,
+            row["model"] + (", CPU" if "real" in row["model"] else ""), row["precision"], _spread(row["ours"]), *first,
             _time(row["jacobian"]["seconds"]), f"**{row['ratio']:.2f}×**", peak,
             f"{row['error']:.0e}" if "error" in row else "",
         ])  # fmt: skip
-    heads = ["model", "precision", "T[i] (fastest–slowest)", "first call", "Jacobian way", "ratio", "share of peak",
-             "error to float32"]  # fmt: skip
-    return _table("One slice T[i], 128 tokens", heads, rows)
+    heads = ["model", "precision", "T[i] (fastest–slowest)", "first T[i]", "recording", "Jacobian way", "ratio",
+             "share of peak", "error to float32"]  # fmt: skip
+    before = (
+        "T[i] is of an input that is recorded and folded, as every slice after the first; the first one also folds the "
+        "blocks. The recording comes before both, once for each input; the Jacobian way has its forward pass inside."
+    )
+    return _table("One slice T[i], 128 tokens", heads, rows, before)
 
 
 def _norms(parts: dict[str, Any], peaks: dict[str, float]) -> str:
@@ -153,7 +163,7 @@ def _norms(parts: dict[str, Any], peaks: dict[str, float]) -> str:
         if model == "bert-base" and ("gpt2-small", precision) in seconds
     ]
     table = _table("The exact 128 × 128 norm map", heads, rows)
-    note = "GPT-2 does no work above the diagonal: against BERT, which has the same shape, it is faster by "
+    note = "GPT-2 does little work above the diagonal: against BERT, which has the same shape, it is faster by "
     return f"{table}\n{note}{', '.join(faster)}.\n" if faster else table
 
 
@@ -164,7 +174,7 @@ def _sketches(parts: dict[str, Any]) -> str:
         for row in parts.get("sketches", [])
     ]  # fmt: skip
     heads = ["model", "precision", "16 probes, one output", "faster than the exact slice", "rank correlation",
-             "In+Out, all outputs", "of the Jacobian way"]  # fmt: skip
+             "In+Out, all outputs", "part of the Jacobian way's time"]  # fmt: skip
     first = _table("The sketched norm, and In+Out of all outputs", heads, rows)
     real = [
         [row["model"], str(row["L"]), str(row["texts"]), f"{row['spearman'][0]:.3f}",
@@ -185,7 +195,8 @@ def _long(parts: dict[str, Any]) -> str:
         against = (f"{row['ratio_time']:.2f}×", f"{row['ratio_memory']:.2f}×") if "ratio_time" in row else ("", "")
         memory = f"{row['ours']['extra_bytes'] / 2**30:.1f} GiB" if row["ours"].get("extra_bytes") else ""
         rows.append([f"{row['L']:,}", _time(row["ours"]["seconds"]), memory, *against])
-    heads = ["tokens", "In+Out, one output", "memory beside the weights", "time of forward + backward", "its memory"]
+    heads = ["tokens", "In+Out, one output", "memory beside the weights", "time, of a forward and backward pass",
+             "memory, of the same"]  # fmt: skip
     before = "From token ids to scores. Graphs of blocks are kept while memory lasts: a long input takes what is there."
     return _table("Long inputs: Llama-8B configuration, bfloat16", heads, rows, before)
 
@@ -252,9 +263,13 @@ def _constants(parts: dict[str, Any]) -> str:
     rows = []
     for row in parts.get("constants", []):
         for value, times in row["tried"].items():
-            chosen = " (chosen)" if value == str(row["chosen"]) else ""
+            chosen = " (fastest)" if value == str(row["chosen"]) else ""
             rows.append([f"`{row['name']}`", value + chosen, ", ".join(f"{k} {_time(v)}" for k, v in times.items())])
-    return _table("Constants, by measurement", ["constant", "value", "time"], rows)
+    before = (
+        "What the code ships is the fastest of most runs; `SCALED_BYTES` stays at half a gigabyte, where the time has "
+        "levelled off. See `operators/folded.py`, `folding.py` and `matrix_free.py` for what each of them does."
+    )
+    return _table("Constants, by measurement", ["constant", "value", "time"], rows, before)
 
 
 def _scaling(parts: dict[str, Any]) -> str:
