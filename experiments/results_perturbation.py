@@ -99,10 +99,11 @@ def section(name: str, run: dict[str, Any], docs: Path) -> str:
             found = method_table(summary, metric, order)
             parts += [f"{label}, {words}: area under the curve [95 % interval].", found] if found else []
     parts += figures(name, run, docs)
-    gaps = {
-        (method, gap["reason"]) for found in summary["conditions"].values() for method, gap in found["missing"].items()
-    }
-    parts += [f"Missing: {method}. {reason}" for method, reason in sorted(gaps)]
+    gaps: dict[str, set[str]] = {}
+    for found in summary["conditions"].values():
+        for method, gap in found["missing"].items():
+            gaps.setdefault(gap["reason"], set()).add(method)
+    parts += [f"Missing: {', '.join(sorted(methods))}. {reason}" for reason, methods in sorted(gaps.items())]
     return "\n\n".join(parts)
 
 
