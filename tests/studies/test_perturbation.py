@@ -187,6 +187,28 @@ def test_a_decoder_under_both_presets_and_two_replacements(tmp_path):
     assert set(found) == {"hs_mse", "abs_aopc"} and "tensor.in_class" in found["abs_aopc"]["methods"]
 
 
+def test_presets_together_are_the_presets_alone_and_replace_nothing_twice(tmp_path, monkeypatch):
+    run_masks, copies = [], Texts.copies
+
+    def counted(self, sample, masks, replacement):
+        run_masks.append(masks)
+        return copies(self, sample, masks, replacement)
+
+    monkeypatch.setattr(Texts, "copies", counted)
+    both = study(tmp_path / "both", "gpt2", presets=("strict", "paper-like"))
+    n_together = sum(map(len, run_masks))
+    assert all(len(masks.unique(dim=0)) == len(masks) for masks in run_masks)
+    run_masks.clear()
+    alone = {preset: study(tmp_path / preset, "gpt2", presets=(preset,)) for preset in ("strict", "paper-like")}
+    assert n_together < sum(map(len, run_masks))
+    for preset, result in alone.items():
+        for condition, cells in result.summary["conditions"].items():
+            assert condition.startswith(preset)
+            for name, found in cells["most"]["hs_mse"]["methods"].items():
+                of_both = both.summary["conditions"][condition]["most"]["hs_mse"]["methods"][name]
+                assert of_both["curve"] == pytest.approx(found["curve"], rel=1e-5)
+
+
 def test_a_classifier_has_probabilities(tmp_path):
     result = study(tmp_path, "bert-classifier", limit=2)
     assert result.areas(metric="abs_aopc").keys() == set(METHODS)

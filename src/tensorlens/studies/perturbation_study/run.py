@@ -162,6 +162,10 @@ def _describe(lens: Lens, dataset: Dataset, subject: Subject, settings: Settings
     }
 
 
+Plan = list[tuple[str, Tensor]] | str
+"""For each order and score vector, which tokens go at each step; or why there is none."""
+
+
 class _Study:
     """What happens to one sample."""
 
@@ -185,10 +189,13 @@ class _Study:
         scores = {method: self._scores(tensor, method, out_token, index) for method in self.settings.methods}
         clean = self.plain.run(sample.inputs, out_token)
         record = {"name": name, "n_tokens": sample.n_tokens, "state_power": _short(clean.states[0].square().mean())}
+        plans = {preset: self._plans(sample, scores, preset) for preset in self.settings.presets}
+        by_replacement = {
+            replacement: self._cells(sample, plans, replacement, out_token, clean)
+            for replacement in self.settings.replacements
+        }
         conditions = {
-            _condition_name(self.subject.is_causal, preset, replacement): self._condition(
-                sample, scores, maskable(sample, self.subject.is_causal, preset), replacement, out_token, clean
-            )
+            _condition_name(self.subject.is_causal, preset, replacement): by_replacement[replacement][preset]
             for preset in self.settings.presets
             for replacement in self.settings.replacements
         }
@@ -208,31 +215,32 @@ class _Study:
             found.save(self.folder / "maps" / f"{index}.{method}.json")
         return [found.scores[0]]
 
-    def _condition(
-        self, sample: Sample, scores: dict[str, list[Tensor] | str], chosen: list[int], replacement: str,
-        out_token: int, clean: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The cell of each method: curves by order and metric."""
-        plans = {method: self._plan(found, chosen, sample.n_tokens) for method, found in scores.items()}
-        wanted = [masks for plan in plans.values() if not isinstance(plan, str) for _, masks in plan]
-        if not wanted:
-            return {method: {"missing": str(plan)} for method, plan in plans.items()}
-        unique, places = torch.cat(wanted).unique(dim=0, return_inverse=True)
-        changes = self._changes(sample, unique, replacement, out_token, clean)
-        cells, start = {}, 0
-        for method, plan in plans.items():
-            if isinstance(plan, str):
-                cells[method] = {"missing": plan}
-                continue
-            n_steps = len(plan[0][1])
-            stop = start + n_steps * len(plan)
-            rows = places[start:stop].reshape(len(plan), n_steps)
-            start = stop
-            cells[method] = _cell([order for order, _ in plan], rows, changes)
-        return cells
+    def _plans(self, sample: Sample, scores: dict[str, list[Tensor] | str], preset: Preset) -> dict[str, Plan]:
+        chosen = maskable(sample, self.subject.is_causal, preset)
+        return {method: self._plan(found, chosen, sample.n_tokens) for method, found in scores.items()}
 
-    def _plan(self, found: list[Tensor] | str, chosen: list[int], n_tokens: int) -> list[tuple[str, Tensor]] | str:
-        """Which tokens go at each step, for each order and score vector."""
+    def _cells(
+        self, sample: Sample, plans: dict[str, dict[str, Plan]], replacement: str, out_token: int, clean: Any
+    ) -> dict[str, dict[str, Any]]:
+        """By preset, the cell of each method: curves by order and metric. No set of tokens is replaced twice."""
+        every = [plan for of_preset in plans.values() for plan in of_preset.values() if not isinstance(plan, str)]
+        wanted = [masks for plan in every for _, masks in plan]
+        changes, rows = {}, iter(())
+        if wanted:
+            unique, places = torch.cat(wanted).unique(dim=0, return_inverse=True)
+            changes = self._changes(sample, unique, replacement, out_token, clean)
+            rows = iter(places.split([len(masks) for masks in wanted]))
+
+        def cell(plan: Plan) -> dict[str, Any]:
+            if isinstance(plan, str):
+                return {"missing": plan}
+            return _cell([order for order, _ in plan], torch.stack([next(rows) for _ in plan]), changes)
+
+        return {
+            preset: {method: cell(plan) for method, plan in of_preset.items()} for preset, of_preset in plans.items()
+        }
+
+    def _plan(self, found: list[Tensor] | str, chosen: list[int], n_tokens: int) -> Plan:
         if isinstance(found, str):
             return found
         try:
