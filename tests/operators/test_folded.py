@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tensorlens as tl
 from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.models.modes import tf32
 from tensorlens.operators import few_cotangents, folding, matrix_free
 from tensorlens.operators import folded as folded_module
 from tensorlens.operators.base import TensorOperator
@@ -131,6 +132,19 @@ def test_precision_is_what_was_asked_for(precision: Any, tolerance: float) -> No
     assert close(low.rows(2), T.rows(2), tolerance)
     assert close(frobenius_norms(low, (0, 3)), frobenius_norms(T, (0, 3)), tolerance)
     assert not close(low.rows(2), T.rows(2), 1e-9)
+
+
+def test_whether_states_go_together_is_found_without_the_users_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, push = [], FrozenModel.push
+
+    def watched(self: FrozenModel, *args: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return push(self, *args)
+
+    monkeypatch.setattr(FrozenModel, "push", watched)
+    with tf32(True):
+        assert operator("bert").is_batchable
+    assert allowed == [False] * 3
 
 
 def test_an_unknown_precision_is_refused() -> None:

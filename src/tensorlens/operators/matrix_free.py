@@ -17,6 +17,7 @@ from tensorlens.axes import TensorSlice
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
 from tensorlens.freezing.streaming import StreamedModel
+from tensorlens.models.modes import tf32
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes
 from tensorlens.operators.folded import FoldedRows
@@ -113,11 +114,12 @@ class FrozenOperator(TensorOperator):
     def is_batchable(self) -> bool:
         """Whether several states can be replayed at once. Tried, since a model may join batch and tokens (experts)."""
         pair = torch.stack([self.input, self.input.flip(0)])
-        try:
-            together = self.frozen.push(pair, self.span, self.heads)
-        except Exception:  # noqa: BLE001  whatever the model's code makes of a second state
-            return False
-        alone = torch.cat([self.frozen.push(one[None], self.span, self.heads) for one in pair])
+        with tf32(False):  # whose rounding differs with the size of a batch
+            try:
+                together = self.frozen.push(pair, self.span, self.heads)
+            except Exception:  # noqa: BLE001  whatever the model's code makes of a second state
+                return False
+            alone = torch.cat([self.frozen.push(one[None], self.span, self.heads) for one in pair])
         if together.shape != alone.shape:
             return False
         return bool((together - alone).norm() <= 100 * torch.finfo(self.dtype).eps ** 0.75 * alone.norm())
