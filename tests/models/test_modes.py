@@ -11,7 +11,7 @@ from tensorlens.models.modes import tf32
 
 
 def allowed() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 @pytest.mark.parametrize("own", [False, True])

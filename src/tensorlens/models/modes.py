@@ -39,7 +39,7 @@ def tf32(allowed: bool) -> Iterator[None]:
     """
     settings = torch.backends.cuda.matmul
     with _Tf32.lock:
-        before = settings.allow_tf32
+        before = bool(settings.allow_tf32)
         if _Tf32.n_inside == 0:
             _Tf32.found = before
         _Tf32.n_inside += 1
