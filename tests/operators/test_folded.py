@@ -208,6 +208,16 @@ def test_a_sketch_is_within_its_standard_error() -> None:
     assert not torch.equal(found, sketched_norms(T, range(7), n_probes=400, seed=1).norms)
 
 
+def test_the_standard_error_is_as_large_as_the_errors_are() -> None:
+    T = operator("bert")
+    exact = frobenius_norms(T, (3,))[0]
+    sketches = [sketched_norms(T, (3,), 64, seed) for seed in range(150)]
+    errors = torch.stack([sketch.norms[0] - exact for sketch in sketches])
+    said = torch.stack([sketch.standard_error[0] for sketch in sketches])
+    ratio = errors.square().mean().sqrt() / said.square().mean().sqrt()
+    assert 0.85 < ratio < 1.15
+
+
 def test_one_probe_has_no_standard_error() -> None:
     found, error = sketched_norms(operator("bert"), (2,), n_probes=1)
     assert bool((found > 0).all()) and bool(error.isnan().all())
