@@ -27,6 +27,7 @@ def test_streamed_is_frozen(name: str, reserve: float, monkeypatch: pytest.Monke
         x = torch.randn_like(frozen.hidden[span.start])
         torch.testing.assert_close(streamed.pull(u, span, heads), frozen.pull(u, span, heads), rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(streamed.push(x, span, heads), frozen.push(x, span, heads), rtol=1e-6, atol=1e-9)
+    assert not streamed.tape.opened
     assert not any(site.place.startswith("block") for site in streamed.tape.factors)
 
 
