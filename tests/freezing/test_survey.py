@@ -14,7 +14,7 @@ from tensorlens.freezing import survey
 from tensorlens.freezing.frozen_model import FrozenModel, Span
 from tensorlens.freezing.rebuilding import held_attention, held_factors, rebuild
 from tensorlens.freezing.survey import block_parts, final_norm
-from tensorlens.models.modes import tf32
+from tensorlens.models.modes import tf32, tf32_allowed
 
 LAYOUTS = {
     "post_ln": ("bert", "bert-classifier", "bert-mlm", "roberta", "distilbert", "albert"),
@@ -114,12 +114,12 @@ def test_a_survey_takes_no_notice_of_the_users_tf32(monkeypatch: pytest.MonkeyPa
     allowed, rebuild = [], survey.rebuild
 
     def watched(*args: Any) -> Tensor:
-        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        allowed.append(tf32_allowed())
         return rebuild(*args)
 
     monkeypatch.setattr(survey, "rebuild", watched)
     frozen = frozen_model("bert")  # a model that no survey has seen
     with tf32(True):
         block_parts(frozen, 0)
-        assert torch.backends.cuda.matmul.allow_tf32
+        assert tf32_allowed()
     assert allowed and not any(allowed)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tensorlens as tl
 from tensorlens.freezing.frozen_model import FrozenModel, Span
-from tensorlens.models.modes import tf32
+from tensorlens.models.modes import tf32, tf32_allowed
 from tensorlens.operators import few_cotangents, folding, matrix_free
 from tensorlens.operators import folded as folded_module
 from tensorlens.operators.base import TensorOperator
@@ -138,7 +138,7 @@ def test_whether_states_go_together_is_found_without_the_users_tf32(monkeypatch:
     allowed, push = [], FrozenModel.push
 
     def watched(self: FrozenModel, *args: Any) -> Tensor:
-        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        allowed.append(tf32_allowed())
         return push(self, *args)
 
     monkeypatch.setattr(FrozenModel, "push", watched)

@@ -28,7 +28,7 @@ class _Tf32:
 
     lock = threading.Lock()
     n_inside = 0
-    found = False
+    found = "none"
 
 
 @contextmanager
@@ -37,16 +37,30 @@ def tf32(allowed: bool) -> Iterator[None]:
 
     Whatever threads do at the same time, the last one to leave puts back what the first one found.
     """
+    # By torch's newer setting alone: reading the older one fails where a user has used the newer.
     settings = torch.backends.cuda.matmul
     with _Tf32.lock:
-        before = bool(settings.allow_tf32)
+        before = str(settings.fp32_precision)
         if _Tf32.n_inside == 0:
             _Tf32.found = before
         _Tf32.n_inside += 1
-        settings.allow_tf32 = allowed
+        settings.fp32_precision = "tf32" if allowed else "ieee"
     try:
         yield
     finally:
         with _Tf32.lock:
             _Tf32.n_inside -= 1
-            settings.allow_tf32 = before if _Tf32.n_inside else _Tf32.found
+            settings.fp32_precision = before if _Tf32.n_inside else _Tf32.found
+
+
+def tf32_allowed() -> bool:
+    """Whether products of float32 matrices may be in tf32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def matmul_precision() -> str:
+    """What torch calls the way float32 matrices are multiplied; by its newer setting where a user has used that."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision)

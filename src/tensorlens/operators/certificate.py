@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.models.modes import tf32_allowed
 from tensorlens.operators.matrix_free import FrozenOperator
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -125,7 +126,7 @@ def tolerance(frozen: FrozenModel) -> float:
     """The relative error accepted for the type of numbers that the model computes with."""
     dtype = frozen.hidden[0].dtype
     casts = any(rule == "cast: float32" for rule, _ in frozen.tape.rules)
-    if dtype == torch.float32 and frozen.hidden[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
+    if dtype == torch.float32 and frozen.hidden[0].is_cuda and tf32_allowed():
         return TOLERANCES[torch.float16]  # tf32 has as many digits
     return TOLERANCE_FLOAT32_INSIDE if dtype == torch.float64 and casts else TOLERANCES[dtype]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from tensorlens.models.modes import tf32_allowed
 from tensorlens.operators.folding import FoldedBlock
 
 HEADS_APART = {"cuda": True, "cpu": False}
@@ -127,7 +128,7 @@ class KeptPulls:
     def pull(self, rows: Tensor, first: int) -> Tensor:
         """As `pull_few`; `rows` may be overwritten."""
         stream = torch.cuda.current_stream(rows.device)
-        key = (*rows.shape, first, torch.backends.cuda.matmul.allow_tf32, stream.cuda_stream)
+        key = (*rows.shape, first, tf32_allowed(), stream.cuda_stream)
         # The kernels of one replay follow each other on the stream, so holding the lock while they are sent is enough.
         with self._lock:
             if key in self._graphs:

@@ -19,6 +19,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.controls import random_scores
 from tensorlens.maps.methods import METHODS
+from tensorlens.models.modes import matmul_precision
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.perturbation_study.forward import PlainModel
 from tensorlens.studies.perturbation_study.measures import (
@@ -154,7 +155,7 @@ def _describe(lens: Lens, dataset: Dataset, subject: Subject, settings: Settings
         "model": lens.name,
         "model_class": type(model).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
         "rules": lens.rules.as_dict(),
         "data": {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | subject.settings(),
         "limit": limit,

@@ -18,6 +18,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
+from tensorlens.models.modes import matmul_precision
 from tensorlens.studies.plain_pass import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
@@ -113,7 +114,7 @@ def relations(
     found = _limited(found, limit)
     decoder = _Decoder(lens, options)
     settings = {"model": lens.name, "relations": [r.key for r in found], "rules": decoder.lens.rules.as_dict()}
-    settings |= {"dtype": str(decoder.dtype), "matmul_precision": torch.get_float32_matmul_precision()}
+    settings |= {"dtype": str(decoder.dtype), "matmul_precision": matmul_precision()}
     run = Run(out, "relations", settings | {"options": asdict(options)})
     plan = [(relation, split) for relation in found for split in range(options.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
