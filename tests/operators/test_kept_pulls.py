@@ -66,6 +66,20 @@ def test_nothing_is_captured_inside_of_a_users_capture(kept, monkeypatch: pytest
     assert not kept._graphs
 
 
+def test_what_cannot_be_captured_is_launched(kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fails(*_: object) -> None:
+        tried.append(1)
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    monkeypatch.setattr(few_cotangents, "_Captured", fails)
+    for seed in range(4):
+        expected = few_cotangents.pull_few(kept.blocks, some_rows(kept, 4, seed), 0)
+        torch.testing.assert_close(kept.pull(some_rows(kept, 4, seed), 0), expected)
+    assert len(tried) == 1
+
+
 def test_products_in_tf32_have_a_graph_of_their_own(kept) -> None:
     for allowed in (False, True):
         with tf32(allowed):

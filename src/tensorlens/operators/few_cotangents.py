@@ -122,7 +122,7 @@ class KeptPulls:
     def __init__(self, blocks: Sequence[FoldedBlock]) -> None:
         self.blocks = blocks
         self._seen: set[tuple[object, ...]] = set()
-        self._graphs: dict[tuple[object, ...], _Captured] = {}
+        self._graphs: dict[tuple[object, ...], _Captured | None] = {}
         self._lock = threading.Lock()
 
     def pull(self, rows: Tensor, first: int) -> Tensor:
@@ -131,15 +131,19 @@ class KeptPulls:
         key = (*rows.shape, first, tf32_allowed(), stream.cuda_stream)
         # The kernels of one replay follow each other on the stream, so holding the lock while they are sent is enough.
         with self._lock:
-            if key in self._graphs:
-                return self._graphs[key].replay(rows)
-            if key not in self._seen or torch.cuda.is_current_stream_capturing():
-                self._seen.add(key)
-                return pull_few(self.blocks, rows, first)
-            if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs.pop(next(iter(self._graphs)))  # the oldest
-            captured = self._graphs[key] = _Captured(self.blocks, rows, first)
-            return captured.replay(rows)
+            if key in self._seen and key not in self._graphs and not torch.cuda.is_current_stream_capturing():
+                self._capture(key, rows, first)
+            self._seen.add(key)
+            captured = self._graphs.get(key)
+            return pull_few(self.blocks, rows, first) if captured is None else captured.replay(rows)
+
+    def _capture(self, key: tuple[object, ...], rows: Tensor, first: int) -> None:
+        if len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs)))  # the oldest
+        try:
+            self._graphs[key] = _Captured(self.blocks, rows, first)
+        except RuntimeError:  # for lack of memory, say: a graph saves time alone
+            self._graphs[key] = None
 
 
 class _Captured:
