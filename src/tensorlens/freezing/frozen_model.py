@@ -313,6 +313,7 @@ def _recorded(frozen: FrozenModel, *, grad: bool = True) -> FrozenModel:
             raise
         grad = False
     if walk is None or readout is None:
+        del walk  # and the graph it began
         return _recorded(
             FrozenModel(
                 anatomy=frozen.anatomy,
