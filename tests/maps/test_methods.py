@@ -71,13 +71,13 @@ def test_the_bias_share_of_in_class_is_what_a_replay_at_zero_gives(part, target)
     assert torch.allclose(found.bias_share[0], of_target(at_zero) / of_target(at_x), rtol=1e-9)
     assert found.meta["logit"] == pytest.approx([float(of_target(at_x))])
     # Without some heads the logits are others than those the map is of, and completeness says nothing of the bias.
-    assert found.meta.get("bias_share") == (None if "heads" in part else "by completeness")
+    assert found.meta.get("bias") == (None if "heads" in part else "by completeness")
 
 
 def test_where_rounding_would_be_the_share_the_replay_at_zero_gives_it():
     T = tl.Lens(build("gpt2", dtype=torch.bfloat16))(sample("gpt2"))
     found = T.map("tensor.in_class", out_token=-1, target=5)
-    assert "bias_share" not in found.meta
+    assert "bias" not in found.meta
     expected = T.operator.logits_at_zero(T.n_tokens - 1)[5] / T.operator.frozen.logits(-1)[5]
     assert torch.equal(found.bias_share[0], expected)
 

@@ -106,6 +106,8 @@ def test_caption_and_bias_share():
     several = shown(map_view(np.eye(2), bias_share=np.array([0.1, 0.3])))
     assert "10.0% to 30.0%, median 20.0%" in several
     assert "Bias share" not in shown(map_view([[1.0]], bias_share=np.array([np.nan])))
+    assert "-0.0%" not in shown(map_view([[1.0]], bias_share=np.array([-1e-7])))
+    assert "-0.1%" in shown(map_view([[1.0]], bias_share=np.array([-1e-3])))
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])

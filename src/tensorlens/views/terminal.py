@@ -171,8 +171,13 @@ def _bias_line(bias_share: np.ndarray) -> Sequence[tuple[str, str]]:
     if not known.size:
         return ()
     if known.size == 1:
-        return (("Bias share", f"{known[0]:.1%}"),)
-    return (("Bias share", f"{known.min():.1%} to {known.max():.1%}, median {np.median(known):.1%}"),)
+        return (("Bias share", _percent(known[0])),)
+    low, high, middle = map(_percent, (known.min(), known.max(), np.median(known)))
+    return (("Bias share", f"{low} to {high}, median {middle}"),)
+
+
+def _percent(share: float) -> str:
+    return f"{round(float(share), 3) + 0:.1%}"  # no minus before a zero
 
 
 def _by_strength(row: np.ndarray) -> list[int]:
