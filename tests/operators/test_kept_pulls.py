@@ -93,7 +93,7 @@ def test_products_in_tf32_have_a_graph_of_their_own(kept) -> None:
 
 @pytest.fixture(params=["bert", "llama"])
 def tensor(request: pytest.FixtureRequest):
-    return tl.Lens(zoo.build(request.param, "sdpa").cuda())(zoo.sample(request.param))
+    return tl.Lens(zoo.build(request.param, "sdpa").float().cuda())(zoo.sample(request.param))
 
 
 def pulled(T, out_token: int, n: int = 8) -> torch.Tensor:
