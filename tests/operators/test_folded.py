@@ -16,7 +16,7 @@ from tensorlens.models.modes import tf32, tf32_allowed
 from tensorlens.operators import few_cotangents, folding, matrix_free
 from tensorlens.operators import folded as folded_module
 from tensorlens.operators.base import TensorOperator
-from tensorlens.operators.budget import Pieces, Range, compute_type
+from tensorlens.operators.budget import Pieces, Range, compute_type, in_parts
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import (
     frobenius_norms,
@@ -169,6 +169,37 @@ def test_pieces_cover_every_cotangent_once_even_when_memory_runs_out() -> None:
         if pieces.attempt(lambda: work(outputs.size * cotangents.size)) is not None:  # noqa: B023
             done[slice(*outputs), slice(*cotangents)] += 1
     assert (done == 1).all() and tries > 10
+
+
+def test_parts_cover_every_item_once_even_when_memory_runs_out() -> None:
+    def work(part: Tensor) -> Tensor:
+        if len(part) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return part
+
+    parts = in_parts(torch.arange(20), 16, work)
+    assert torch.equal(torch.cat(parts), torch.arange(20)) and max(map(len, parts)) == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        in_parts(torch.arange(4), 2, lambda part: work(torch.arange(4)))
+    with pytest.raises(RuntimeError, match="something else"):
+        in_parts(torch.arange(4), 2, lambda part: (_ for _ in ()).throw(RuntimeError("something else")))
+
+
+def test_states_pushed_are_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    T = operator("llama")
+    x = torch.randn(9, *T.input.shape, dtype=T.dtype)
+    expected = T.push(x)
+    push, sizes = T.frozen.push, []
+
+    def scarce(x: Tensor, *rest: Any) -> Tensor:
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        sizes.append(len(x))
+        return push(x, *rest)
+
+    monkeypatch.setattr(T.frozen, "push", scarce)
+    torch.testing.assert_close(T.push(x), expected)
+    assert sizes == [2, 2, 2, 2, 1]
 
 
 def test_out_of_memory_with_one_cotangent_says_so() -> None:

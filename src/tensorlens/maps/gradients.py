@@ -20,9 +20,13 @@ from tensorlens.freezing.frozen_model import FrozenModel, put_state
 from tensorlens.freezing.states import state_of
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.models.modes import evaluating
+from tensorlens.operators.budget import in_parts
 
 N_STEPS = 32
 """Points along the path of integrated gradients."""
+
+MOST_POINTS = {"cuda": 32, "cpu": 8}
+"""Points at a time, each with its graph."""
 
 
 @method("gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True)
@@ -45,17 +49,18 @@ def input_times_gradient(frozen: FrozenModel, read: Read) -> Tensor:
     return (_gradient(frozen, x, read) * x).sum(-1)[0]
 
 
-def integrated_gradients(frozen: FrozenModel, read: Read, n_steps: int = N_STEPS, batch_size: int = 8) -> Tensor:
+def integrated_gradients(frozen: FrozenModel, read: Read, n_steps: int = N_STEPS) -> Tensor:
     r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017)."""
     x = frozen.hidden[0].detach()
     points, weights = np.polynomial.legendre.leggauss(n_steps)
-    alphas = torch.tensor((points + 1) / 2, dtype=x.dtype, device=x.device)
-    shares = torch.tensor(weights / 2, dtype=x.dtype, device=x.device)
-    total = torch.zeros_like(x)
-    for alpha, share in zip(alphas.split(batch_size), shares.split(batch_size), strict=True):
-        gradients = _gradient(frozen, alpha[:, None, None] * x, read)
-        total += (share[:, None, None] * gradients).sum(0, keepdim=True)
-    return (total * x).sum(-1)[0]
+    path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)
+
+    def along(part: Tensor) -> Tensor:
+        alphas, shares = part.T[:, :, None, None]
+        return (shares * _gradient(frozen, alphas * x, read)).sum(0)
+
+    total = torch.stack(in_parts(path, MOST_POINTS.get(x.device.type, 8), along)).sum(0)
+    return (total * x[0]).sum(-1)
 
 
 def _answer(question: Question, explain: Callable[[Read], Tensor]) -> Answer:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, SizeError
@@ -123,6 +124,24 @@ class Pieces:
                 "Memory ran out with the smallest piece of work. Expected room for one cotangent of one output; use a "
                 "shorter input, `precision='bfloat16'`, or a device with more memory."
             ) from error
+
+
+def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list[Result]:
+    """What `work` gives for the items, at most so many of them at a time; half as many when memory runs out."""
+    results: list[Result] = []
+    start, size = 0, most
+    while start < len(items):
+        try:
+            results.append(work(items[start : start + size]))
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if size == 1 or not is_out_of_memory(error):
+                raise
+        else:
+            start += size
+            continue
+        clear_memory()
+        size = (size + 1) // 2
+    return results
 
 
 def is_out_of_memory(error: BaseException) -> bool:

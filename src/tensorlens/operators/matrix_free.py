@@ -19,11 +19,14 @@ from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
 from tensorlens.freezing.streaming import StreamedModel
 from tensorlens.models.modes import tf32
 from tensorlens.operators.base import Pulled, TensorOperator
-from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes
+from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes, in_parts
 from tensorlens.operators.folded import FoldedRows
 
 CHUNK = 32
-"""States pushed, or cotangents pulled, at a time."""
+"""Cotangents pulled by backward passes at a time."""
+
+MOST_STATES = {"cuda": 128, "cpu": 32}
+"""States pushed at a time: a GPU has to be launched for each, a CPU's cache holds few."""
 
 ENOUGH_TO_FOLD = 8
 """Cotangents from which folding the blocks costs less than a backward pass for each."""
@@ -106,9 +109,8 @@ class FrozenOperator(TensorOperator):
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
         """The affine map T·x + B, by replay."""
-        if len(x) > 1 and not self.is_batchable:
-            return torch.cat([self.frozen.push(one[None], self.span, self.heads) for one in x])
-        return torch.cat([self.frozen.push(part, self.span, self.heads) for part in x.split(CHUNK)])
+        together = MOST_STATES.get(self.device.type, 32) if len(x) > 1 and self.is_batchable else 1
+        return torch.cat(in_parts(x, together, lambda part: self.frozen.push(part, self.span, self.heads)))
 
     @cached_property
     def is_batchable(self) -> bool:

@@ -1,7 +1,7 @@
 """What is perturbed: how a text or an image becomes samples, and how copies of it with some tokens replaced are made.
 
 A subject knows one model and one kind of input. It offers samples, the tokens of each that may be replaced, the output
-token that is watched, and batches of replaced copies. What is measured on them is in `perturbation_measures`.
+token that is watched, and batches of replaced copies. What is measured on them is in `measures`.
 """
 
 from __future__ import annotations
