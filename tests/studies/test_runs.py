@@ -106,6 +106,16 @@ def test_the_launcher_tells_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert Processes.from_environment() == Processes(rank=1, count=2)
+    for wrong in ("2", "x", "-1"):
+        monkeypatch.setenv("RANK", wrong)
+        with pytest.raises(InputError, match=f"RANK={wrong}, WORLD_SIZE=2"):
+            Processes.from_environment()
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="Expected a folder for the run"):
+        Run(tmp_path / "file", "toy", SETTINGS)
 
 
 def test_a_kill_at_any_moment(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
     """
     if isinstance(source, (list, tuple)):
         return _from_list(source)
+    if not isinstance(source, (str, Path)):
+        raise InputError(f"Expected a path, an id or a list of texts; got {type(source).__name__}. Pass a list.")
     path = Path(source)
     if path.is_dir():
         return _from_folder(path)
@@ -63,8 +66,7 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
     if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
         return _images([path])
     if path.is_file():
-        lines = path.read_text("utf-8").splitlines()
-        return _texts([line for line in lines if line.strip()], None)
+        return _texts(_lines(path), None)
     if path.suffix or str(source).count("/") > 1:
         raise InputError(
             f"Expected data in {str(source)!r}, which does not exist. Pass a .csv, .jsonl or .txt file, a folder of "
@@ -94,8 +96,18 @@ def _from_folder(folder: Path) -> Dataset:
 
 def _images(paths: Sequence[Path], folder: Path | None = None) -> Dataset:
     names = tuple(str(path.relative_to(folder)) if folder else path.name for path in paths)
-    sizes = (str(path.stat().st_size) if path.is_file() else "absent" for path in paths)
-    return Dataset(kind="image", items=tuple(paths), names=names, fingerprint=_digest([*names, *sizes]))
+    return Dataset(
+        kind="image", items=tuple(paths), names=names, fingerprint=_digest([*names, *map(_beginning, paths)])
+    )
+
+
+def _beginning(path: Path) -> str:
+    """Size and first bytes of a file: enough to tell another picture."""
+    try:
+        with path.open("rb") as file:
+            return f"{path.stat().st_size} {file.read(2**16).hex()}"
+    except OSError:
+        return "absent"
 
 
 def _texts(texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
@@ -117,30 +129,42 @@ def _digest(parts: Iterable[str]) -> str:
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
     csv.field_size_limit(2**27)
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+    file = io.StringIO(_read(path), newline="")
+    return list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text("utf-8")
+    text = _read(path)
     try:
-        whole = json.loads(text) if text.lstrip().startswith("[") else None
-        rows = whole if whole is not None else [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in _lines(path)]
     except json.JSONDecodeError as error:
         raise InputError(f"Expected JSON in {str(path)!r}, one object a line; got: {error}.") from error
     return [row if isinstance(row, dict) else {"text": row} for row in rows]
 
 
+def _lines(path: Path) -> list[str]:
+    """Lines that are not blank; they end at line feeds alone, since other separators may stand inside a text."""
+    return [line.removesuffix("\r") for line in _read(path).split("\n") if line.strip()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # spreadsheets put a mark before the first column's name
+    except UnicodeDecodeError as error:
+        raise InputError(f"Expected text in UTF-8 in {str(path)!r}; got {error}. Convert the file.") from error
+
+
 def _from_rows(rows: list[dict[str, Any]], column: str | None, source: str) -> Dataset:
     if not rows:
         raise InputError(f"Expected at least one sample in {source!r}; got none.")
-    chosen = column or next((name for name in TEXT_COLUMNS if name in rows[0]), None)
-    if chosen is None or chosen not in rows[0]:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    chosen = column or next((name for name in TEXT_COLUMNS if name in columns), None)
+    if chosen is None or chosen not in columns:
         raise InputError(
             f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {source!r}; "
-            f"got {', '.join(map(str, rows[0]))}. Name the column with the text."
+            f"got {', '.join(map(str, columns))}. Name the column with the text."
         )
-    label = next((name for name in LABEL_COLUMNS if name in rows[0] and name != chosen), None)
+    label = next((name for name in LABEL_COLUMNS if name in columns and name != chosen), None)
     return _texts([str(row.get(chosen) or "") for row in rows], label and [str(row.get(label)) for row in rows])
 
 
@@ -150,5 +174,11 @@ def _from_library(name: str, split: str, column: str | None) -> Dataset:
     except ImportError:
         raise missing_extra(f"The data set {name!r} by its id", "datasets", "studies") from None
     identifier, _, configuration = name.partition(":")
-    rows = load_dataset(identifier, configuration or None, split=split)
+    try:
+        rows = load_dataset(identifier, configuration or None, split=split)
+    except Exception as error:  # noqa: BLE001  of many kinds: no such id, no network, no such split
+        raise InputError(
+            f"Expected a file, a folder or the id of a data set; {name!r} is no file or folder here, and as an id it "
+            f"could not be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
     return _from_rows([dict(row) for row in rows], column, name)

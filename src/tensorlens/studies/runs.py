@@ -45,7 +45,10 @@ class Processes:
     @classmethod
     def from_environment(cls) -> Processes:
         """As torchrun and `accelerate launch` say in RANK and WORLD_SIZE; one process without them."""
-        return cls(rank=int(os.environ.get("RANK", "0")), count=int(os.environ.get("WORLD_SIZE", "1")))
+        rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
+            raise InputError(f"Expected RANK from 0 to below WORLD_SIZE; got RANK={rank}, WORLD_SIZE={count}.")
+        return cls(rank=int(rank), count=int(count))
 
     @staticmethod
     def device() -> str | None:
@@ -81,8 +84,11 @@ class Run:
         self.folder, self.study = Path(folder), study
         self.settings = json.loads(json.dumps(settings))
         self.processes = processes or Processes.from_environment()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._open_config()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._open_config()
+        except OSError as error:
+            raise InputError(f"Expected a folder for the run that can be written in; got {error}.") from error
 
     @property
     def config(self) -> dict[str, Any]:

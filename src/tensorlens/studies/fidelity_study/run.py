@@ -25,6 +25,7 @@ from tensorlens.studies.fidelity_study.measures import (
 from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_properties
 from tensorlens.studies.fidelity_study.report import write_report
 from tensorlens.studies.fidelity_study.summary import summarise
+from tensorlens.studies.identity import model_settings
 from tensorlens.studies.runs import Run
 from tensorlens.tensor import AttentionTensor
 
@@ -78,8 +79,7 @@ def fidelity(
     """
     options = options or FidelityOptions()
     several = list(inputs) if _is_list_of_texts(inputs) else [inputs]
-    settings = {"model": lens.name, "inputs": [_described(one) for one in several], "rules": lens.rules.as_dict()}
-    settings |= {"dtype": str(next(lens.model.parameters()).dtype), "options": asdict(options)}
+    settings = model_settings(lens) | {"inputs": [_described(one) for one in several], "options": asdict(options)}
     run = Run(out, "fidelity", settings)
     run.work(len(several), lambda i: measure(lens, several[i], options), progress)
     summary = run.complete(len(several), summarise)

@@ -19,6 +19,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import matmul_precision
+from tensorlens.studies.identity import model_settings
 from tensorlens.studies.plain_pass import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
@@ -113,8 +114,8 @@ def relations(
     found, problems = load_relations(data, categories)
     found = _limited(found, limit)
     decoder = _Decoder(lens, options)
-    settings = {"model": lens.name, "relations": [r.key for r in found], "rules": decoder.lens.rules.as_dict()}
-    settings |= {"dtype": str(decoder.dtype), "matmul_precision": matmul_precision()}
+    settings = model_settings(decoder.lens) | {"matmul_precision": matmul_precision()}
+    settings |= {"relations": [r.key for r in found]}
     run = Run(out, "relations", settings | {"options": asdict(options)})
     plan = [(relation, split) for relation in found for split in range(options.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
@@ -145,10 +146,6 @@ class _Decoder:
         n_blocks = len(self.anatomy.blocks)
         if max(options.starts) >= n_blocks or min(options.starts) < 0:
             raise InputError(f"`starts` must be blocks from 0 to {n_blocks - 1}; got {options.starts}.")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.lens.model.parameters()).dtype
 
     def described(self, problems: list[Problem], relations: list[Relation]) -> list[dict[str, Any]]:
         """What is wrong with the files, without the folder of the data, which differs from machine to machine."""
