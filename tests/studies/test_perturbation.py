@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from tiny_study import METHODS, TEXTS, lens_on, study
 from zoo import build
 
@@ -23,6 +24,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import Method
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study import measures
+from tensorlens.studies.perturbation_study.forward import PlainModel
 from tensorlens.studies.perturbation_study.run import perturbation
 from tensorlens.studies.perturbation_study.subjects import Images, Texts, maskable
 from tensorlens.studies.perturbation_study.summary import summarise
@@ -123,6 +125,57 @@ def test_windows_join_texts_and_leave_headings_out():
     assert joined == [i for text in TEXTS for i in texts.tokenizer(text)["input_ids"]][: len(joined)]
 
 
+def test_a_fresh_encoder_is_no_decoder():
+    """Whose first output hardly depends on one token of many."""
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.01
+    )
+    lens = tl.Lens(hf.BertModel(config).eval(), lens_on("bert").processor)
+    assert not Texts(lens, read_dataset([" ".join(TEXTS * 4)]), n_tokens=128).is_causal
+
+
+def test_where_positions_are_counted_from_the_mask_hiding_is_deleting_and_refused():
+    torch.manual_seed(0)
+    config = hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
+    texts = Texts(tl.Lens(hf.BloomForCausalLM(config).eval(), lens_on("gpt2").processor), read_dataset(TEXTS))
+    with pytest.raises(InputError, match="counted from the attention mask.*Use that or"):
+        texts.check(["token", "attention"])
+    texts.check(["token", "delete"])
+    Texts(lens_on("gpt2"), read_dataset(TEXTS)).check(["attention"])
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_a_decoder_that_classifies_is_read_at_its_last_token_whatever_that_is(padding):
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
+        pad_token_id=padding,
+    )  # fmt: skip
+    model = hf.LlamaForSequenceClassification(config).eval()
+    ids = torch.tensor([[5, 6, 7, 3], [5, 6, 3, 3]])
+    found = PlainModel(tl.Lens(model)).run({"input_ids": ids}, -1)
+    torch.testing.assert_close(found.logits, model.score(found.states).detach())
+    assert model.config.pad_token_id == padding
+
+
+def test_deleting_everything_is_a_gap_that_says_why(tmp_path):
+    result = study(tmp_path, "gpt2", presets=("paper-like",), replacements=("delete", "token"), grid=(0.0, 0.5, 1.0))
+    deleted, replaced = (result.summary["conditions"][f"paper-like, {how}"] for how in ("delete", "token"))
+    assert {gap["reason"].split(".")[0] for gap in deleted["missing"].values()} == {
+        "To delete every token leaves no input"
+    }
+    assert "tensor.norm" in replaced["most"]["hs_mse"]["methods"]
+
+
+def test_a_model_that_gives_no_number_is_skipped(tmp_path):
+    lens = lens_on()
+    with torch.no_grad():
+        lens.model.get_input_embeddings().weight[7] = float("nan")  # "sat"
+    result = perturbation(lens, ["the cat on a mat", "the cat sat"], tmp_path, methods=["control.recency"])
+    assert (result.summary["n_measured"], result.summary["n_skipped"]) == (1, 1)
+
+
 @pytest.fixture
 def picture_folder(tmp_path):
     from PIL import Image
@@ -195,11 +248,14 @@ def test_presets_together_are_the_presets_alone_and_replace_nothing_twice(tmp_pa
         return copies(self, sample, masks, replacement)
 
     monkeypatch.setattr(Texts, "copies", counted)
-    both = study(tmp_path / "both", "gpt2", presets=("strict", "paper-like"))
+    texts = [text for text in TEXTS if " " in text]  # one token may go under one preset only
+    both = study(tmp_path / "both", "gpt2", presets=("strict", "paper-like"), data=texts)
     n_together = sum(map(len, run_masks))
     assert all(len(masks.unique(dim=0)) == len(masks) for masks in run_masks)
     run_masks.clear()
-    alone = {preset: study(tmp_path / preset, "gpt2", presets=(preset,)) for preset in ("strict", "paper-like")}
+    alone = {
+        preset: study(tmp_path / preset, "gpt2", presets=(preset,), data=texts) for preset in ("strict", "paper-like")
+    }
     assert n_together < sum(map(len, run_masks))
     for preset, result in alone.items():
         for condition, cells in result.summary["conditions"].items():
@@ -254,6 +310,10 @@ def test_wrong_choices_are_named(tmp_path):
     for options, message in (
         ({"methods": ["tensor.nrom"]}, "methods"), ({"replacements": ["black"]}, "replacements"),
         ({"presets": ["lax"], "name": "gpt2"}, "presets"), ({"min_tokens": 99}, "min_tokens"),
+        ({"methods": ["tensor.nrom"]}, "Did you mean 'tensor.norm'"), ({"methods": []}, "methods.*none"),
+        ({"presets": "paperlike"}, "Did you mean 'paper-like'"), ({"limit": 0}, "`limit` of at least 1; got 0"),
+        ({"n_random": 0}, "n_random"), ({"norm_probes": -3}, "norm_probes"), ({"grid": (0.0, 0.1, math.nan)}, "grid"),
+        ({"n_tokens": 2, "cut": "windows"}, "above the 2 special tokens"), ({"data": 3}, "Pass a list"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             study(tmp_path / "x", **options)
@@ -262,6 +322,44 @@ def test_wrong_choices_are_named(tmp_path):
         study(tmp_path / "run", limit=3)
     with pytest.raises(InputError, match="fingerprint"):
         study(tmp_path / "run", limit=2, data=[*TEXTS, "another"])
+
+
+def test_another_model_of_the_same_name_is_refused(tmp_path):
+    lens, options = lens_on(), {"methods": ["tensor.in_out"], "progress": False}
+    perturbation(lens, TEXTS[:2], tmp_path, **options)
+    perturbation(lens_on(), TEXTS[:2], tmp_path, **options)  # the same weights once more
+    with torch.no_grad():
+        next(lens.model.parameters()).mul_(1.5)
+    with pytest.raises(InputError, match="weights is .* there and .* here"):
+        perturbation(lens, TEXTS[:2], tmp_path, **options)
+
+
+def test_another_picture_of_the_same_size_is_other_data(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(b"one picture")
+    first = read_dataset(tmp_path).fingerprint
+    path.write_bytes(b"two picture")
+    assert read_dataset(tmp_path).fingerprint != first
+
+
+def test_ranked_by_magnitude_position_is_not_recency(tmp_path):
+    controls = ["control.position", "control.recency"]
+    areas = study(tmp_path, "gpt2", methods=controls, absolute=True).areas()
+    assert areas["control.position"] != pytest.approx(areas["control.recency"])
+    assert "ranked by magnitude" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_where_nothing_could_be_measured_it_says_why(tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    result = perturbation(vision_lens(), tmp_path / "broken.png", tmp_path / "run", methods=METHODS, progress=False)
+    assert result.summary["n_measured"] == 0
+    with pytest.raises(InputError, match="No sample could be measured; the first: .*cannot be read"):
+        result.areas()
+
+
+def test_the_report_of_few_samples_says_so(tmp_path):
+    text = study(tmp_path, limit=2).report.read_text("utf-8")
+    assert "Of 2 samples they say little" in text and "<code>token</code> stands for [MASK]" in text
 
 
 def test_the_model_is_left_in_its_mode(tmp_path):
@@ -354,10 +452,22 @@ def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="found none"):
         read_dataset(tmp_path / "empty")
+    (tmp_path / "marked.csv").write_bytes("\ufefftext,label\none,0\n".encode())
+    assert read_dataset(tmp_path / "marked.csv").items == ("one",)
+    (tmp_path / "odd.jsonl").write_text('{"label": 1}\n{"text": "a\u2028b"}\n', "utf-8")
+    assert read_dataset(tmp_path / "odd.jsonl").items == ("", "a\u2028b")
+    (tmp_path / "odd.txt").write_bytes("a\x85b\r\nc\n".encode())
+    assert read_dataset(tmp_path / "odd.txt").items == ("a\x85b", "c")
+    (tmp_path / "latin.csv").write_bytes("text\ncaf\xe9\n".encode("latin-1"))
+    with pytest.raises(InputError, match="UTF-8"):
+        read_dataset(tmp_path / "latin.csv")
     library = type(sys)("datasets")
     library.load_dataset = lambda name, configuration, split: [{"text": f"{name} {configuration} {split}"}]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert read_dataset("owner/data:part", split="train").items == ("owner/data part train",)
+    library.load_dataset = lambda *names, split: [][0]  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="no file or folder here, and as an id it could not be loaded: IndexError"):
+        read_dataset("nofile")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(tl.MissingExtraError, match="studies"):
         read_dataset("owner/data")

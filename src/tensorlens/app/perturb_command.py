@@ -40,7 +40,9 @@ def perturb(
     split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
     grid: Annotated[str, typer.Option(help="Fractions replaced.")] = ",".join(map(str, GRID)),
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
-    norm_probes: Annotated[int | None, typer.Option(help="Estimate tensor.norm by this many random probes.")] = None,
+    norm_probes: Annotated[
+        int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
     json: Json = False,
@@ -62,14 +64,20 @@ def perturb(
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     result = run_perturbation(
-        lens, data, out, methods=methods.split(",") if methods else None, limit=limit,
+        lens, data, out, methods=_names(methods), limit=limit,
         presets=preset or ("strict",), replacements=replacement or None,  # type: ignore[arg-type]  # checked by the study
         grid=_fractions(grid), n_tokens=tokens, min_tokens=min_tokens,
         cut="windows" if windows else "each", column=column, split=split, absolute=absolute, seed=seed,
         norm_probes=norm_probes, batch_size=batch_size,
     )  # fmt: skip
+    if not result.summary["n_measured"]:
+        raise InputError(f"No sample could be measured; the first: {result.summary['skipped'][0]['reason']}")
     if Processes.from_environment().is_first:
         typer.echo(json_module.dumps(result.summary) if json else _table(result))
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",")]
 
 
 def _fractions(text: str) -> list[float]:
@@ -88,4 +96,5 @@ def _table(result: PerturbationResult) -> str:
         low, high = methods[name]["interval"]
         lines.append(f"{name:28} {methods[name]['auc']:.5g}  [{low:.5g}, {high:.5g}]")
     lines += [f"{name:28} missing: {gap['reason']}" for name, gap in found.get("missing", {}).items()]
+    lines += [f"skipped {one['name']}: {one['reason']}" for one in result.summary["skipped"][:3]]
     return "\n".join([*lines, f"Report: {result.report}"])

@@ -38,7 +38,8 @@ def _recency(question: Question) -> Answer:
 
 @method("control.position", "Control: the earlier the token, the higher")
 def _position(question: Question) -> Answer:
-    return _answer(question, -torch.arange(len(question.operator.input), dtype=torch.float64))
+    n_tokens = len(question.operator.input)  # never negative: a study may rank by magnitude
+    return _answer(question, torch.arange(n_tokens - 1, -1, -1, dtype=torch.float64))
 
 
 @method("control.embedding_norm", "Control: length of the state that enters the first block")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens.lens import Lens
 from tensorlens.models.modes import evaluating
+
+NO_TOKEN = -1
+"""An id that no token has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class PlainModel:
         states: list[Tensor] = []
         handle = self.body.register_forward_hook(lambda module, args, output: states.append(_state(output)))
         try:
-            with torch.inference_mode(), evaluating(self.model):
+            with torch.inference_mode(), evaluating(self.model), _without_padding(self.model):
                 output = self.model(**inputs, **self.options, **options)
         finally:
             handle.remove()
@@ -85,6 +89,25 @@ class PlainModel:
         return Outputs(
             states=states[:, out_token].float(), logits=None if logits is None or logits.dim() != 2 else logits.float()
         )
+
+
+@contextmanager
+def _without_padding(model: nn.Module) -> Iterator[None]:
+    """No token counts as padding for a while.
+
+    A decoder that classifies reads its last token that is not padding, and takes no batch if none is named. Copies have
+    no padding, though what takes a token's place may be the token that otherwise pads.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(config, "pad_token_id"):
+        yield
+        return
+    found, config.pad_token_id = config.pad_token_id, NO_TOKEN
+    try:
+        yield
+    finally:
+        config.pad_token_id = found
 
 
 def _state(output: Any) -> Tensor:

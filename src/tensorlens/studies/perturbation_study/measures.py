@@ -83,7 +83,7 @@ def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
         len(values) < 2
         or values[0] != 0
         or values[-1] > 1
-        or any(a >= b for a, b in zip(values, values[1:], strict=False))
+        or not all(a < b for a, b in zip(values, values[1:], strict=False))
     ):
         raise InputError(f"Expected a grid of rising fractions from 0 to at most 1; got {list(grid)}.")
     return values

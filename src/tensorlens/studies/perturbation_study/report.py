@@ -21,6 +21,9 @@ TITLES = {
     ("least", "hs_mse"): "HS-MSE, least relevant first (lower is better)",
     ("least", "abs_aopc"): "Change of probability, least relevant first (lower is better)",
 }
+METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC"}
+FEW = 20
+"""Samples below which intervals by resampling mean little."""
 LABELS = {"hs_mse": "mean squared change of the output state", "abs_aopc": "absolute change of probability"}
 STYLE = """
 <style>
@@ -45,7 +48,9 @@ def write_report(run: Run) -> Path:
         curves = {name: result["methods"][name]["curve"] for name in best_first(result, order)}
         title = f"{condition}: {TITLES[order, metric]}"
         try:
-            svg = figure_svg(perturbation_curves(curves, summary["grid"], title, LABELS[metric]))
+            svg = figure_svg(
+                perturbation_curves(curves, summary["grid"], title, LABELS[metric], run.settings["methods"])
+            )
         except MissingExtraError as error:
             picture = f"<p>{html.escape(str(error))}</p>"
         else:
@@ -77,19 +82,37 @@ def _head(run: Run, summary: Mapping[str, Any]) -> str:
     lines = [
         f"<h1>Perturbation study of {html.escape(settings['model'])}</h1>",
         f"<p>{summary['n_measured']} of {summary['n_samples']} samples measured, {summary['n_skipped']} skipped. "
-        f"Tokens replaced: {', '.join(f'{fraction:.0%}' for fraction in summary['grid'])}. "
+        f"Tokens replaced: {', '.join(f'{100 * fraction:g}%' for fraction in summary['grid'])}, ranked by "
+        f"{'magnitude' if settings['absolute'] else 'signed score'}. {_replaced(settings)}"
         f"Gate convention: {html.escape(str(settings['rules'].get('gate')))}.</p>",
+        "<p>The best map of the tensor against the best of the paper's eight baselines, both chosen after the fact; 95 "
+        "% intervals by resampling the samples, and the part of resamples in which the tensor is ahead."
+        f"{_few(summary['n_measured'])}</p>",
     ]
+    rows = []
     for condition, order, metric, result in each_result(summary):
         against = result.get("tensor_against_baseline")
         if order == "most" and against and against["n"]:
             low, high = against["interval"]
-            lines.append(
-                f"<p>{html.escape(condition)}, {metric}: <b>{html.escape(against['first'])}</b> against "
-                f"<b>{html.escape(against['second'])}</b>, the best baseline: {against['advantage']:+.4g} "
-                f"[{low:+.4g}, {high:+.4g}], ahead with probability {against['probability']:.3f}.</p>"
-            )
-    return "".join(lines)
+            found = f"{against['advantage']:+.4g} [{low:+.4g}, {high:+.4g}]"
+            cells = [condition, METRICS[metric], against["first"], against["second"], found]
+            rows.append([*cells, f"{against['probability']:.3f}"])
+    heads = "".join(
+        f"<th>{name}</th>" for name in ("condition", "metric", "tensor", "baseline", "difference", "ahead in")
+    )
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
+    return "".join(lines) + (f"<table><tr>{heads}</tr>{body}</table>" if rows else "")
+
+
+def _replaced(settings: Mapping[str, Any]) -> str:
+    token = settings["data"].get("replacement_token")
+    return (
+        f"<code>token</code> stands for {html.escape(token)}. " if token and "token" in settings["replacements"] else ""
+    )
+
+
+def _few(n_measured: int) -> str:
+    return f" Of {n_measured} samples they say little." if n_measured < FEW else ""
 
 
 def _table(result: Mapping[str, Any], order: str) -> str:
@@ -104,7 +127,7 @@ def _table(result: Mapping[str, Any], order: str) -> str:
             f"<tr{' class=best' if name in best else ''}><td>{html.escape(name)}</td><td>{found['auc']:.5g}</td>"
             f"<td>[{low:.5g}, {high:.5g}]</td><td>{found['n']}</td><td>{behind}</td></tr>"
         )
-    names = ("method", "AUC", "95 % interval", "samples", "P(best tensor method is better)")
+    names = ("method", "AUC", "95 % interval", "samples", "best tensor method ahead in")
     head = "".join(f"<th>{name}</th>" for name in names)
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
@@ -123,8 +146,8 @@ def _missing(summary: Mapping[str, Any]) -> str:
 def _again(run: Run) -> str:
     config = html.escape(json.dumps(run.config, indent=1, ensure_ascii=False))
     return (
-        "<h2>Run it again</h2><p>With these settings, in the same folder, a run goes on where it stopped; in a new "
-        f"folder it gives the same summary.</p><pre>{config}</pre><h2>Maps of the first samples</h2>"
+        "<h2>Run it again</h2><p>With these settings and the same data, in the same folder, a run goes on where it "
+        f"stopped; in a new folder it gives the same summary.</p><pre>{config}</pre><h2>Maps of the first samples</h2>"
     )
 
 

@@ -6,8 +6,9 @@ all methods; the replaced copies go through the plain model in batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tensorlens.maps.controls import random_scores
 from tensorlens.maps.methods import METHODS
 from tensorlens.models.modes import matmul_precision
 from tensorlens.studies.datasets import Dataset, read_dataset
+from tensorlens.studies.identity import model_settings
 from tensorlens.studies.perturbation_study.forward import PlainModel
 from tensorlens.studies.perturbation_study.measures import (
     GRID,
@@ -62,6 +64,8 @@ class PerturbationResult:
     def areas(self, condition: str | None = None, metric: str = "hs_mse", order: str = "most") -> dict[str, float]:
         """Area under the curve of each method, best first; of the first condition if none is named."""
         conditions = self.summary["conditions"]
+        if not conditions:
+            raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
         chosen = conditions[next(iter(conditions)) if condition is None else condition]
         methods = chosen[order][metric]["methods"]
         best_first = sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
@@ -121,18 +125,25 @@ def perturbation(
     Returns:
         The summary and where everything is. Started again with the same settings, a run goes on where it stopped.
     """
+    for name, number in (("limit", limit), ("n_random", n_random), ("norm_probes", norm_probes)):
+        if number is not None and number < 1:
+            raise InputError(f"Expected `{name}` of at least 1; got {number}.")
     dataset = data if isinstance(data, Dataset) else read_dataset(data, column=column, split=split)
     subject: Subject = (
         Images(lens, dataset, limit=limit)
         if dataset.kind == "image"
         else Texts(lens, dataset, n_tokens=n_tokens, min_tokens=min_tokens, cut=cut, limit=limit)
     )
+    chosen = _checked(presets, ("strict", "paper-like"), "presets")
     settings = Settings(
-        methods=_checked(tuple(methods or METHODS), METHODS, "methods"),
-        presets=_checked(tuple(presets), ("strict", "paper-like"), "presets") if subject.is_causal else ("strict",),
-        replacements=_checked(tuple(replacements or subject.replacements[:1]), subject.replacements, "replacements"),
+        methods=_checked(METHODS if methods is None else methods, METHODS, "methods"),
+        presets=chosen if subject.is_causal else ("strict",),
+        replacements=_checked(
+            subject.replacements[:1] if replacements is None else replacements, subject.replacements, "replacements"
+        ),
         grid=check_grid(grid), absolute=absolute, seed=seed, n_random=n_random, norm_probes=norm_probes,
     )  # fmt: skip
+    subject.check(settings.replacements)
     run = Run(out, "perturbation", _describe(lens, dataset, subject, settings, limit))
     study = _Study(lens, subject, settings, run.folder, PlainModel(lens, batch_size))
     run.work(len(subject), study.measure, progress)
@@ -142,25 +153,29 @@ def perturbation(
     return PerturbationResult(folder=run.folder, summary=summary)
 
 
-def _checked(chosen: tuple[Any, ...], known: Any, name: str) -> tuple[Any, ...]:
-    wrong = [one for one in chosen if one not in known]
-    if wrong or not chosen:
-        raise InputError(f"Expected `{name}` among {', '.join(known)}; got {wrong[0] if wrong else 'none'!r}.")
-    return tuple(dict.fromkeys(chosen))
+def _checked(chosen: Iterable[Any], known: Iterable[str], name: str) -> tuple[Any, ...]:
+    """The names chosen, each once; one name by itself will do."""
+    known = tuple(known)
+    chosen = (chosen,) if isinstance(chosen, str) else tuple(dict.fromkeys(chosen))
+    wrong = next((one for one in chosen if one not in known), None)
+    if wrong is not None or not chosen:
+        near = get_close_matches(str(wrong), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"Expected `{name}` among {', '.join(known)}; got {wrong if chosen else 'none'!r}.{hint}")
+    return chosen
 
 
 def _describe(lens: Lens, dataset: Dataset, subject: Subject, settings: Settings, limit: int | None) -> dict[str, Any]:
-    model = lens.model
-    return asdict(settings) | {
-        "model": lens.name,
-        "model_class": type(model).__name__,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "matmul_precision": matmul_precision(),
-        "rules": lens.rules.as_dict(),
-        "data": {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | subject.settings(),
-        "limit": limit,
-        "is_causal": subject.is_causal,
-    }
+    return (
+        asdict(settings)
+        | model_settings(lens)
+        | {
+            "matmul_precision": matmul_precision(),
+            "data": {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | subject.settings(),
+            "limit": limit,
+            "is_causal": subject.is_causal,
+        }
+    )
 
 
 Plan = list[tuple[str, Tensor]] | str
@@ -180,8 +195,10 @@ class _Study:
             sample = self.subject.load(index)
         except TensorLensError as error:
             return {"name": name, "skipped": str(error)}
-        if not maskable(sample, self.subject.is_causal, "strict"):
-            return {"name": name, "skipped": f"None of its {sample.n_tokens} tokens may be replaced."}
+        for preset in self.settings.presets:
+            if not maskable(sample, self.subject.is_causal, preset):
+                reason = f"None of its tokens, {sample.n_tokens} in all, may be replaced under `{preset}`."
+                return {"name": name, "skipped": reason}
         out_token = -1 if self.subject.is_causal else 0
         try:
             tensor = self.lens(sample.value)
@@ -189,6 +206,8 @@ class _Study:
             return {"name": name, "skipped": str(error)}
         scores = {method: self._scores(tensor, method, out_token, index) for method in self.settings.methods}
         clean = self.plain.run(sample.inputs, out_token)
+        if not bool(clean.states.isfinite().all()):
+            return {"name": name, "skipped": "The model's output holds NaN or infinity."}
         record = {"name": name, "n_tokens": sample.n_tokens, "state_power": _short(clean.states[0].square().mean())}
         plans = {preset: self._plans(sample, scores, preset) for preset in self.settings.presets}
         by_replacement = {
@@ -229,7 +248,12 @@ class _Study:
         changes, rows = {}, iter(())
         if wanted:
             unique, places = torch.cat(wanted).unique(dim=0, return_inverse=True)
-            changes = self._changes(sample, unique, replacement, out_token, clean)
+            try:
+                changes = self._changes(sample, unique, replacement, out_token, clean)
+            except InputError as error:
+                return {
+                    preset: dict.fromkeys(of_preset, {"missing": str(error)}) for preset, of_preset in plans.items()
+                }
             rows = iter(places.split([len(masks) for masks in wanted]))
 
         def cell(plan: Plan) -> dict[str, Any]:
@@ -266,6 +290,8 @@ class _Study:
                 changes["abs_aopc"][places] = absolute_aopc(clean.logits[0], perturbed.logits).cpu()
         if clean.logits is None:
             del changes["abs_aopc"]
+        if not all(bool(values.isfinite().all()) for values in changes.values()):
+            raise InputError(f"With `{replacement}` in the place of tokens the model's output holds NaN or infinity.")
         return changes
 
 

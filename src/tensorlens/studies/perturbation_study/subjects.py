@@ -144,6 +144,11 @@ class Texts:
     def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
         names, samples, self._n_seen = [], [], 0
         room = self.n_tokens - len(self.before) - len(self.after)
+        if room < 1:
+            raise InputError(
+                f"Expected `n_tokens` above the {len(self.before) + len(self.after)} special tokens of every text; "
+                f"got {self.n_tokens}."
+            )
         for name, content in self._contents(room):
             if limit is not None and len(samples) == limit:
                 break
@@ -152,6 +157,8 @@ class Texts:
             if len(ids) >= self.min_tokens:
                 names.append(name)
                 samples.append(ids)
+        if not self._n_seen:
+            raise InputError("Expected texts; got none. Is the file empty?")
         if not samples:
             raise InputError(
                 f"Expected texts of at least {self.min_tokens} tokens; none of {self._n_seen} is. Lower `min_tokens`."
@@ -176,6 +183,32 @@ class Texts:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def check(self, replacements: Sequence[str]) -> None:
+        """Refuse a replacement that on this model does not do what it says.
+
+        Raises:
+            InputError: to hide a token from attention moves the others together, as to delete it does.
+        """
+        ids = next((ids for ids in self.ids if len(ids) > 4), None)
+        if "attention" not in replacements or not self.is_causal or ids is None:
+            return
+        tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
+        if self._positions(tensor):
+            return
+        masks = torch.zeros_like(tensor, dtype=torch.bool)
+        masks[0, len(ids) // 2] = True
+        sample = Sample(name="", value=None, inputs={"input_ids": tensor}, n_tokens=len(ids), fixed=frozenset())
+        hidden, deleted = (
+            PlainModel(self.lens).run(self.copies(sample, masks, how)[0][1], -1).states[0]
+            for how in ("attention", "delete")
+        )
+        if bool((hidden - deleted).abs().max() <= 1e-5 * hidden.abs().max()):
+            raise InputError(
+                f"On `{type(self.lens.model).__name__}` the replacement `attention` closes the gap that a hidden token "
+                "leaves, since positions are counted from the attention mask, and is the same as `delete`. Use that or "
+                "a replacement that keeps positions: token, zero, mean."
+            )
 
     def _positions(self, ids: Tensor) -> dict[str, Tensor]:
         """Positions as they were, for models that would count them from the attention mask."""
@@ -204,11 +237,13 @@ def _wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
-    """Whether the first output ignores the last token: tried, not read from the configuration."""
+    """Whether the first output ignores all later tokens: tried, not read from the configuration."""
     ids = next((ids for ids in samples if len(ids) > 2), None)
     if ids is None:
         raise InputError("Expected a text of more than two tokens; got none. Pass longer texts.")
-    pair = torch.tensor([ids, [*ids[:-1], ids[0] if ids[-1] != ids[0] else ids[1]]], device=lens.model.device)  # type: ignore[arg-type]
+    # All other tokens change: one of many may be lost in a first output that averages over them.
+    other = ids[0] if set(ids) != {ids[0]} else ids[0] - 1 if ids[0] else 1
+    pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=lens.model.device)  # type: ignore[arg-type]
     states = PlainModel(lens).run({"input_ids": pair}, 0).states
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
@@ -216,6 +251,8 @@ def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
 def _shortened(ids: Tensor, masks: Tensor) -> Copies:
     """Copies without the masked tokens, those of one length together."""
     n_gone = masks.sum(1)
+    if int(n_gone.max()) == ids.shape[1]:
+        raise InputError("To delete every token leaves no input. End the grid below 1, or choose another replacement.")
     groups = []
     for n in n_gone.unique().tolist():
         places = (n_gone == n).nonzero()[:, 0]
@@ -282,6 +319,9 @@ class Images:
                 {"pixel_values": torch.where(covered, self._filler(window, replacement), window)},
             )
         ]
+
+    def check(self, replacements: Sequence[str]) -> None:
+        """Every replacement does on every model what it says."""
 
     def settings(self) -> dict[str, Any]:
         """Nothing beyond the processor."""

@@ -16,7 +16,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 STYLES = tuple((colour, dashes) for dashes, colour in product(("-", "--", ":", "-."), COLOURS))
 
 
-def perturbation_curves(curves: Mapping[str, Sequence[float]], grid: Sequence[float], title: str, label: str) -> Figure:
+def perturbation_curves(
+    curves: Mapping[str, Sequence[float]], grid: Sequence[float], title: str, label: str, methods: Sequence[str]
+) -> Figure:
     """A line chart with the legend in the given order.
 
     Args:
@@ -24,11 +26,12 @@ def perturbation_curves(curves: Mapping[str, Sequence[float]], grid: Sequence[fl
         grid: Fractions of tokens replaced.
         title: Printed above.
         label: What the height is.
+        methods: All methods of the run, so that one has the same colour in every figure.
     """
     figure = new_figure(6.9, 3.4)  # as wide as a page with two columns
     axes = figure.subplots()
-    for number, (name, curve) in enumerate(curves.items()):
-        colour, dashes = STYLES[number % len(STYLES)]
+    for name, curve in curves.items():
+        colour, dashes = STYLES[methods.index(name) % len(STYLES)]
         axes.plot(grid, curve, dashes, color=colour, lw=1.4, label=name)
     axes.set_title(title, fontsize=8, loc="left")
     axes.set_xlabel("fraction of tokens replaced", fontsize=8)
