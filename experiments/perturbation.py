@@ -32,9 +32,9 @@ ONE_PASS = [
 TENSOR = [name for name in tl.METHODS if name.startswith("tensor.")]
 METHODS = {
     "one_pass": ONE_PASS,
-    "one_vjp": ["tensor.in_out", "tensor.in_class"],
     "tensor": [*TENSOR, "control.random"],
     "signed": ["tensor.in_out", "mean.attn"],
+    "recency": ["mean.attn", "control.recency", "control.random"],
 }
 
 
