@@ -159,6 +159,15 @@ def test_a_decoder_that_classifies_is_read_at_its_last_token_whatever_that_is(pa
     assert model.config.pad_token_id == padding
 
 
+def test_a_model_that_pads_by_itself_keeps_its_padding():
+    config = hf.LongformerConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        attention_window=8, pad_token_id=0,
+    )  # fmt: skip
+    lens = tl.Lens(hf.LongformerForSequenceClassification(config).eval(), lens_on("bert").processor)
+    assert PlainModel(lens).run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}, 0).states.isfinite().all()
+
+
 def test_deleting_everything_is_a_gap_that_says_why(tmp_path):
     result = study(tmp_path, "gpt2", presets=("paper-like",), replacements=("delete", "token"), grid=(0.0, 0.5, 1.0))
     deleted, replaced = (result.summary["conditions"][f"paper-like, {how}"] for how in ("delete", "token"))

@@ -93,14 +93,14 @@ class PlainModel:
 
 @contextmanager
 def _without_padding(model: nn.Module) -> Iterator[None]:
-    """No token counts as padding for a while.
+    """No token counts as padding to a decoder that classifies, for a while.
 
-    A decoder that classifies reads its last token that is not padding, and takes no batch if none is named. Copies have
-    no padding, though what takes a token's place may be the token that otherwise pads.
+    It reads its last token that is not padding, and takes no batch if none is named. Copies have no padding, but what
+    takes a token's place may be the token that otherwise pads. Other models are left alone: some pad by themselves.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not hasattr(config, "pad_token_id"):
+    if not hasattr(model, "score") or not hasattr(config, "pad_token_id"):  # `score`: the head of such a decoder
         yield
         return
     found, config.pad_token_id = config.pad_token_id, NO_TOKEN
