@@ -461,6 +461,10 @@ def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="found none"):
         read_dataset(tmp_path / "empty")
+    rows = [{"text": "one, two", "label": 0}, {"text": "three", "label": 1}]
+    assert {read_dataset(some).fingerprint for some in (rows, iter(rows), ["one, two", "three"])} == {
+        found[0].fingerprint
+    }
     (tmp_path / "marked.csv").write_bytes("\ufefftext,label\none,0\n".encode())
     assert read_dataset(tmp_path / "marked.csv").items == ("one",)
     (tmp_path / "odd.jsonl").write_text('{"label": 1}\n{"text": "a\u2028b"}\n', "utf-8")

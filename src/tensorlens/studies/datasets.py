@@ -10,7 +10,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,14 +49,17 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
 
     Args:
         source: A .csv, .jsonl or .txt file (one line a text), a folder of images, a list of texts or of image paths,
-            or the id of a data set of the `datasets` library (``id:configuration`` where it has several).
+            rows (dictionaries, such as a `datasets.Dataset` gives), or the id of a data set of the `datasets` library
+            (``id:configuration`` where it has several).
         column: The column or field with the text; found by its usual names if None.
         split: For a data set by id: which part.
     """
-    if isinstance(source, (list, tuple)):
-        return _from_list(source)
     if not isinstance(source, (str, Path)):
-        raise InputError(f"Expected a path, an id or a list of texts; got {type(source).__name__}. Pass a list.")
+        if not isinstance(source, Iterable):
+            raise InputError(f"Expected a path, an id or a list of texts; got {type(source).__name__}. Pass a list.")
+        items = list(source)
+        is_table = bool(items) and all(isinstance(item, Mapping) for item in items)
+        return _from_rows([dict(row) for row in items], column, "the data") if is_table else _from_list(items)
     path = Path(source)
     if path.is_dir():
         return _from_folder(path)
