@@ -12,6 +12,7 @@ from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
 from tensorlens.errors import InputError
 from tensorlens.studies.perturbation_study.measures import GRID
+from tensorlens.studies.perturbation_study.report import FEW
 from tensorlens.studies.perturbation_study.run import PerturbationResult
 from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
 from tensorlens.studies.runs import Processes
@@ -90,7 +91,9 @@ def _fractions(text: str) -> list[float]:
 def _table(result: PerturbationResult) -> str:
     """The areas of the first condition, best first, and where the rest is."""
     condition, found = next(iter(result.summary["conditions"].items()), ("", {}))
-    lines = [f"{result.summary['n_measured']} samples measured, {result.summary['n_skipped']} skipped; {condition}"]
+    n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
+    few = "; of so few, intervals say little" if n_measured < FEW else ""
+    lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
     methods = found.get("most", {}).get("hs_mse", {}).get("methods", {})
     for name in result.areas(condition) if methods else ():
         low, high = methods[name]["interval"]
