@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import typer
 from tiny_language import tiny_lens, write_relation
 from tiny_study import TEXTS, lens_on
 from typer.testing import CliRunner, Result
 
 from tensorlens.app.cli import app
+from tensorlens.app.processes import hand_over
+
+ALONE = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +61,43 @@ def test_perturb_ranks_the_methods_and_refuses_to_mix_settings(encoder, tmp_path
     assert len((tmp_path / "run" / "sessions.jsonl").read_text().splitlines()) == 1  # the second had nothing to do
     assert "must not mix" in refused(*command, "--seed", "7")
     assert "--grid" in refused(*command, "--grid", "a,b")
+
+
+@pytest.mark.parametrize("wrong", [(), ("--replacement", "black")])
+def test_several_processes_share_a_run_and_one_of_them_speaks(encoder, tmp_path, wrong):
+    data = tmp_path / "texts.txt"
+    data.write_text("\n".join(TEXTS))
+    found = []
+    for name, count in (("one", 1), ("two", 2)):
+        command = [sys.executable, "-m", "tensorlens", "perturb", encoder, "--data", data, "--out", tmp_path / name]
+        options = ["--methods", "tensor.in_out,rollout.attn", "--processes", str(count), *wrong]
+        found.append(subprocess.run([*command, *options], capture_output=True, text=True, env=ALONE, check=False))
+    if wrong:
+        assert [one.returncode for one in found] == [2, 2]
+        assert [one.stderr.count("tensorlens: Expected `replacements`") for one in found] == [1, 1]
+        return
+    assert [one.returncode for one in found] == [0, 0], found[1].stderr
+    assert [one.stdout.count("6 samples measured") for one in found] == [1, 1]
+    assert (tmp_path / "two" / "summary.json").read_bytes() == (tmp_path / "one" / "summary.json").read_bytes()
+    assert len((tmp_path / "two" / "sessions.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("way", "said"), [("sys.exit('no room')", "no room\n"), ("os.kill(os.getpid(), 9)", "")])
+def test_a_process_that_fails_alone_is_heard_and_ends_the_others(monkeypatch, capfd, way, said):
+    """One of three fails; the first would go on for a minute."""
+    script = f"import os, sys, time; os.environ['RANK'] == '2' and {way}; time.sleep(60)"
+    monkeypatch.setattr(sys, "argv", ["tensorlens"])
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", script], **options)
+    )
+    monkeypatch.delenv("RANK", raising=False)
+    began = time.monotonic()
+    with pytest.raises(typer.Exit) as ended:
+        hand_over(3)
+    assert ended.value.exit_code == 1 and time.monotonic() - began < 30
+    heard = capfd.readouterr().err
+    assert heard.startswith(f"{said}tensorlens: process 2 of 3 ended with") and "the run goes on" in heard
 
 
 def test_relations_counts_what_survives_and_names_what_does_not(decoder, tmp_path):

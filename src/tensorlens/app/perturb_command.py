@@ -10,6 +10,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
+from tensorlens.app.processes import NumberOfProcesses, hand_over
 from tensorlens.errors import InputError
 from tensorlens.studies.perturbation_study.measures import GRID
 from tensorlens.studies.perturbation_study.report import FEW
@@ -46,6 +47,7 @@ def perturb(
     ] = None,
     seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
+    processes: NumberOfProcesses = 1,
     json: Json = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -57,9 +59,10 @@ def perturb(
 
     Example: tensorlens perturb minilm --data reviews.csv --out runs/minilm --limit 50
 
-    Several processes, on a machine with or without GPUs, share a run:
-    accelerate launch --multi_gpu --num_processes 2 -m tensorlens perturb minilm --data reviews.csv --out runs/minilm
+    Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
+    if hand_over(processes):
+        return
     lens = options.load_lens(
         model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=True,
         trust_remote_code=trust_remote_code,

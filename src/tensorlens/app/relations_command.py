@@ -10,10 +10,12 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
+from tensorlens.app.processes import NumberOfProcesses, hand_over
 from tensorlens.errors import InputError
 from tensorlens.studies.relation_study.report import category_table, survival
 from tensorlens.studies.relation_study.run import RelationOptions
 from tensorlens.studies.relation_study.run import relations as run_relations
+from tensorlens.studies.runs import Processes
 
 
 def relations(
@@ -28,6 +30,7 @@ def relations(
     category: Annotated[list[str] | None, typer.Option(help="Only this category; may be given again.")] = None,
     lre: Annotated[bool, typer.Option(help="Whether to run LRE beside the tensor.")] = True,
     seed: Annotated[int, typer.Option(help="Of the first split.")] = 0,
+    processes: NumberOfProcesses = 1,
     json: Json = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -39,14 +42,18 @@ def relations(
 
     Example: tensorlens relations smollm2-135m --data relations --out run --limit 1 --splits 1 --max-test 5 --no-lre
     """
+    if hand_over(processes):
+        return
     lens = options.load_lens(
-        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=False,
+        model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=False,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     chosen = RelationOptions(
         n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre
     )
     summary = run_relations(lens, data, out, limit=limit, categories=category or None, options=chosen)
+    if not Processes.from_environment().is_first:
+        return
     if json:
         typer.echo(json_module.dumps(summary, ensure_ascii=False))
         return
