@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 from tensorlens.app.cli import app
 from tensorlens.app.processes import hand_over
 
-ALONE = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+ALONE = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
