@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,9 @@ from typing import Any
 import torch
 
 import tensorlens as tl
+from tensorlens.app.processes import hand_over
 from tensorlens.studies import PerturbationResult, perturbation
+from tensorlens.studies.runs import Processes
 
 CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
@@ -56,16 +55,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    if hand_over(options.processes, [__file__]):
+        return
     weights = dict(pair.split("=", 1) for pair in options.weights)
     if options.tf32:
         torch.set_float32_matmul_precision("high")
     for part in options.part or CONFIGS:
         started = time.perf_counter()
-        if "RANK" in os.environ or options.processes == 1:
-            result = run(part, options, weights)
-        else:
-            result = run_shared(part, options)
-        if os.environ.get("RANK", "0") == "0" and result is not None:
+        result = run(part, options, weights)
+        if Processes.from_environment().is_first:
             print(table(part, result, time.perf_counter() - started), flush=True)
 
 
@@ -85,31 +83,6 @@ def run(part: str, options: argparse.Namespace, weights: dict[str, str]) -> Pert
     return perturbation(
         lens, data, options.out / part, methods=methods, batch_size=options.batch_size, progress=True, **config
     )
-
-
-def run_shared(part: str, options: argparse.Namespace) -> None:
-    """The same part in several processes on one device, as a launcher would start them."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, __file__, *_forwarded(part, options)],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(options.processes), "OMP_NUM_THREADS": "2"},
-        )
-        for rank in range(options.processes)
-    ]
-    codes = [child.wait() for child in children]
-    if any(codes):
-        sys.exit(f"{part}: processes ended with {codes}; start it again to go on.")
-
-
-def _forwarded(part: str, options: argparse.Namespace) -> list[str]:
-    flags = ["--data", str(options.data), "--out", str(options.out), "--part", part]
-    flags += ["--processes", str(options.processes), "--batch-size", str(options.batch_size)]
-    flags += ["--memory", str(options.memory)]
-    flags += [argument for pair in options.weights for argument in ("--weights", pair)]
-    for name in ("limit", "methods", "device"):
-        value = getattr(options, name)
-        flags += [f"--{name}", str(value)] if value is not None else []
-    return flags + (["--tf32"] if options.tf32 else [])
 
 
 def find(name: str, folder: Path, model: str) -> Path:

@@ -3,7 +3,7 @@
     python experiments/single_tokens.py --data DATA --out FILE.json [--model NAME] [--weights PATH] [--limit 12]
 
 For windows of WikiText as in `smollm2-wikitext` and `gemma3-wikitext`: HS-MSE at the last token when one token is
-replaced, by how far it is from the end, for each replacement; and the share of the watched state's own power.
+replaced, by how far it is from the end, for each replacement; and what part of the sum the nearest 30 % hold.
 """
 
 from __future__ import annotations
@@ -60,14 +60,13 @@ def single(texts: Texts, plain: PlainModel, index: int, replacement: str) -> Ten
 
 
 def summary(model: str, changes: dict[str, list[Tensor]]) -> dict:
-    """Mean HS-MSE of a token by its place, and how much of the sum over all tokens the last 5 % have."""
+    """Mean HS-MSE of a token by its place; of the sum over all but the last, the part of places 2 to 38."""
     result = {}
     for replacement, found in changes.items():
         means = torch.stack(found).mean(0)
         result[replacement] = {
             "by_place": {name: float(means[low:high].mean()) for name, (low, high) in BINS.items()},
-            "share_of_last_7": float(means[:7].sum() / means.sum()),
-            "share_of_2_to_7": float(means[1:7].sum() / means[1:].sum()),
+            "share_of_2_to_38": float(means[1:38].sum() / means[1:].sum()),
         }
     return {"model": model, "n_windows": len(next(iter(changes.values()))), "replacements": result}
 

@@ -74,8 +74,7 @@ def perturb(
         cut="windows" if windows else "each", column=column, split=split, absolute=absolute, seed=seed,
         norm_probes=norm_probes, batch_size=batch_size,
     )  # fmt: skip
-    if not result.summary["n_measured"]:
-        raise InputError(f"No sample could be measured; the first: {result.summary['skipped'][0]['reason']}")
+    result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
         typer.echo(json_module.dumps(result.summary) if json else _table(result))
 
@@ -93,14 +92,13 @@ def _fractions(text: str) -> list[float]:
 
 def _table(result: PerturbationResult) -> str:
     """The areas of the first condition, best first, and where the rest is."""
-    condition, found = next(iter(result.summary["conditions"].items()), ("", {}))
+    condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
     few = "; of so few, intervals say little" if n_measured < FEW else ""
     lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
-    methods = found.get("most", {}).get("hs_mse", {}).get("methods", {})
-    for name in result.areas(condition) if methods else ():
-        low, high = methods[name]["interval"]
-        lines.append(f"{name:28} {methods[name]['auc']:.5g}  [{low:.5g}, {high:.5g}]")
-    lines += [f"{name:28} missing: {gap['reason']}" for name, gap in found.get("missing", {}).items()]
+    for name, area in result.areas().items():
+        low, high = found["most"]["hs_mse"]["methods"][name]["interval"]
+        lines.append(f"{name:28} {area:.5g}  [{low:.5g}, {high:.5g}]")
+    lines += [f"{name:28} missing: {gap['reason']}" for name, gap in found["missing"].items()]
     lines += [f"skipped {one['name']}: {one['reason']}" for one in result.summary["skipped"][:3]]
     return "\n".join([*lines, f"Report: {result.report}"])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from tempfile import TemporaryFile
 from typing import IO, Annotated
@@ -22,7 +23,7 @@ REFUSED = 2
 """What a command ends with that cannot be run as it stands."""
 
 
-def hand_over(count: int) -> bool:
+def hand_over(count: int, program: Sequence[str] = ("-m", "tensorlens")) -> bool:
     """Run this very command in `count` processes, and wait for them; False if it is to be run here.
 
     The first one speaks. Of the others only one that fails is heard; then all end, and what is done stays on the disk.
@@ -31,7 +32,7 @@ def hand_over(count: int) -> bool:
         return False
     with ExitStack() as open_files:
         logs = [None, *(open_files.enter_context(TemporaryFile()) for _ in range(1, count))]
-        children = [_start(rank, count, log) for rank, log in enumerate(logs)]
+        children = [_start([*program, *sys.argv[1:]], rank, count, log) for rank, log in enumerate(logs)]
         try:
             while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
                 time.sleep(POLL_SECONDS)
@@ -46,16 +47,15 @@ def hand_over(count: int) -> bool:
             if code != REFUSED:
                 what = f"process {failed} of {count} ended with {code}"
                 typer.echo(f"tensorlens: {what}; started again, the run goes on where it stopped.", err=True)
-            raise typer.Exit(code if code > 0 else 1)
+            sys.exit(code if code > 0 else 1)
     return True
 
 
-def _start(rank: int, count: int, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+def _start(command: list[str], rank: int, count: int, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     share = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": threads}
-    command = [sys.executable, "-m", "tensorlens", *sys.argv[1:]]
     quiet = None if log is None else subprocess.STDOUT
-    return subprocess.Popen(command, env=os.environ | share, stdout=log, stderr=quiet)
+    return subprocess.Popen([sys.executable, *command], env=os.environ | share, stdout=log, stderr=quiet)
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:

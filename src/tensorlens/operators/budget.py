@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -70,10 +71,11 @@ class Pieces:
         n_outputs: How many outputs.
         n_cotangents: How many cotangents for each.
         most: How many columns a piece may have.
+        unit: What the progress bar calls a column.
     """
 
-    def __init__(self, n_outputs: int, n_cotangents: int, most: int) -> None:
-        self.n_outputs, self.n_cotangents = n_outputs, n_cotangents
+    def __init__(self, n_outputs: int, n_cotangents: int, most: int, unit: str = "cotangent") -> None:
+        self.n_outputs, self.n_cotangents, self.unit = n_outputs, n_cotangents, unit
         self.width = max(1, min(n_cotangents, most))
         self.group = max(1, min(n_outputs, most // max(1, n_cotangents)))
         self._failed = False
@@ -88,7 +90,7 @@ class Pieces:
         total = self.n_outputs * self.n_cotangents
         bar = None
         if self.n_passes > 1:  # one piece has no progress to show, and a bar takes longer than a sketch's block
-            bar = tqdm(total=total, unit="cotangent", delay=3, leave=False, disable=None)
+            bar = tqdm(total=total, unit=self.unit, delay=3, leave=False, disable=None)
         with bar or nullcontext():
             while output < self.n_outputs:
                 outputs = Range(output, min(output + self.group, self.n_outputs))
@@ -121,27 +123,16 @@ class Pieces:
             self.width = (self.width + 1) // 2
         else:
             raise SizeError(
-                "Memory ran out with the smallest piece of work. Expected room for one cotangent of one output; use a "
+                f"Memory ran out with the smallest piece of work. Expected room for one {self.unit}; use a "
                 "shorter input, `precision='bfloat16'`, or a device with more memory."
             ) from error
 
 
 def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list[Result]:
     """What `work` gives for the items, at most so many of them at a time; half as many when memory runs out."""
-    results: list[Result] = []
-    start, size = 0, most
-    while start < len(items):
-        try:
-            results.append(work(items[start : start + size]))
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if size == 1 or not is_out_of_memory(error):
-                raise
-        else:
-            start += size
-            continue
-        clear_memory()
-        size = (size + 1) // 2
-    return results
+    pieces = Pieces(len(items), 1, most, unit="state")
+    tried = (pieces.attempt(partial(work, items[slice(*some)])) for some, _ in pieces)
+    return [result for result in tried if result is not None]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -69,7 +69,7 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
     if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
         return _images([path])
     if path.is_file():
-        return _texts(_lines(path), None)
+        return _texts(_lines(_read(path)), None)
     if path.suffix or str(source).count("/") > 1:
         raise InputError(
             f"Expected data in {str(source)!r}, which does not exist. Pass a .csv, .jsonl or .txt file, a folder of "
@@ -139,15 +139,15 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     text = _read(path)
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in _lines(path)]
+        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in _lines(text)]
     except json.JSONDecodeError as error:
         raise InputError(f"Expected JSON in {str(path)!r}, one object a line; got: {error}.") from error
     return [row if isinstance(row, dict) else {"text": row} for row in rows]
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(text: str) -> list[str]:
     """Lines that are not blank; they end at line feeds alone, since other separators may stand inside a text."""
-    return [line.removesuffix("\r") for line in _read(path).split("\n") if line.strip()]
+    return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
 
 
 def _read(path: Path) -> str:

@@ -62,12 +62,16 @@ class PerturbationResult:
         return self.folder / "report.html"
 
     def areas(self, condition: str | None = None, metric: str = "hs_mse", order: str = "most") -> dict[str, float]:
-        """Area under the curve of each method, best first; of the first condition if none is named."""
+        """Area under the curve of each method, best first; of the first condition if none is named.
+
+        Raises:
+            InputError: no sample could be measured.
+        """
         conditions = self.summary["conditions"]
         if not conditions:
             raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
         chosen = conditions[next(iter(conditions)) if condition is None else condition]
-        methods = chosen[order][metric]["methods"]
+        methods = chosen.get(order, {}).get(metric, {"methods": {}})["methods"]  # none where every method has a gap
         best_first = sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
         return {name: methods[name]["auc"] for name in best_first}
 

@@ -190,15 +190,12 @@ class Texts:
         Raises:
             InputError: to hide a token from attention moves the others together, as to delete it does.
         """
-        ids = next((ids for ids in self.ids if len(ids) > 4), None)
-        if "attention" not in replacements or not self.is_causal or ids is None:
+        longest = max(range(len(self)), key=lambda index: len(self.ids[index]))
+        sample = self.load(longest)
+        if "attention" not in replacements or not self.is_causal or self._positions(sample.inputs["input_ids"]):
             return
-        tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
-        if self._positions(tensor):
-            return
-        masks = torch.zeros_like(tensor, dtype=torch.bool)
-        masks[0, len(ids) // 2] = True
-        sample = Sample(name="", value=None, inputs={"input_ids": tensor}, n_tokens=len(ids), fixed=frozenset())
+        masks = torch.zeros(1, sample.n_tokens, dtype=torch.bool)
+        masks[0, sample.n_tokens // 2] = True
         hidden, deleted = (
             PlainModel(self.lens).run(self.copies(sample, masks, how)[0][1], -1).states[0]
             for how in ("attention", "delete")
