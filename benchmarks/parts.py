@@ -13,7 +13,7 @@ import tensorlens as tl
 from benchmarks.models import body_function, build, token_ids
 from benchmarks.paper_way import WAYS, patched
 from benchmarks.timing import Timing, copy_peak, finish, matmul_peak, timed
-from tensorlens.operators.budget import matmul_mode
+from tensorlens.models.precision import matmul_mode
 from tensorlens.operators.estimates import folded_flops
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import frobenius_norms, sketched_norms

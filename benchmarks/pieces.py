@@ -1,7 +1,7 @@
 """The steps of one folded block by themselves: how close each comes to what the device can do.
 
 Shapes are those of a model, numbers are random. Where a step can be written in several ways, each is timed, so that
-the constants in `tensorlens.operators.folded` have a reason.
+the constants in `tensorlens.folding.pull` have a reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.timing import median_seconds
-from tensorlens.operators.budget import matmul_mode
+from tensorlens.models.precision import matmul_mode
 
 
 class Shape(NamedTuple):

@@ -23,9 +23,11 @@ from benchmarks.long_inputs import long_inputs, long_model
 from benchmarks.models import build, token_ids
 from benchmarks.pieces import BERT, MANY, TINY, pieces
 from benchmarks.timing import copy_peak, finish, median_seconds
+from tensorlens.folding import fold as folding
+from tensorlens.folding import pull as folded
 from tensorlens.freezing import streaming
-from tensorlens.operators import folded, folding, matrix_free
-from tensorlens.operators.budget import matmul_mode
+from tensorlens.models.precision import matmul_mode
+from tensorlens.operators import matrix_free
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
 
 Rows = list[dict[str, Any]]

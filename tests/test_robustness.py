@@ -109,7 +109,7 @@ def test_untouched_after_an_exception_in_the_middle(case: tuple[str, str], monke
     def explode(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError
 
-    from tensorlens.freezing.functions import RULES
+    from tensorlens.freezing.rules.table import RULES
 
     with monkeypatch.context() as patch:
         for name in ("rsqrt", "layer_norm"):

@@ -19,10 +19,10 @@ from tensorlens.errors import (
     SizeError,
     TensorLensError,
 )
-from tensorlens.freezing.adapters import adapter
-from tensorlens.freezing.functions import rules_for
-from tensorlens.freezing.nonlinear import activate
-from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.rules.activations import activate
+from tensorlens.freezing.rules.modules import adapter
+from tensorlens.freezing.rules.table import rules_for
 from tensorlens.lens import Lens, load
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap

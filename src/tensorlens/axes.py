@@ -17,6 +17,8 @@ Results are always ordered (output, input), as in the paper's arrow i ← j.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -37,6 +39,18 @@ TokenMatrix = Float[Tensor, "out_token in_token"]
 
 Attention = Float[Tensor, "head out_token in_token"]
 """Attention probabilities A_h of one block."""
+
+
+class Range(NamedTuple):
+    """Positions `start` to `stop` - 1."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many positions."""
+        return self.stop - self.start
 
 
 def vec(x: Float[Tensor, "token channel"]) -> Float[Tensor, "token_channel"]:  # noqa: UP037

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tensorlens.errors import InputError
+from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.frozen_model import FrozenModel
-from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.streaming import hold
 from tensorlens.maps.targets import Classes
 from tensorlens.models.anatomy import find_anatomy

@@ -18,8 +18,8 @@ from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.precision import Precision
 from tensorlens.operators.base import Pulled, TensorOperator, check_token
-from tensorlens.operators.budget import Precision
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator

@@ -64,7 +64,7 @@ def test_check_exits_by_its_verdict(folder, monkeypatch):
     }
     assert "exact and linear" in runner.invoke(cli.app, ["check", folder]).stdout
 
-    from tensorlens.freezing import functions
+    from tensorlens.freezing.rules import table as functions
 
     monkeypatch.setitem(functions.RULES, "layer_norm", functions.linear)
     failed = runner.invoke(cli.app, ["check", folder])

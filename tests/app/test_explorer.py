@@ -25,8 +25,8 @@ from tensorlens.app.explorer.library import open_library
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.app.explorer.server import create_app
+from tensorlens.folding import pull as folded
 from tensorlens.maps.methods import METHODS
-from tensorlens.operators import folded
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 HOST = "http://127.0.0.1:8765"

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing.adapters import ADAPTERS
+from tensorlens.freezing.rules.modules import ADAPTERS
 from tensorlens.studies.family_study.tiny_models import build, randomise
 
 
@@ -64,7 +64,7 @@ def test_an_adapter_from_outside(monkeypatch: pytest.MonkeyPatch):
     model, x = randomise(Tower()).double(), torch.randn(4, 6, dtype=torch.float64)
     with pytest.raises(tl.NotLinearError, match="Cubic"):
         tl.Lens(model)(x).certificate()
-    monkeypatch.setattr("tensorlens.freezing.adapters.ADAPTERS", dict(ADAPTERS))
+    monkeypatch.setattr("tensorlens.freezing.rules.modules.ADAPTERS", dict(ADAPTERS))
 
     @tl.adapter(f"{CubicActivation.__module__}.CubicActivation")
     def cubic(run: Any, module: Any, forward: Any, z: Tensor) -> Tensor:

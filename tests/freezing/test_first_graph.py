@@ -13,9 +13,10 @@ import zoo
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing import adapters, frozen_model, walk
+from tensorlens.freezing import frozen_model, walk
 from tensorlens.freezing.frozen_model import FrozenModel, Span
-from tensorlens.freezing.functions import held
+from tensorlens.freezing.rules import modules as adapters
+from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.traced import mark, plain
 from tensorlens.studies.family_study.tiny_models import build
 

@@ -8,7 +8,7 @@ from torch import nn
 from zoo import build, sample
 
 import tensorlens as tl
-from tensorlens.freezing import functions
+from tensorlens.freezing.rules import table as functions
 
 
 class Strange(nn.Module):
@@ -92,7 +92,7 @@ def test_a_kernel_with_its_own_backward_is_refused():
 
 
 def test_an_adapter_from_outside_gives_a_module_its_meaning(monkeypatch):
-    from tensorlens.freezing import adapters
+    from tensorlens.freezing.rules import modules as adapters
 
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
     model = with_activation(Cubic())

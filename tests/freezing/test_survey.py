@@ -10,11 +10,11 @@ import zoo
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing import survey
+from tensorlens.folding import search as survey
+from tensorlens.folding.rebuild import held_attention, held_factors, rebuild
+from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.frozen_model import FrozenModel, Span
-from tensorlens.freezing.rebuilding import held_attention, held_factors, rebuild
-from tensorlens.freezing.survey import block_parts, final_norm
-from tensorlens.models.modes import tf32, tf32_allowed
+from tensorlens.models.precision import tf32, tf32_allowed
 
 LAYOUTS = {
     "post_ln": ("bert", "bert-classifier", "bert-mlm", "roberta", "distilbert", "albert"),

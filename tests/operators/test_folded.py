@@ -11,12 +11,15 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens.axes import Range
+from tensorlens.folding import fold as folding
+from tensorlens.folding import pull as folded_module
+from tensorlens.folding import pull_few as few_cotangents
 from tensorlens.freezing.frozen_model import FrozenModel, Span
-from tensorlens.models.modes import tf32, tf32_allowed
-from tensorlens.operators import few_cotangents, folding, matrix_free
-from tensorlens.operators import folded as folded_module
+from tensorlens.memory import Pieces, in_parts
+from tensorlens.models.precision import compute_type, tf32, tf32_allowed
+from tensorlens.operators import matrix_free
 from tensorlens.operators.base import TensorOperator
-from tensorlens.operators.budget import Pieces, Range, compute_type, in_parts
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import (
     frobenius_norms,

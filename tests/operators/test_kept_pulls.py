@@ -10,8 +10,9 @@ import torch
 import zoo
 
 import tensorlens as tl
-from tensorlens.models.modes import tf32
-from tensorlens.operators import few_cotangents, folded
+from tensorlens.folding import pull as folded
+from tensorlens.folding import pull_few as few_cotangents
+from tensorlens.models.precision import tf32
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs of kernels exist on a GPU alone")
 

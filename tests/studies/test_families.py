@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlens.freezing import functions, passes
-from tensorlens.freezing.adapters import ADAPTERS
-from tensorlens.freezing.functions import RULES
-from tensorlens.freezing.kernels import KERNELS
+from tensorlens.freezing import interpreter as passes
+from tensorlens.freezing.rules import table as functions
+from tensorlens.freezing.rules.modules import ADAPTERS
+from tensorlens.freezing.rules.recurrences import KERNELS
+from tensorlens.freezing.rules.table import RULES
 from tensorlens.freezing.traced import mark, plain, raw, traced_in
 from tensorlens.studies.family_study.run import Case, FamilyRecord, examine, sweep
 from tensorlens.studies.family_study.table import read_table, write_table

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tensorlens.errors import InputError
-from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.conventions import Rules
 from tensorlens.lens import Lens, load
 
 Model = Annotated[str, typer.Argument(help="Bundled short name, folder, .gguf file or hub id.", show_default=False)]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError
+from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.rules import Rules
-from tensorlens.freezing.states import Layout, first_tensor
-from tensorlens.freezing.states import find_state as find_state
-from tensorlens.freezing.states import put_state as put_state
+from tensorlens.freezing.layouts import Layout, first_tensor
+from tensorlens.freezing.layouts import find_state as find_state
+from tensorlens.freezing.layouts import put_state as put_state
 from tensorlens.freezing.tape import Tape
 from tensorlens.freezing.traced import constant, plain
 from tensorlens.freezing.walk import Heads as Heads
@@ -25,7 +25,7 @@ from tensorlens.freezing.walk import Span as Span
 from tensorlens.freezing.walk import StartAtEmbedding
 from tensorlens.freezing.walk import Walk as Walk
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.modes import evaluating
+from tensorlens.models.plain_pass import evaluating
 
 
 class FirstGraph(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorlens.freezing.passes import Pass
+from tensorlens.freezing.interpreter import Pass
 from tensorlens.freezing.traced import active, set_active
 
 _lock = threading.Lock()

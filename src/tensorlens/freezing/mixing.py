@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tensorlens.axes import Attention, Hidden
 from tensorlens.errors import MethodError
 from tensorlens.freezing.frozen_model import FrozenModel, Span, Walk
-from tensorlens.freezing.functions import name_of
+from tensorlens.freezing.rules.table import name_of
 from tensorlens.freezing.traced import Traced, constant, is_live
 
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.frozen_model import FrozenModel, fingerprint, freeze
 from tensorlens.freezing.interception import own_precision, running
-from tensorlens.freezing.memory import clear_memory, free_bytes
-from tensorlens.freezing.passes import Pass
-from tensorlens.freezing.rules import Rules
-from tensorlens.freezing.states import constants, find_state, first_tensor, put_state, replace_state
+from tensorlens.freezing.interpreter import Pass
+from tensorlens.freezing.layouts import constants, find_state, first_tensor, put_state, replace_state
 from tensorlens.freezing.tape import Site, Tape
 from tensorlens.freezing.traced import mark, plain
 from tensorlens.freezing.walk import Heads, Span, StartAtEmbedding, Walk
+from tensorlens.memory import clear_memory, free_bytes
 from tensorlens.models.anatomy import Anatomy
 
 TAPE_SHARE = 0.3

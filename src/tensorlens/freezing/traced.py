@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tensorlens.freezing.rules import Rules
+from tensorlens.freezing.conventions import Rules
 
 
 @runtime_checkable
@@ -21,11 +21,11 @@ class Interpreter(Protocol):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function`, one of whose arguments is traced, by the rules."""
 
-    def hold(self, operation: str, compute: Callable[[], Any]) -> Any:
+    def keep_factor(self, operation: str, compute: Callable[[], Any]) -> Any:
         """A factor held fixed: computed and kept while recording, looked up while replaying."""
         ...
 
-    def fire(self, rule: str) -> None:
+    def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
 
     def mix_heads(self, mixed: Tensor) -> Tensor:

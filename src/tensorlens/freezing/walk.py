@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.interception import running
-from tensorlens.freezing.memory import free_bytes
-from tensorlens.freezing.passes import Pass
-from tensorlens.freezing.states import (
+from tensorlens.freezing.interpreter import Pass
+from tensorlens.freezing.layouts import (
     Layout,
     constants,
     find_state,
@@ -29,6 +28,7 @@ from tensorlens.freezing.states import (
     state_of,
 )
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
+from tensorlens.memory import free_bytes
 
 if TYPE_CHECKING:
     from tensorlens.freezing.frozen_model import FrozenModel

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from tensorlens.axes import Attention, Hidden
 from tensorlens.errors import AnatomyError, MethodError
+from tensorlens.folding.parts import BlockParts, NormPart
+from tensorlens.folding.rebuild import norm_scale
+from tensorlens.folding.search import block_parts
 from tensorlens.freezing.frozen_model import FrozenModel
 from tensorlens.freezing.mixing import Mixing
-from tensorlens.freezing.rebuilding import norm_scale, wide
-from tensorlens.freezing.survey import block_parts
-from tensorlens.models.block_parts import BlockParts, NormPart
+from tensorlens.models.precision import at_least_float32
 
 Vectors = Float[Tensor, "out_token in_token channel"]
 CHUNK_BYTES = 2**26
@@ -43,11 +44,11 @@ class Norm:
         if self.part.kind == "layer":
             vectors = vectors - vectors.mean(-1, keepdim=True)
         vectors = vectors * self.inverse_std[rows, None, None].to(vectors)
-        return vectors if self.part.gain is None else vectors * wide(self.part.gain).to(vectors)
+        return vectors if self.part.gain is None else vectors * at_least_float32(self.part.gain).to(vectors)
 
     def shift(self, like: Tensor) -> Tensor:
         """β, or zero."""
-        return torch.zeros_like(like) if self.part.shift is None else wide(self.part.shift).to(like)
+        return torch.zeros_like(like) if self.part.shift is None else at_least_float32(self.part.shift).to(like)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,11 @@ class Decomposition:
 
     def out_bias(self, rows: slice) -> Float[Tensor, "out_token channel"]:
         """What the output bias, and the shift of a norm behind it, add to the residual stream."""
-        bias = torch.zeros_like(self.projected[0, 0]) if self.parts.out.bias is None else wide(self.parts.out.bias)
+        bias = (
+            torch.zeros_like(self.projected[0, 0])
+            if self.parts.out.bias is None
+            else at_least_float32(self.parts.out.bias)
+        )
         vectors = bias.to(self.projected).expand(rows.stop - rows.start, 1, -1)
         if self.post_norm_1 is not None:
             vectors = self.post_norm_1(vectors, rows) + self.post_norm_1.shift(bias)
@@ -105,7 +110,7 @@ class Decomposition:
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         scale = self.parts.layer_scale_1
-        vectors = vectors if scale is None else vectors * wide(scale.detach()).to(vectors)
+        vectors = vectors if scale is None else vectors * at_least_float32(scale.detach()).to(vectors)
         return vectors * self.parts.residual_multiplier
 
 
@@ -122,13 +127,15 @@ def decompose(frozen: FrozenModel, block: int, mixing: Mixing) -> Decomposition:
             f"This baseline needs the value and output weights of block {block}, which were not found. {error} "
             "`rollout.attn` and `mean.attn` need none."
         ) from error
-    values = wide(mixing.values)
-    weight = wide(parts.out.weight).to(values).unflatten(0, (len(values), -1))  # (head, head_channel, channel)
+    values = at_least_float32(mixing.values)
+    weight = (
+        at_least_float32(parts.out.weight).to(values).unflatten(0, (len(values), -1))
+    )  # (head, head_channel, channel)
     post_ln = parts.layout == "post_ln"
     return Decomposition(
         parts=parts,
-        x=wide(frozen.hidden[block][0]),
-        attention=wide(mixing.attention),
+        x=at_least_float32(frozen.hidden[block][0]),
+        attention=at_least_float32(mixing.attention),
         projected=torch.einsum("hjc,hcd->hjd", values, weight),
         norm_1=_norm(frozen, block, parts.norm_1) if post_ln else None,
         post_norm_1=_norm(frozen, block, parts.post_norm_1),

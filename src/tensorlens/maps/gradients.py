@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from tensorlens.errors import MethodError
 from tensorlens.freezing.frozen_model import FrozenModel, put_state
-from tensorlens.freezing.states import state_of
+from tensorlens.freezing.layouts import state_of
 from tensorlens.maps.methods import Answer, Question, method
-from tensorlens.models.modes import evaluating
-from tensorlens.operators.budget import in_parts
+from tensorlens.memory import in_parts
+from tensorlens.models.plain_pass import evaluating
 
 N_STEPS = 32
 """Points along the path of integrated gradients."""

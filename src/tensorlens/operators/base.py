@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import FullTensor, HiddenBatch, TensorSlice
+from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import InputError, SizeError
-from tensorlens.operators.budget import Range, free_bytes
+from tensorlens.memory import free_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.freezing.frozen_model import FrozenModel, Span
-from tensorlens.models.modes import tf32_allowed
+from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.matrix_free import FrozenOperator
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

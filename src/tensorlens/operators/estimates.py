@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 
 from tensorlens.errors import InputError
-from tensorlens.operators.budget import Precision, matmul_mode
-from tensorlens.operators.folded import folding_pays, inner_width
+from tensorlens.folding.pull import folding_pays, inner_width
+from tensorlens.models.precision import Precision, matmul_mode
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]

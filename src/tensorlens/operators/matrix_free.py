@@ -13,14 +13,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import TensorSlice
+from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
+from tensorlens.folding.pull import FoldedRows
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
 from tensorlens.freezing.streaming import StreamedModel
-from tensorlens.models.modes import tf32
+from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
+from tensorlens.models.precision import Precision, compute_type, tf32
 from tensorlens.operators.base import Pulled, TensorOperator
-from tensorlens.operators.budget import Pieces, Precision, Range, compute_type, fitting, free_bytes, in_parts
-from tensorlens.operators.folded import FoldedRows
 
 CHUNK = 32
 """Cotangents pulled by backward passes at a time."""

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import MethodError
+from tensorlens.folding.parts import BlockParts, NormPart, Projection
+from tensorlens.folding.rebuild import Factors, held_factors, norm_scale
+from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.frozen_model import FrozenModel, Span
-from tensorlens.freezing.rebuilding import Factors, held_factors, norm_scale, wide
-from tensorlens.freezing.survey import block_parts, final_norm
-from tensorlens.models.block_parts import BlockParts, NormPart, Projection
+from tensorlens.models.precision import at_least_float32
 from tensorlens.operators import bounds
 from tensorlens.operators.bounds import gate_bound, spectral_norm
 
@@ -97,21 +98,21 @@ def _block(frozen: FrozenModel, parts: BlockParts, reading: Reading) -> float:
 def _norm(norm: NormPart, inverse_std: Tensor | None, reading: Reading) -> float:
     r"""$\Vert\gamma\Vert_\infty \max_l 1/\sigma_l$; the print has the variance for σ."""
     assert inverse_std is not None, "a norm that was found has its scale on the tape"
-    gain = 1.0 if norm.gain is None else float(wide(norm.gain).abs().max())
+    gain = 1.0 if norm.gain is None else float(at_least_float32(norm.gain).abs().max())
     largest = float(inverse_std.max())
     return gain * (largest**2 if reading == "printed" else largest)
 
 
 def _scale(layer_scale: Tensor | None, parts: BlockParts) -> float:
-    largest = 1.0 if layer_scale is None else float(wide(layer_scale).abs().max())
+    largest = 1.0 if layer_scale is None else float(at_least_float32(layer_scale).abs().max())
     return largest * abs(parts.residual_multiplier)
 
 
 def _attention(parts: BlockParts, held: Factors, reading: Reading) -> float:
     r"""$\sum_h \Vert A_h\Vert_2\Vert W_{v,h}W_{o,h}\Vert_2$, with $\Vert A_h\Vert_2 \le \sqrt L$ unless measured."""
-    w_value = wide(parts.value.weight).unflatten(1, (parts.n_kv_heads, -1)).transpose(0, 1)
+    w_value = at_least_float32(parts.value.weight).unflatten(1, (parts.n_kv_heads, -1)).transpose(0, 1)
     w_value = w_value.repeat_interleave(parts.n_heads // parts.n_kv_heads, 0)
-    w_out = wide(parts.out.weight).unflatten(0, (parts.n_heads, -1))
+    w_out = at_least_float32(parts.out.weight).unflatten(0, (parts.n_heads, -1))
     # ‖W_v W_o‖ = ‖R W_o‖ for W_v = Q R: a head's few channels instead of D rows.
     by_head = spectral_norm(torch.linalg.qr(w_value).R @ w_out)
     if reading == "measured":
@@ -122,10 +123,10 @@ def _attention(parts: BlockParts, held: Factors, reading: Reading) -> float:
 def _feed_forward(parts: BlockParts, held: Factors, reading: Reading) -> float:
     ffn = parts.feed_forward
     up, gate = _largest_factors(parts, held, reading)
-    inner = up * float(spectral_norm(wide(ffn.up.weight)))
+    inner = up * float(spectral_norm(at_least_float32(ffn.up.weight)))
     if ffn.gate is not None and gate:
-        inner += gate * float(spectral_norm(wide(ffn.gate.weight)))
-    return inner * float(spectral_norm(wide(ffn.down.weight)))
+        inner += gate * float(spectral_norm(at_least_float32(ffn.gate.weight)))
+    return inner * float(spectral_norm(at_least_float32(ffn.down.weight)))
 
 
 def _largest_factors(parts: BlockParts, held: Factors, reading: Reading) -> tuple[float, float]:
@@ -148,8 +149,8 @@ def _largest_factors(parts: BlockParts, held: Factors, reading: Reading) -> tupl
 
 def _longest(projection: Projection, norm: NormPart) -> float:
     """The largest entry that a projection can give on a row that `norm` has normalised."""
-    weight = wide(projection.weight)
-    scale = torch.ones_like(weight[:, 0]) if norm.gain is None else wide(norm.gain)
-    shift = torch.zeros_like(scale) if norm.shift is None else wide(norm.shift)
-    bias = torch.zeros_like(weight[0]) if projection.bias is None else wide(projection.bias)
+    weight = at_least_float32(projection.weight)
+    scale = torch.ones_like(weight[:, 0]) if norm.gain is None else at_least_float32(norm.gain)
+    shift = torch.zeros_like(scale) if norm.shift is None else at_least_float32(norm.shift)
+    bias = torch.zeros_like(weight[0]) if projection.bias is None else at_least_float32(projection.bias)
     return gate_bound(weight, bias, scale, shift)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tensorlens.errors import MethodError
 from tensorlens.freezing.frozen_model import FrozenModel, Span, find_state, put_state
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.modes import evaluating
+from tensorlens.models.plain_pass import evaluating
 
 READ_CHUNK = 256
 """Predicted states read out at a time: a row of logits each, which may be a megabyte."""

@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tensorlens.freezing.adapters import ADAPTERS
-from tensorlens.freezing.kernels import KERNELS
+from tensorlens.freezing.rules.modules import ADAPTERS
+from tensorlens.freezing.rules.recurrences import KERNELS
 from tensorlens.studies.family_study.run import FamilyRecord
 
 _NOTES = """

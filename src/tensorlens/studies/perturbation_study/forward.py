@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.lens import Lens
-from tensorlens.models.modes import evaluating
+from tensorlens.models.plain_pass import evaluating
 
 NO_TOKEN = -1
 """An id that no token has."""

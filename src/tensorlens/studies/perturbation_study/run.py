@@ -20,7 +20,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.controls import random_scores
 from tensorlens.maps.methods import METHODS
-from tensorlens.models.modes import matmul_precision
+from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.perturbation_study.forward import PlainModel

@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
-from tensorlens.models.modes import matmul_precision
+from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.plain_pass import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tensorlens.models.modes import tf32_allowed
-from tensorlens.operators.folding import FoldedBlock
+from tensorlens.folding.fold import FoldedBlock
+from tensorlens.models.precision import tf32_allowed
 
 HEADS_APART = {"cuda": True, "cpu": False}
 """Whether W_out acts on each head by itself, which saves a copy: where launching costs more than the products do."""

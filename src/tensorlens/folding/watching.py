@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.freezing.frozen_model import FrozenModel, Reached, Span, Walk
-from tensorlens.freezing.functions import name_of
+from tensorlens.freezing.rules.table import name_of
 from tensorlens.freezing.traced import Traced, constant, is_live
 
 

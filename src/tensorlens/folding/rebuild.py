@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tensorlens.axes import Attention, Hidden
 from tensorlens.errors import AnatomyError
+from tensorlens.folding.parts import BlockParts, NormPart, Projection
 from tensorlens.freezing.frozen_model import FrozenModel
 from tensorlens.freezing.tape import Site
-from tensorlens.models.block_parts import BlockParts, NormPart, Projection
+from tensorlens.models.precision import at_least_float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def norm_scale(frozen: FrozenModel, place: str, norm: NormPart) -> Float[Tensor,
     factor = frozen.tape.factors.get(Site(place, norm.path, norm.operation, norm.occurrence))
     if not isinstance(factor, Tensor) or factor.shape[-1] != 1:
         return None
-    return wide(factor).flatten()
+    return at_least_float32(factor).flatten()
 
 
 def held_attention(frozen: FrozenModel, parts: BlockParts) -> Attention:
@@ -57,7 +58,7 @@ def held_attention(frozen: FrozenModel, parts: BlockParts) -> Attention:
     place, factors = f"block {parts.index}", frozen.tape.factors
     softmax = factors.get(Site(place, parts.attention, "softmax", 0))
     if isinstance(softmax, Tensor):
-        return wide(softmax[0])
+        return at_least_float32(softmax[0])
     try:
         q, k, (mask, is_causal, scale) = (
             factors[Site(place, parts.attention, f"attention.{name}", 0)] for name in ("query", "key", "options")
@@ -75,7 +76,7 @@ def attention_matrix(
     mask: Tensor | None, *, is_causal: bool, scale: float | None,
 ) -> Attention:  # fmt: skip
     """Softmax of scaled products, masked as `scaled_dot_product_attention` does."""
-    q, k = wide(query), wide(key)
+    q, k = at_least_float32(query), at_least_float32(key)
     k = k.repeat_interleave(len(q) // len(k), 0)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -92,7 +93,7 @@ def _held_inner(frozen: FrozenModel, parts: BlockParts) -> tuple[Tensor | None, 
 
     def held(path: str | None, operation: str) -> Tensor | None:
         factor = None if path is None else factors.get(Site(place, path, operation, 0))
-        return None if factor is None else wide(factor).reshape(-1, factor.shape[-1])
+        return None if factor is None else at_least_float32(factor).reshape(-1, factor.shape[-1])
 
     gain = held(ffn.activation, ffn.operation)
     gate, up = held(ffn.product, "gate"), held(ffn.product, "up")
@@ -105,7 +106,7 @@ def _held_inner(frozen: FrozenModel, parts: BlockParts) -> tuple[Tensor | None, 
 
 def rebuild(parts: BlockParts, factors: Factors, x: Hidden) -> Hidden:
     """The frozen block at x, from its parts: affine in x."""
-    x, r = wide(x), parts.residual_multiplier
+    x, r = at_least_float32(x), parts.residual_multiplier
 
     def norm(name: str, v: Tensor) -> Tensor:
         part = getattr(parts, name)
@@ -130,17 +131,17 @@ def rebuild(parts: BlockParts, factors: Factors, x: Hidden) -> Hidden:
 
 def rebuild_norm(norm: NormPart, scale: Float[Tensor, " token"], v: Hidden) -> Hidden:
     """A norm with 1/σ held."""
-    v = wide(v)
+    v = at_least_float32(v)
     v = v - v.mean(-1, keepdim=True) if norm.kind == "layer" else v
     v = v * scale[:, None]
-    v = v if norm.gain is None else v * wide(norm.gain)
-    return v if norm.shift is None else v + wide(norm.shift)
+    v = v if norm.gain is None else v * at_least_float32(norm.gain)
+    return v if norm.shift is None else v + at_least_float32(norm.shift)
 
 
 def project(projection: Projection, v: Tensor) -> Tensor:
     """A row through a linear layer."""
-    y = wide(v) @ wide(projection.weight)
-    return y if projection.bias is None else y + wide(projection.bias)
+    y = at_least_float32(v) @ at_least_float32(projection.weight)
+    return y if projection.bias is None else y + at_least_float32(projection.bias)
 
 
 def _attend(parts: BlockParts, factors: Factors, v: Tensor) -> Tensor:
@@ -158,8 +159,3 @@ def _feed(parts: BlockParts, factors: Factors, v: Tensor) -> Tensor:
     if factors.gate is not None and ffn.gate is not None:
         inner = inner + project(ffn.gate, v) * factors.gate
     return project(ffn.down, inner)
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32 or better."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

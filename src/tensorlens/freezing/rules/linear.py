@@ -1,70 +1,15 @@
-"""What each torch function means once the factors are held fixed: the table, and its linear part.
-
-`RULES` maps the name of a torch function to a rule. A rule sees the running pass, the function and its
-arguments, and returns a result that is linear in the live ones. What has no rule raises `NotLinearError`, so that
-nothing is approximated in silence. The table goes by name because torch spells one function in many ways
-(`torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`), which `name_of` brings together.
-"""
+"""Functions that are linear in everything live: shapes, sums, casts, gathers. Nothing is held."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, raw, traced_in, type_of
-
-Rule = Callable[[Interpreter, Any, tuple[Any, ...], dict[str, Any]], Any]
-AnyRule = TypeVar("AnyRule", bound=Rule)
-RULES: dict[str, Rule] = {}
-
-_NAMES: dict[Any, str] = {}
-_OPERATORS = dict(
-    truediv="div", rtruediv="rdiv", itruediv="div_", imul="mul_", iadd="add_", isub="sub_", ipow="pow_",
-    radd="add", rmul="mul", rsub="sub", invert="bitwise_not", iand="bitwise_and_", ior="bitwise_or_",
-    bool="python_value", int="python_value", float="python_value", complex="python_value", index="python_value",
-)  # fmt: skip
-_ALIASES = dict(
-    true_divide="div", divide="div", multiply="mul", subtract="sub", rsub="sub", clip="clamp", absolute="abs",
-    concat="cat", concatenate="cat", negative="neg", swapaxes="transpose", _softmax="softmax", greater="gt", less="lt",
-    greater_equal="ge", less_equal="le", not_equal="ne",
-)  # fmt: skip
-
-
-def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
-    """Register a rule under the names, separated by spaces, of the torch functions it explains."""
-
-    def register(rule: AnyRule) -> AnyRule:
-        RULES.update(dict.fromkeys(names.split(), rule))
-        return rule
-
-    return register
-
-
-def name_of(function: Any) -> str:
-    """One name for all spellings of a torch function; reading an attribute of a tensor is ``get:attribute``."""
-    name = _NAMES.get(function)
-    if name is None:
-        name = getattr(function, "__name__", type(function).__name__)
-        if name in ("__get__", "__set__"):
-            name = f"{name[2:5]}:{function.__self__.__name__}"
-        elif name.startswith("__") and name.endswith("__"):
-            name = _OPERATORS.get(name[2:-2], name[2:-2])
-        name = _NAMES[function] = _ALIASES.get(name, name)
-    return name
-
-
-def find_rule(name: str) -> Rule | None:
-    """The rule for a function name; an in-place name ``mul_`` is explained by ``mul``."""
-    if name in RULES:
-        return RULES[name]
-    if name.startswith(("get:", "set:")):
-        return describe
-    if name.endswith("_") and name[:-1] in RULES:
-        return in_place
-    return None
+from tensorlens.freezing.rules.table import ATTRIBUTE, name_of, rules_for
+from tensorlens.freezing.traced import Interpreter, Traced, constant, mark, raw, traced_in, type_of
 
 
 @rules_for(
@@ -72,7 +17,7 @@ def find_rule(name: str) -> Rule | None:
     "get_device data_ptr element_size is_cuda is_same_size untyped_storage storage has_names len hash "
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
     "new_tensor new_empty_strided requires_grad_ retain_grad register_hook is_pinned result_type can_cast repr "
-    "dim_order is_inference is_conj is_neg"
+    f"dim_order is_inference is_conj is_neg {ATTRIBUTE}"
 )
 def describe(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
@@ -159,7 +104,7 @@ def linear(
     live = any(source.live for source in sources)
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
-        run.fire("cast: float32")
+        run.note_rule("cast: float32")
     role = next((s.role for s in sources if s.role in CARRIED_ROLES), None) if name in KEEPS_ROLE else None
     return _label(run, name, result, sources, live=live, role=role)
 
@@ -178,7 +123,7 @@ def _label(run: Interpreter, name: str, result: Any, sources: list[Traced], *, l
 
 def held(run: Interpreter, operation: str, compute: Callable[[], Any], role: str | None = None) -> Any:
     """What `compute` gave in the recording, as frozen tensors."""
-    return _frozen_views(run.hold(operation, compute), role)
+    return _frozen_views(run.keep_factor(operation, compute), role)
 
 
 def _frozen_views(value: Any, role: str | None) -> Any:
@@ -192,52 +137,6 @@ def _frozen_views(value: Any, role: str | None) -> Any:
 def iterate(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`for row in x`."""
     return iter(args[0].unbind(0))
-
-
-@rules_for("setitem")
-def assign(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`x[index] = y`: linear in x and y together."""
-    _own(args[0])
-    raw(function, *args, **kwargs)
-    _spread(args[0], live=any(is_live(value) for value in (args[0], args[-1])))
-
-
-def in_place(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`x.f_(y)`: linear functions as they are; the rest as `x.copy_(f(x, y))` by the rule of f."""
-    name = name_of(function)[:-1]
-    target = _own(args[0])
-    live = any(source.live for source in traced_in(args, kwargs))
-    if RULES[name] in (linear, overwrite):
-        raw(function, *args, **kwargs)
-        live = live and name != "zero"
-    else:
-        result = RULES[name](run, getattr(Tensor, name, None) or getattr(torch, name), args, kwargs)
-        raw(Tensor.copy_, target, result)
-        live = is_live(result)
-    return _spread(target, live=live)
-
-
-@rules_for("fill zero copy")
-def overwrite(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Known for their in-place forms `fill_`, `zero_` and `copy_`."""
-    return linear(run, function, args, kwargs)
-
-
-def _own(target: Tensor) -> Tensor:
-    """Before a write, a frozen tensor gets memory of its own: it may be a view of a factor on the tape."""
-    if isinstance(target, Traced) and not target.live:
-        raw(Tensor.set_, target, raw(Tensor.clone, target))
-    return target
-
-
-def _spread(target: Tensor, *, live: bool) -> Tensor:
-    """After a write, the target is live, and so is the tensor that it is a view of."""
-    if live:
-        base = raw(getattr, target, "_base")
-        for tensor in (target, base):
-            if tensor is not None and not is_live(tensor):
-                mark(tensor, live=True)
-    return target
 
 
 @rules_for("detach detach_ get:data")

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
+from tensorlens.folding.parts import BlockParts, FeedForward, Layout, NormPart, Projection, match_columns
+from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
+from tensorlens.folding.watching import Mixed, Sighting, Step, Watch, by_token
+from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.frozen_model import FrozenModel
-from tensorlens.freezing.rebuilding import held_factors, norm_scale, rebuild, rebuild_norm
-from tensorlens.freezing.rules import Rules
 from tensorlens.freezing.traced import constant
-from tensorlens.freezing.watching import Mixed, Sighting, Step, Watch, by_token
-from tensorlens.models.block_parts import BlockParts, FeedForward, Layout, NormPart, Projection, match_columns
-from tensorlens.models.modes import tf32
+from tensorlens.models.precision import tf32
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Relative error up to which a rebuilt block counts as the block; models may compute parts in float32."""

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.freezing.rebuilding import Factors, wide
-from tensorlens.models.block_parts import BlockParts, NormPart, Projection
+from tensorlens.folding.parts import BlockParts, NormPart, Projection
+from tensorlens.folding.rebuild import Factors
+from tensorlens.models.precision import at_least_float32
 
 ALIGNED = 16
 """Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""
@@ -161,26 +162,26 @@ def _packed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 def before_weight(projection: Projection, norm: NormPart | None) -> Tensor:
     """A weight that comes after a norm, with the norm's gain and centring in front of it."""
-    weight = wide(projection.weight)
+    weight = at_least_float32(projection.weight)
     if norm is None:
         return weight
-    weight = weight if norm.gain is None else weight * wide(norm.gain)[:, None]
+    weight = weight if norm.gain is None else weight * at_least_float32(norm.gain)[:, None]
     return weight - weight.mean(0) if norm.kind == "layer" else weight
 
 
 def after_weight(projection: Projection, norm: NormPart | None, scale: Tensor | None, multiplier: float) -> Tensor:
     """A weight that comes before a norm, a scale for each channel and a multiplier, with all of them behind it."""
-    weight = wide(projection.weight)
+    weight = at_least_float32(projection.weight)
     if norm is not None:
         weight = weight - weight.mean(1, keepdim=True) if norm.kind == "layer" else weight
-        weight = weight if norm.gain is None else weight * wide(norm.gain)
-    weight = weight if scale is None else weight * wide(scale)
+        weight = weight if norm.gain is None else weight * at_least_float32(norm.gain)
+    weight = weight if scale is None else weight * at_least_float32(scale)
     return weight if multiplier == 1 else weight * multiplier
 
 
 def norm_rows(norm: NormPart, rows: Tensor) -> Tensor:
     """Cotangents (…, channel) behind a norm to cotangents before it, 1/σ left out."""
-    rows = rows if norm.gain is None else rows * wide(norm.gain).to(rows)
+    rows = rows if norm.gain is None else rows * at_least_float32(norm.gain).to(rows)
     return rows - rows.mean(-1, keepdim=True) if norm.kind == "layer" else rows
 
 
@@ -192,7 +193,7 @@ def _norm_pair(first: NormPart | None, second: NormPart | None, like: Tensor) ->
     """
     assert first is not None and second is not None, "post-LN has both norms"
     ones = torch.ones(len(like), dtype=like.dtype, device=like.device)
-    g1, g2 = (ones if norm.gain is None else wide(norm.gain).to(like) for norm in (first, second))
+    g1, g2 = (ones if norm.gain is None else at_least_float32(norm.gain).to(like) for norm in (first, second))
     outer, inner = like.new_zeros(len(like), ALIGNED), like.new_zeros(ALIGNED, len(like))
     if second.kind == "layer":
         outer[:, 0], inner[0] = -(g1 - g1.mean() if first.kind == "layer" else g1), g2 / len(like)

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensorlens.freezing import gains
-from tensorlens.freezing.functions import held
-from tensorlens.freezing.nonlinear import activate
+from tensorlens.freezing.rules import gains
+from tensorlens.freezing.rules.activations import activate
+from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.traced import Interpreter, constant, is_live, mark, plain
 
 Adapter = Callable[..., Any]
@@ -90,7 +90,7 @@ for _name, _gain in {
 @adapter("transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextAltUp.modality_router")
 def gate_layer(run: Interpreter, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
     """A layer whose output only says how much of each stream to take: held."""
-    run.fire("gate: layer held")
+    run.note_rule("gate: layer held")
     return held(run, "gate layer", lambda: forward(constant(x)))
 
 
@@ -102,7 +102,7 @@ def gated_convolution(
     run: Interpreter, module: Any, forward: Callable[..., Any], hidden_states: Tensor, **_: Any
 ) -> Any:
     """C ⊙ conv(B ⊙ x): both gates are held, the convolution stays linear."""
-    run.fire("gate: convolution, B and C held")
+    run.note_rule("gate: convolution, B and C held")
     before, after, x = module.in_proj(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
     before, after = (held(run, name, partial(constant, gate)) for name, gate in (("B", before), ("C", after)))
     mixed = module.conv(before * x)[..., : x.shape[-1]]
@@ -112,7 +112,7 @@ def gated_convolution(
 @adapter("bitsandbytes.nn.modules.Linear4bit")
 def four_bit_layer(run: Interpreter, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
     """A layer with 4-bit weights, as what it makes of the unit vectors: whatever the packing, that is its matrix."""
-    run.fire("weight: 4 bit")
+    run.note_rule("weight: 4 bit")
     with torch.no_grad():
         columns = forward(torch.eye(module.in_features, dtype=x.dtype, device=x.device))
         columns = columns if module.bias is None else columns - module.bias

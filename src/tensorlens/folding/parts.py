@@ -1,7 +1,7 @@
 """What one block is made of, as weights: the record that folding and the attention baselines read.
 
 Only records live here. They point at the model's own modules and copy nothing until a weight is asked for.
-`tensorlens.freezing.survey.block_parts` finds them, and gives none that do not rebuild the block.
+`tensorlens.folding.search.block_parts` finds them, and gives none that do not rebuild the block.
 """
 
 from __future__ import annotations

@@ -14,13 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tensorlens.axes import Range
+from tensorlens.folding.fold import ALIGNED, FoldedBlock, fold_block, norm_rows
+from tensorlens.folding.parts import BlockParts
+from tensorlens.folding.pull_few import MOST_ROWS_KEPT, KeptPulls, pull_few
+from tensorlens.folding.rebuild import held_factors, norm_scale
+from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
-from tensorlens.freezing.rebuilding import held_factors, norm_scale
-from tensorlens.freezing.survey import block_parts, final_norm
-from tensorlens.models.block_parts import BlockParts
-from tensorlens.operators.budget import Precision, Range, compute_type, free_bytes, matmul_mode
-from tensorlens.operators.few_cotangents import MOST_ROWS_KEPT, KeptPulls, pull_few
-from tensorlens.operators.folding import ALIGNED, FoldedBlock, fold_block, norm_rows
+from tensorlens.memory import free_bytes
+from tensorlens.models.precision import Precision, compute_type, matmul_mode
 
 FEW_COTANGENTS = 64
 """Up to here making tensors and views costs as much as the products; see `few_cotangents`."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError
-from tensorlens.freezing.functions import held
+from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.traced import Interpreter, constant, is_live, traced_in
 
 KERNELS: dict[str, tuple[str, ...]] = {}
@@ -82,7 +82,7 @@ def _holding(run: Interpreter, name: str, function: Callable[..., Any]) -> Calla
         for key, value in bound.arguments.items():
             if key in KERNELS[name] and is_live(value):
                 bound.arguments[key] = _held(run, f"{name}.{key}", value)
-        run.fire(f"recurrence: {name}, {' '.join(KERNELS[name])} held")
+        run.note_rule(f"recurrence: {name}, {' '.join(KERNELS[name])} held")
         result = function(*bound.args, **bound.kwargs)
         for carried in traced_in(result):
             carried.role = None  # no longer fresh out of the activation before the recurrence

@@ -1,23 +1,20 @@
-"""What a computation may take: free memory, chunk sizes, precision, and going on after running out of memory."""
+"""How much memory is free, how to free it, and work cut into pieces that fit."""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tensorlens.errors import InputError, SizeError
-from tensorlens.freezing.memory import clear_memory
-from tensorlens.freezing.memory import free_bytes as free_bytes
-from tensorlens.models.modes import tf32
-
-Precision = Literal["float32", "tf32", "bfloat16"]
-"""How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
+from tensorlens.axes import Range
+from tensorlens.errors import SizeError
 
 SHARE = 0.5
 """Part of the free memory that one computation may plan with."""
@@ -28,30 +25,23 @@ ALWAYS_FITS = 2**28
 Result = TypeVar("Result")
 
 
-class Range(NamedTuple):
-    """Positions `start` to `stop` - 1."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """How many positions."""
-        return self.stop - self.start
-
-
-def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
-    """Type of the matrices: as asked for, else the model's own, in float32 or better."""
-    if precision is None:
-        return torch.float32 if dtype.itemsize < 4 else dtype
-    if precision not in get_args(Precision):
-        raise InputError(f"`precision` must be one of {', '.join(get_args(Precision))}; got {precision!r}.")
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, what torch holds in reserve included."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
-    """Products of float32 matrices in tf32, or strictly not, while this lasts; as the user has it if None."""
-    return nullcontext() if precision is None else tf32(precision == "tf32")
+def clear_memory() -> None:
+    """Let go of what nobody uses, after memory ran out. To be called outside the handler, which holds the tensors."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE) -> int:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tensorlens.freezing.rules  # noqa: F401  (fills the table)
 from tensorlens.errors import NotLinearError
-from tensorlens.freezing import attention, nonlinear  # noqa: F401  (they fill the table of rules)
-from tensorlens.freezing.adapters import find_adapter
-from tensorlens.freezing.functions import describe, dropout, find_rule, linear, name_of
-from tensorlens.freezing.kernels import with_kernels
-from tensorlens.freezing.rules import Rules
-from tensorlens.freezing.states import constants
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.layouts import constants
+from tensorlens.freezing.rules.linear import describe, dropout, linear
+from tensorlens.freezing.rules.modules import find_adapter
+from tensorlens.freezing.rules.recurrences import with_kernels
+from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of
 from tensorlens.freezing.tape import Site, Tape
 from tensorlens.freezing.traced import Traced, mark, raw, traced_in, unmark
 
@@ -56,7 +57,7 @@ class Pass:
         """Path of the module that is running."""
         return self.path[-1] if self.path else ""
 
-    def hold(self, operation: str, compute: Callable[[], Any]) -> Any:
+    def keep_factor(self, operation: str, compute: Callable[[], Any]) -> Any:
         """A factor held fixed: computed and kept while recording, looked up while replaying."""
         key = (self.place, self.module, operation)
         site = Site(*key, self._counts[key])
@@ -66,7 +67,7 @@ class Pass:
         # Without a way back: a gradient through a factor would be no part of T, and the tape would keep its graph.
         return self.tape.put(site, constants(compute()) if self.grad else compute())
 
-    def fire(self, rule: str) -> None:
+    def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
         if self.recording:
             self.tape.rules[rule, self.module] += 1
@@ -124,7 +125,7 @@ class Pass:
         self.n_reads += "embedding" in roles and rule is not dropout
         live = [source for source in sources if source.live]
         if not live:
-            if rule is not None and rule.__name__ in ("assign", "in_place", "write"):
+            if rule in FOR_HELD:
                 return rule(self, function, args, kwargs)
             return linear(self, function, args, kwargs, sources)
         if rule is None:

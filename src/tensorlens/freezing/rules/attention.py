@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError
-from tensorlens.freezing.functions import held, rules_for
-from tensorlens.freezing.nonlinear import hold_value
+from tensorlens.freezing.rules.linear import held
+from tensorlens.freezing.rules.products import hold_value
+from tensorlens.freezing.rules.table import rules_for
 from tensorlens.freezing.traced import Interpreter, constant, is_live, mark, plain, raw, traced_in
 
 
@@ -22,12 +23,12 @@ def attention(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
 def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                enable_gqa: bool = False) -> Any:  # fmt: skip
-    run.fire("attention: fused, query and key held")
+    run.note_rule("attention: fused, query and key held")
     q, k = hold_value(run, "attention.query", query), hold_value(run, "attention.key", key)
     if traced_in(attn_mask):
         attn_mask = hold_value(run, "attention.mask", attn_mask)  # type: ignore[arg-type]
     # By reference, so that A can be formed from the tape alone (see `held_attention`).
-    run.hold("attention.options", lambda: (attn_mask, is_causal, scale))
+    run.keep_factor("attention.options", lambda: (attn_mask, is_causal, scale))
     batch = value.shape[0]
     q, k = (x if x.shape[0] == batch else x.expand(batch, *x.shape[1:]) for x in (q, k))
     mixed = F.scaled_dot_product_attention(
@@ -49,8 +50,8 @@ def multi_head_attention(run: Interpreter, function: Any, args: tuple[Any, ...],
         raise NotLinearError(
             "An attention layer with extra keys, or whose values are no part of the state, has no rule."
         )
-    run.fire("attention: layer, A held")
-    attention = run.hold("softmax", lambda: _weights(function, options))
+    run.note_rule("attention: layer, A held")
+    attention = run.keep_factor("softmax", lambda: _weights(function, options))
     whole, bias = options["in_proj_weight"], options["in_proj_bias"]
     weight = options["v_proj_weight"] if options.get("use_separate_proj_weight") else whole[-width:]
     v = F.linear(plain(value), weight, None if bias is None else bias[-weight.shape[0] :])

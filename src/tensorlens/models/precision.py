@@ -1,26 +1,38 @@
-"""Modes of a model and of torch, for a while."""
+"""How matrices are multiplied: tf32 or not, and in which type."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor
+
+from tensorlens.errors import InputError
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+"""How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards each module is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def at_least_float32(x: Tensor) -> Tensor:
+    """Held factors and folded weights are computed in float32 or better, whatever the storage."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Type of the matrices: as asked for, else the model's own, in float32 or better."""
+    if precision is None:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+    if precision not in get_args(Precision):
+        raise InputError(f"`precision` must be one of {', '.join(get_args(Precision))}; got {precision!r}.")
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
+    """Products of float32 matrices in tf32, or strictly not, while this lasts; as the user has it if None."""
+    return nullcontext() if precision is None else tf32(precision == "tf32")
 
 
 class _Tf32:
