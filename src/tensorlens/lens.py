@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorlens.batch import Batch
 from tensorlens.errors import InputError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import Replay
 from tensorlens.maps.targets import Classes
-from tensorlens.models.anatomy import find_anatomy
+from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
@@ -67,13 +69,45 @@ class Lens:
             return [self(one) for one in split_batch(value)]
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, np.integer)):
             return [self(one) for one in value]
-        prepared = make_input(value, self.model, self.processor)
-        arguments = prepared.arguments | _constant_arguments(self.model)
-        replay = replay_of(self.anatomy, arguments, self.rules)
-        return AttentionTensor(FrozenOperator(replay), self._context(prepared, replay.recording))
+        prepared = self.prepare(value)
+        return self.tensor(prepared, replay_of(*self.recording_arguments(prepared.arguments), self.rules))
 
-    def _context(self, prepared: ModelInput, recording: Recording) -> Context:
-        n_tokens = recording.states[0].shape[1]
+    def batch(self, inputs: Sequence[Any]) -> Batch:
+        """Attention tensors of several inputs that share one recording.
+
+        Args:
+            inputs: Each as for a call; texts of different lengths are padded at their end.
+        """
+        return Batch(self, [self.prepare(value) for value in inputs])
+
+    def prepare(self, value: Any) -> ModelInput:
+        """What the model takes, of anything that a call takes."""
+        return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
+
+    def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
+        """Where the model's parts are for such arguments, and the arguments with the constant ones."""
+        return self.anatomy, arguments | _constant_arguments(self.model)
+
+    def tensor(self, prepared: ModelInput, replay: Replay) -> AttentionTensor:
+        """The attention tensor of an input that was recorded."""
+        return AttentionTensor(FrozenOperator(replay), self.context(prepared, replay.recording))
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up the shorter texts of a batch; it is masked, so that any would do."""
+        found = getattr(tokenizer_of(self.processor), "pad_token_id", None)
+        found = getattr(getattr(self.model, "config", None), "pad_token_id", None) if found is None else found
+        return found if isinstance(found, int) and found >= 0 else 0
+
+    def context(self, prepared: ModelInput, recording: Recording, n_tokens: int | None = None) -> Context:
+        """What maps should say of an input.
+
+        Args:
+            prepared: The input.
+            recording: Its recording, or that of a batch with it.
+            n_tokens: Its number of tokens, where the recording is of longer ones too.
+        """
+        n_tokens = n_tokens or recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": dict(_versions())}
         if prepared.text is not None:
             meta["text"] = prepared.text
@@ -82,7 +116,9 @@ class Lens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
             meta["image"] = prepared.image
         tokens = prepared.labels(n_tokens, self.model, self.processor)
-        out_tokens = _out_labels(tokens, recording.states[-1].shape[1], is_decoder=recording.n_encoder_blocks > 0)
+        n_out = recording.states[-1].shape[1]
+        n_out = n_tokens if n_out == recording.states[0].shape[1] else n_out
+        out_tokens = _out_labels(tokens, n_out, is_decoder=recording.n_encoder_blocks > 0)
         return Context(tokens=tokens, classes=self._classes(recording), meta=meta, out_tokens=out_tokens)
 
     def _classes(self, recording: Recording) -> Classes | None:

@@ -22,7 +22,8 @@ from tensorlens.freezing.interception import own_precision, running
 from tensorlens.freezing.interpreter import Forward, Heads, Interpreter
 from tensorlens.freezing.layouts import constants, find_state, first_tensor, put_state, replace_state
 from tensorlens.freezing.places import Place, Site, Span
-from tensorlens.freezing.recording import Call, Recorder, Recording, StartAtEmbedding, record
+from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding, record
+from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay, check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
 from tensorlens.memory import clear_memory, free_bytes
@@ -243,7 +244,7 @@ def record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = 
 
 def _record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool) -> LongInput | None:
     blocks, factors = _BlockGraphs(anatomy, keeps_graphs=keeps_graphs), SomeFactors()
-    recorder = Recorder(anatomy, inputs, rules, grad=True, factors=factors, blocks=blocks)
+    recorder = Recorder(anatomy, inputs, rules, RecordOptions(), grad=True, factors=factors, blocks=blocks)
     with own_precision(), without_weight_gradients(anatomy.model), torch.enable_grad():
         try:
             recording = recorder.go()

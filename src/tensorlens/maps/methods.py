@@ -112,9 +112,9 @@ BY_COMPLETENESS = "by completeness"
 """What the notes say of a bias whose share is no finding of its own."""
 
 
-def _not_carried(scores: Tensor, total: Tensor) -> Tensor:
+def not_carried(scores: Tensor, total: Tensor) -> Tensor:
     """What the inputs do not carry of each row's total is the bias's."""
-    return (1 - scores.sum(1, dtype=torch.float64) / total).to(scores)
+    return (1 - scores.double().sum(1) / total).to(scores)
 
 
 def _share(question: Question) -> Tensor:
@@ -143,7 +143,7 @@ def _in_out(question: Question) -> Answer:
         return Answer(scores=scores, bias_share=_share(question))
     # A replay at zero would cost more than the map.
     size = torch.linalg.vector_norm(operator.output[list(question.out_tokens)], dim=-1, dtype=torch.float64).square()
-    return Answer(scores=scores, bias_share=_not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
+    return Answer(scores=scores, bias_share=not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
 
 
 @method("tensor.contribution", "Length of what each input contributes to the output")
@@ -188,7 +188,7 @@ def _in_class(question: Question) -> Answer:
     logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
     if not operator.heads and _is_exact(scores, logits):
-        bias_share, notes["bias"] = _not_carried(scores, logits), BY_COMPLETENESS
+        bias_share, notes["bias"] = not_carried(scores, logits), BY_COMPLETENESS
     else:  # without all of its heads, the model gives other logits than these
         at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
         bias_share = (weights * at_zero).sum(1) / logits
