@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.chains import Chain, entering, find_chain, is_in_list, leaving
+from tensorlens.models.chains import Chain, LISTS, entering, find_chain, find_encoder, is_in_list, leaving
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
@@ -141,15 +141,16 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         if named is None:
             raise _not_found(model)
         return named
-    if blocks is None and not _is_known_type(model):
-        chain = find_chain(evidence)
-        if chain:
-            return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
+    chain = [] if blocks is not None else find_chain(evidence)
+    is_named = blocks is not None or _is_known_type(model) or named is not None and _is_entered_directly(named, evidence)
+    if chain and not is_named:
+        return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     for candidate in () if named is None else (named, *named.alternatives()):
-        chain = _calls_of(candidate, evidence)
-        if chain:
-            return _with_ending(candidate, chain, evidence)
-    chain = find_chain(evidence) if blocks is None else []
+        calls = _calls_of(candidate, evidence)
+        if calls:
+            return _with_ending(candidate, calls, evidence)
+        if _is_entered_directly(candidate, evidence):
+            return candidate
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     if named is None:
@@ -158,6 +159,15 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
         "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
     )
+
+
+def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
+    """Whether blocks ran by their `forward` itself, so that only what is in them was seen."""
+    paths = {id(module): path for path, module in evidence.root.module.named_modules()}
+    called = {call.path for call in evidence.calls}
+    steps = [path.split(".") for path in called]
+    inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
+    return any(paths[id(block)] in inside and not isinstance(block, LISTS) for block in anatomy.blocks)
 
 
 def _not_found(model: nn.Module) -> AnatomyError:
@@ -173,12 +183,18 @@ def _not_found(model: nn.Module) -> AnatomyError:
 
 def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
     _refuse_several_states(chain, evidence)
+    found = find_encoder(chain, evidence)
+    encoder, of_encoder = (None, []) if found is None else found
     return Anatomy(
-        model=model, body=getattr(model, "base_model", model), 
+        model=model,
+        body=getattr(model, "base_model", model),
         stack=", ".join(dict.fromkeys(_paths(chain, evidence))),
-        blocks=tuple({id(call.module): call.module for call in chain}.values()), unembedding=None,
+        blocks=tuple({id(call.module): call.module for call in (*of_encoder, *chain)}.values()),
+        unembedding=None,
         embedding=_ask(model, "get_input_embeddings") or _embedding_before(chain[0], evidence),
-    )  # fmt: skip
+        encoder=None if encoder is None else encoder.path,
+        encoder_blocks=tuple(call.module for call in of_encoder),
+    )
 
 
 def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
@@ -218,9 +234,16 @@ def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None
 def _calls_of(anatomy: Anatomy, evidence: Evidence) -> Chain:
     """The calls of an anatomy's blocks, those of the encoder apart, and none that is part of another."""
     encoder = {id(block) for block in anatomy.encoder_blocks}
-    chosen = {id(block) for block in anatomy.blocks} - encoder
-    calls = [call for call in evidence.calls if id(call.module) in chosen and call.taken and call.given]
-    return [call for call in calls if not any(id(holder.module) in chosen for holder in call.holders())]
+    return _outermost({id(block) for block in anatomy.blocks} - encoder, evidence)
+
+
+def _encoder_calls(anatomy: Anatomy, evidence: Evidence) -> Chain:
+    return _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
+
+
+def _outermost(modules: set[int], evidence: Evidence) -> Chain:
+    calls = [call for call in evidence.calls if id(call.module) in modules and call.taken and call.given]
+    return [call for call in calls if not any(id(holder.module) in modules for holder in call.holders())]
 
 
 def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
@@ -238,7 +261,7 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         head_linear=None if linear is None or linear.module is unembedding else linear.path,
         readout=readout,
         ends_in=ends_in,
-        channels=_channels(chain, ending, evidence),
+        channels=_channels(_encoder_calls(anatomy, evidence), chain, ending, evidence),
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
 
@@ -269,8 +292,8 @@ def _as_unembedding(
     return linear.module if is_per_token and size is not None and linear.module.out_features >= 0.9 * size else None
 
 
-def _channels(chain: Chain, ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
-    found = [reading_axis(entering(call), call.walk(), evidence) for call in chain]
+def _channels(encoder: Chain, chain: Chain, ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
+    found = [reading_axis(entering(call), call.walk(), evidence) for call in (*encoder, *chain)]
     end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), chain[-1])
     last = None
     if end is not chain[-1] and end.taken and end.taken[0].shape == ending.state.shape:

@@ -20,15 +20,15 @@ CUT = 0.3
 Chain = list[ModuleCall]
 
 
-def find_chain(evidence: Evidence) -> Chain:
-    """The blocks of a model in the order of their calls; empty where nothing repeats.
+def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
+    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats.
 
     Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
     a run is opened, so that the blocks of several stages come to be one chain.
     """
     for sound in (True, False):
         search = _Search(evidence, sound)
-        chain = search.chain(evidence.root)
+        chain = search.chain(within or evidence.root)
         if len(chain) > 1:
             return chain
     return []
@@ -50,6 +50,18 @@ def leaving(call: ModuleCall, after: ModuleCall | None, evidence: Evidence) -> i
             if found:
                 return found[0]
     return next((place for place, seen in enumerate(call.given) if seen.shape == entering(call).shape), 0)
+
+
+def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] | None:
+    """The call whose output every block of a chain takes beside its state, and the blocks in it, if it has some."""
+    kept = [{evidence.origins[seen.node] for seen in call.taken[1:] if seen.node >= 0} for call in chain]
+    shared = set.intersection(*kept)
+    around = set(map(id, chain[0].holders()))
+    for call in evidence.calls[: chain[0].number]:
+        if id(call) not in around and call.given and evidence.origins[call.given[0].node] in shared:
+            blocks = find_chain(evidence, call)
+            return (call, blocks) if blocks else None
+    return None
 
 
 def is_in_list(call: ModuleCall, evidence: Evidence) -> bool:
@@ -78,8 +90,8 @@ class _Search:
 
     def chain(self, call: ModuleCall) -> Chain:
         """The best chain among the parts of a call."""
-        kids = [kid for kid in call.children if kid.taken and kid.given and self._matrices(kid.module)]
-        everything = parts = self._repeated([_Part(kid, self._opened(kid)) for kid in kids])
+        kids = [_Part(kid, self._opened(kid)) for kid in call.children if self._matrices(kid.module)]
+        everything = parts = self._repeated([kid for kid in kids if all(b.taken and b.given for b in kid.blocks)])
         while True:
             series = self._series(parts)
             lonely = self._lonely(series, everything)

@@ -28,6 +28,10 @@ ENDS = frozenset({"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward"})
 """Operations that may turn logits into probabilities at the end of a model."""
 
 
+NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
+"""What the state or the logits are called in outputs with names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A tensor as it was seen.
@@ -179,8 +183,8 @@ def copy_containers(value: Any) -> Any:
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """The logits, or failing that the state, in what a model returned: a loss and a missing loss are passed over."""
-    for name in ("logits", "last_hidden_state"):
+    """The state or the logits in what a module returned: a loss and a missing loss are passed over."""
+    for name in NAMES:
         named = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(named, Tensor):
             return named
