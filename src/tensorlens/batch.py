@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.recorder import RecordOptions, record
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import FactorReplay, Replay
+from tensorlens.maps.batched import BATCHED, PULLS_ONLY, BatchQuestion
+from tensorlens.maps.methods import Answer
+from tensorlens.maps.targets import Target
+from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.inputs import ModelInput, forward_parameters
+from tensorlens.operators.base import check_token
+from tensorlens.tensor import AttentionTensor, Context
 
 GRAPH_SHARE = 0.5
 """Part of the free memory that the graph of a batch may take: unlike that of one input, it is what was asked for."""
@@ -108,8 +118,10 @@ class Batch(Sequence[AttentionTensor]):
             in_tokens=context.tokens,
             method=method,
             bias_share=answer.bias_share,
-            meta=context.meta | {"out_positions": [0 if pools else place], "blocks": [0, self.replay.recording.n_blocks],
-            "heads": None, "rules": self.lens.rules.as_dict(), "certificate": None, "engine": "batched"} | answer.notes,
+            meta=context.meta | {
+                "out_positions": [0 if pools else place], "blocks": [0, self.replay.recording.n_blocks],
+                "heads": None, "rules": self.lens.rules.as_dict(), "certificate": None, "engine": "batched",
+            } | answer.notes,
         )  # fmt: skip
 
     def _one_by_one(

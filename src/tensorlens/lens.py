@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +19,7 @@ from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import Replay
 from tensorlens.maps.targets import Classes
-from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
@@ -48,12 +48,12 @@ class Lens:
             )
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
-        self.anatomy = find_anatomy(model, blocks)
+        self.anatomies, self._blocks = Anatomies(model, blocks), blocks
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
     def __repr__(self) -> str:
         """One line: model and number of blocks."""
-        return f"Lens({self.name}: {type(self.model).__name__}, blocks in `{self.anatomy.stack}`)"
+        return f"Lens({self.name}: {type(self.model).__name__})"
 
     def __call__(self, value: Any) -> Any:
         """The attention tensor at an input, or a list of them for a batch.
@@ -86,11 +86,17 @@ class Lens:
 
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""
-        return self.anatomy, arguments | _constant_arguments(self.model)
+        arguments = arguments | _constant_arguments(self.model)
+        return self.anatomies.at(arguments), arguments
 
     def tensor(self, prepared: ModelInput, replay: Replay) -> AttentionTensor:
         """The attention tensor of an input that was recorded."""
         return AttentionTensor(FrozenOperator(replay), self.context(prepared, replay.recording))
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
+        return find_anatomy(self.model, blocks=self._blocks)
 
     @property
     def pad_id(self) -> int:

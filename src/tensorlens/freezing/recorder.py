@@ -16,7 +16,7 @@ from tensorlens.freezing.audit import LeakAudit, refuse_custom_nodes
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
-from tensorlens.freezing.layouts import Layout, constants, find_state, first_tensor, layout_of, put_state, state_of
+from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find_state, put_state, state_of
 from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.prologue import Prologue
 from tensorlens.freezing.recording import Graph, Reached, Recording
@@ -165,18 +165,18 @@ class Recorder:
         self.anatomy, self.inputs, self.rules, self.at_embedding = anatomy, inputs, rules, at_embedding
         self.options, self.factors, self.blocks = options, factors, blocks
         self.states: list[Tensor] = []
-        self.layouts: list[Layout] = []
+        self.layouts: list[AxisLayout] = []
         self.splits: list[int] = []
         self.block_outputs: list[Any] = []
         self.side_channels: list[str] = []
-        self.body: str | None = None
-        self.n_encoder_blocks = 0
-        self.embedding_layout: Layout | None = None
+        self.n_encoder_blocks: int | None = None
+        self.embedding_layout: AxisLayout | None = None
         self.memory: Tensor | None = None
         self.embedded: Tensor | None = None
         self.leaves: list[Tensor] = []
         self.end: Tensor | None = None
         self.n_entered = 0
+        self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.prologue = Prologue()
@@ -227,13 +227,17 @@ class Recorder:
         finally:
             self.prologue.stop()
             self.run.forget_entries()
-        return plain(state_of(output))
+        state = state_of(output)
+        if self.anatomy.body_end == "" and self.end is None and self.n_entered:
+            self._leave_body(state)
+        return plain(state)
 
     def _finished(self, readout: Tensor) -> Recording:
         run, rules = self.run, self.rules
         if not rules.include_final_norm:
-            self.states[-1] = self.layouts[-2].to_tokens(first_tensor(self.block_outputs[-1]))
-            self.layouts[-1] = self.layouts[-2]
+            last = state_of(self.block_outputs[-1], self.anatomy.state_place)
+            self.layouts[-1] = self._layout(last, -2)
+            self.states[-1] = self.layouts[-1].to_tokens(last)
         now = current_fingerprint(self.anatomy.model)  # now, since a first pass may cast weights for good
         ignored = moved(self.found, now, self.anatomy.model)
         graph = None
@@ -242,8 +246,8 @@ class Recorder:
         return Recording(
             anatomy=self.anatomy, inputs=self.inputs, rules=rules, factors=self.factors, states=tuple(self.states),
             layouts=tuple(self.layouts), splits=tuple(self.splits), block_outputs=tuple(self.block_outputs),
-            body=self.body or "", n_encoder_blocks=self.n_encoder_blocks, embedding_layout=self.embedding_layout,
-            side_channels=tuple(self.side_channels), readout=constant(readout) if self.body else None,
+            n_encoder_blocks=self.n_encoder_blocks or 0, embedding_layout=self.embedding_layout,
+            side_channels=tuple(self.side_channels), readout=constant(readout) if self.anatomy.has_head else None,
             n_heads=run.n_heads, rules_applied=run.rules_applied, signature=run.signature, graph=graph,
             fingerprint=fingerprint(self.anatomy.model, ignored) if ignored else now, ignored=ignored,
         )  # fmt: skip
@@ -258,7 +262,7 @@ class Recorder:
         if id(module) in self._blocks and run.block is None:
             return self._run_block(module, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
-            if self.body == "":
+            if self.end is None and anatomy.body_end == "":
                 self._leave_body(args[0])
             raise Reached(args[0])
         output = forward(*args, **kwargs)
@@ -266,9 +270,11 @@ class Recorder:
             return self._embed(output)
         if self._encoder and run.module == anatomy.encoder and run.block is None:
             return self._leave_encoder(output)
-        is_past = self.body is not None and self.n_entered > self.n_encoder_blocks
-        if is_past and run.module == self.body and run.block is None:
-            self._leave_body(state_of(output))
+        if self.n_entered >= self.n_calls and run.block is None:
+            if self.end is None and anatomy.body_end and run.module == anatomy.body_end:
+                self._leave_body(state_of(output))
+            if anatomy.readout is not None and run.module == anatomy.readout:
+                raise Reached(state_of(output))
         return output
 
     def note_sources(self, run: Interpreter, live: list[Traced]) -> None:
@@ -290,7 +296,7 @@ class Recorder:
                 live = self._noted(self.blocks.enter(self, n))
                 call = Call(module, args, kwargs)
                 args, kwargs = put_state(args, kwargs, live)
-            elif n == self.n_encoder_blocks if n else not self.at_embedding:
+            elif n == self.n_encoder_blocks if n else not self.at_embedding:  # a stream of the input enters here
                 live = self._substitute(state)
                 self._find_twins(state, live, (*args, *kwargs.values()))
                 args, kwargs = put_state(args, kwargs, live)
@@ -306,6 +312,8 @@ class Recorder:
             traced.generation = n + 1
         if self.blocks is not None and call is not None:
             self.blocks.leave(self, n, call, output)
+        if self.n_entered == self.n_calls and self.anatomy.body_end is None:
+            self._leave_body(state_of(output, self.anatomy.state_place))
         return output
 
     def _noted(self, live: Tensor) -> Tensor:
@@ -319,13 +327,13 @@ class Recorder:
     # What it learns ---------------------------------------------------------------------------------------------------
 
     def _learn_entry(self, n: int, state: Tensor, module: nn.Module) -> None:
-        layout = layout_of(state, module, self._n_text_tokens)
+        layout = self._layout(state, n)
         tokens = layout.to_tokens(constant(state)).clone()
         in_encoder = id(module) in self._encoder
         if n == 0 and not in_encoder:
             self._check_start(state, layout)
-        if not in_encoder and self.body is None:
-            self.body, self.n_encoder_blocks, self.run.generation = self._find_body(), n, n
+        if not in_encoder and self.n_encoder_blocks is None:
+            self.n_encoder_blocks = self.run.generation = n
             if n:
                 self._join_streams(tokens)
         self.layouts.append(layout)
@@ -333,8 +341,17 @@ class Recorder:
         self.states.append(tokens if self.memory is None else torch.cat([constant(self.memory), tokens], 1))
         if n == 0 and self.at_embedding:
             assert self.embedded is not None, "a recording that starts at the embeddings has met them"
-            self.embedding_layout = layout_of(self.embedded, None, None)
+            self.embedding_layout = self._embedded_layout(self.embedded)
             self.states[0] = self.embedding_layout.to_tokens(constant(self.embedded)).clone()
+
+    def _layout(self, state: Tensor, n: int) -> AxisLayout:
+        """How the state entering block n is laid out, or the last one."""
+        channels = self.anatomy.channels
+        channel = channels[n] if channels and n < len(channels) else None
+        return axis_layout(state, channel, self._n_text_tokens, self.options.n_samples)
+
+    def _embedded_layout(self, state: Tensor) -> AxisLayout:
+        return axis_layout(state, None, None, self.options.n_samples)
 
     @property
     def _n_text_tokens(self) -> int | None:
@@ -352,7 +369,7 @@ class Recorder:
         """
         run = self.run
         with torch.set_grad_enabled(run.grad):
-            layout = self.layouts[-1] if self.layouts else layout_of(state, None, None)
+            layout = self.layouts[-1] if self.layouts else self._embedded_layout(state)
             tokens = layout.to_tokens(constant(state)).clone()
             if run.grad:
                 n_tokens = sum(part.shape[0] * part.shape[1] for part in (*self.leaves, tokens))
@@ -366,7 +383,7 @@ class Recorder:
         run.remember_entry(state, live)
         return self._noted(live)
 
-    def _check_start(self, state: Tensor, layout: Layout) -> None:
+    def _check_start(self, state: Tensor, layout: AxisLayout) -> None:
         """Start again at the embeddings if they are the state and also used elsewhere, or if the state has streams."""
         embedded = self.embedded
         if self.at_embedding or embedded is None or embedded.dim() != 3:
@@ -390,16 +407,6 @@ class Recorder:
                 )
             self.splits[n] = state.shape[1]
             self.states[n] = torch.cat([state, decoder_state.to(state)], 1)
-
-    def _find_body(self) -> str:
-        """The outermost module around the blocks that the head is not part of."""
-        anatomy, path = self.anatomy, self.run.path
-        if getattr(anatomy.model, "base_model", None) is anatomy.model and anatomy.unembedding is None:
-            return path[0]
-        for name in path[1:-1]:
-            if all(part is not anatomy.unembedding for part in anatomy.model.get_submodule(name).modules()):
-                return name
-        return path[0]
 
     def _find_twins(self, state: Tensor, live: Tensor, arguments: tuple[Any, ...]) -> None:
         """Copies of the state that enter beside it (two residual streams begin alike) stand for the input too."""
@@ -442,7 +449,7 @@ class Recorder:
 
     def _leave_body(self, state: Tensor) -> None:
         with self._explained():
-            self.layouts.append(layout_of(state, None, self._n_text_tokens, like=self.layouts[-1]))
+            self.layouts.append(self._layout(state, -1))
             self.splits.append(0)
             with torch.set_grad_enabled(self.run.grad):
                 self.end = self.layouts[-1].to_tokens(plain(state))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.layouts import (
-    Layout,
+    AxisLayout,
 )
 from tensorlens.freezing.places import Site
 from tensorlens.models.anatomy import Anatomy
@@ -49,7 +49,6 @@ class Recording:
         layouts: How the model's own code lays out each of them.
         splits: How many of the tokens of each belong to the encoder.
         block_outputs: What each block returned, for passes that start further up.
-        body: Path of the part whose output is $X^N$.
         n_encoder_blocks: How many of the blocks are the encoder's.
         embedding_layout: How the model's own code lays out the embeddings, if $X^0$ is the token embeddings because the
             model uses them in other ways than as the state entering block 0; otherwise None, and it is that state.
@@ -69,12 +68,11 @@ class Recording:
     rules: Rules
     factors: Mapping[Site, Any] = field(repr=False)
     states: tuple[Tensor, ...] = field(repr=False)
-    layouts: tuple[Layout, ...]
+    layouts: tuple[AxisLayout, ...]
     splits: tuple[int, ...]
     block_outputs: tuple[Any, ...] = field(repr=False)
-    body: str
     n_encoder_blocks: int = 0
-    embedding_layout: Layout | None = None
+    embedding_layout: AxisLayout | None = None
     side_channels: tuple[str, ...] = ()
     readout: Tensor | None = field(default=None, repr=False)
     n_heads: Mapping[int, int] = field(default_factory=dict)
@@ -114,7 +112,7 @@ class Recording:
         return self.embedding_layout is not None
 
     @property
-    def first_layout(self) -> Layout:
+    def first_layout(self) -> AxisLayout:
         """How the model lays out $X^0$."""
         return self.embedding_layout or self.layouts[0]
 
