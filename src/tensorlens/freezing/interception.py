@@ -17,13 +17,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tensorlens.freezing.interpreter import Interpreter
-from tensorlens.freezing.traced import active, finish, set_active
+from tensorlens.freezing.rules.custom import unrolled
+from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
 
 ABSENT = object()
+
+NO_RECOMPUTING = (
+    "The model packs the tensors that its graph saves, and recomputes or moves them later, where no rule applies. Switch "
+    "that off at inference."
+)
 
 
 @dataclass
@@ -54,11 +61,12 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
                 stack.enter_context(own_precision())
                 stack.enter_context(torch.set_grad_enabled(run.grad))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_REPORTING_FUNCTIONS)
+                if run.grad:  # recomputing happens after the pass, where no rule applies
+                    stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTING))
                 if run.audit is not None:
                     stack.enter_context(run.audit)
                 yield
-            if run.refused is not None:
-                raise run.refused
         finally:
             finish(run)
             set_active(before)
@@ -66,6 +74,8 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
     finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         set_active(before)
         _unwrap(run.modules, user)
+        if run.refused is not None:
+            raise run.refused
 
 
 def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = frozenset()) -> Fingerprint | None:
@@ -82,6 +92,54 @@ def own_precision() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+class _ReportingFunctions:
+    """While any pass runs, custom autograd functions and checkpointing report to it as modules do.
+
+    Both go past torch's Python functions: the one brings a derivative of its own, the other runs code again when no
+    rule applies. They are replaced on torch itself, once for all threads; one without an interpreter goes straight
+    through, and the last pass to leave puts the originals back.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+
+    def __enter__(self) -> None:
+        with _lock:
+            self._users += 1
+            if self._users == 1:
+                torch.autograd.Function.apply = classmethod(_apply_custom)  # type: ignore[method-assign,assignment]
+                setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            self._users -= 1
+            if self._users == 0:
+                torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+                setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
+
+
+_APPLY = vars(torch.autograd.Function)["apply"]
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+"""What `torch.utils.checkpoint.checkpoint` asks to recompute; its older form is a custom autograd function."""
+_RECOMPUTING = getattr(torch.utils.checkpoint, _CHECKPOINT, None)
+_REPORTING_FUNCTIONS = _ReportingFunctions()
+
+
+def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    run = active()
+    if run is None or not traced_in(args):
+        return _APPLY.__func__(cls, *args, **kwargs)
+    return unrolled(run, cls, args)
+
+
+def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Between its two steps `checkpoint` runs the function; under a pass nothing else is to happen."""
+    if active() is None and _RECOMPUTING is not None:
+        yield from _RECOMPUTING(*args, **kwargs)
+    else:
         yield
 
 

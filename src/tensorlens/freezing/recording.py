@@ -283,6 +283,8 @@ class Recorder:
             )
         if not self.block_outputs:
             return None
+        if self.run.audit is not None:
+            refuse_custom_nodes(readout, self.end)
         _audited[audit_key] = None
         while len(_audited) > MAX_AUDITED:
             del _audited[next(iter(_audited))]
@@ -525,6 +527,24 @@ class Recorder:
             with torch.set_grad_enabled(self.run.grad):
                 self.end = self.layouts[-1].to_tokens(plain(state))
             self.states.append(constant(self.end))
+
+
+def refuse_custom_nodes(*ends: Tensor | None) -> None:
+    """Raise for a derivative that no rule has seen, anywhere in the graph of a recording."""
+    waiting = [end.grad_fn for end in ends if end is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise NotLinearError(
+                f"The custom autograd function `{type(node).__name__}` brings a derivative of its own, which no rule "
+                "has seen. Switch to the model's plain implementation, or register an adapter for the module's class "
+                "with `tensorlens.adapter`."
+            )
+        waiting += [parent for parent, _ in node.next_functions]
 
 
 class Reached(BaseException):
