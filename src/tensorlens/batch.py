@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,17 @@ GRAPH_SHARE = 0.5
 """Part of the free memory that the graph of a batch may take: unlike that of one input, it is what was asked for."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """What a batch asks of the lens that it came from."""
 
     model: nn.Module
     rules: Rules
-    pad_id: int
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up shorter texts."""
+        ...
+
 
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tensorlens.freezing import interpreter as passes
-from tensorlens.freezing.rules import table as functions
+from tensorlens.freezing.rules.linear import describe, linear
 from tensorlens.freezing.rules.modules import ADAPTERS
 from tensorlens.freezing.rules.recurrences import KERNELS
-from tensorlens.freezing.rules.table import RULES
+from tensorlens.freezing.rules.table import RULES, name_of
 from tensorlens.freezing.traced import mark, plain, raw, traced_in
 from tensorlens.studies.family_study.run import Case, FamilyRecord, examine, sweep
 from tensorlens.studies.family_study.table import read_table, write_table
@@ -113,13 +113,13 @@ def uses() -> dict[Case, set[str]]:
 def watch_rules(case: Case) -> FamilyRecord:
     """Runs in a process of its own; the names come back as the reason."""
     names: set[str] = set()
-    call = passes.Pass.call
+    call = passes.Interpreter.call
 
     def watch(self: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        names.update({functions.name_of(function)} if any(t.live for t in traced_in((args, kwargs))) else ())
+        names.update({name_of(function)} if any(t.live for t in traced_in((args, kwargs))) else ())
         return call(self, function, args, kwargs)
 
-    passes.Pass.call = watch
+    passes.Interpreter.call = watch
     return replace(examine(case), reason=" ".join(name.removesuffix("_") for name in names))
 
 
@@ -128,7 +128,7 @@ def mutated(names: tuple[str, ...], wrong: bool, case: Case) -> FamilyRecord:
     for name in names:
         RULES.pop(name, None)
         if wrong:
-            RULES[name] = functions.linear
+            RULES[name] = linear
     return examine(case)
 
 
@@ -156,7 +156,7 @@ def test_rules_that_let_things_pass_are_noticed(uses: dict[Case, set[str]]):
 
 
 def test_every_rule_that_the_sample_needs_is_missed(uses: dict[Case, set[str]]):
-    for rule in set(RULES.values()) - {functions.describe}:
+    for rule in set(RULES.values()) - {describe}:
         gone = tuple(name for name, found in RULES.items() if found is rule)
         witnesses = [case for case, used in uses.items() if used & set(gone)]
         if witnesses:

@@ -20,6 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
@@ -132,7 +133,12 @@ def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any)
     run = active()
     if run is None or not traced_in(args):
         return _APPLY.__func__(cls, *args, **kwargs)
-    return unrolled(run, cls, args)
+    try:
+        return unrolled(run, cls, args)
+    except NotLinearError as error:
+        if run.audit is None or run.audit.leak is None:
+            raise
+        raise NotLinearError(f"The custom autograd function `{cls.__name__}` hides a step: {error}") from error
 
 
 def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
