@@ -46,6 +46,8 @@ class Lens:
             raise InputError(
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
             )
+        if rules is not None and not isinstance(rules, Rules):
+            raise InputError(f"`rules` must be a `tensorlens.Rules`; got {rules!r}.")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
         self.anatomies, self._blocks = Anatomies(model, blocks), blocks
@@ -174,7 +176,9 @@ def _constant_arguments(model: nn.Module) -> dict[str, Any]:
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {"use_cache": False} if "use_cache" in parameters else {}
     return arguments | (
-        {"return_dict": True} if "return_dict" in parameters or open_ended and hasattr(model, "config") else {}
+        {"return_dict": True}
+        if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix")
+        else {}
     )
 
 

@@ -15,8 +15,7 @@ from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_en
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
-
-BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
+from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +192,7 @@ def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
         stack=", ".join(dict.fromkeys(_paths(chain, evidence))),
         blocks=tuple({id(call.module): call.module for call in (*of_encoder, *chain)}.values()),
         unembedding=None,
-        embedding=_ask(model, "get_input_embeddings") or _embedding_before(chain[0], evidence),
+        embedding=ask(model, "get_input_embeddings") or _embedding_before(chain[0], evidence),
         encoder=None if encoder is None else encoder.path,
         encoder_blocks=tuple(call.module for call in of_encoder),
     )
@@ -317,101 +316,37 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
     With an encoder and a decoder, there is such a list in each. In a model of several towers the one of the language
     model is taken, if its input goes through it.
     """
-    unembedding = _ask(model, "get_output_embeddings")
+    unembedding = ask(model, "get_output_embeddings")
     common: dict[str, Any] = {
         "model": model,
         "body": getattr(model, "base_model", model),
         "unembedding": unembedding if isinstance(unembedding, nn.Linear) else None,
-        "embedding": _ask(model, "get_input_embeddings"),
+        "embedding": ask(model, "get_input_embeddings"),
     }
     if blocks is not None:
-        return Anatomy(**common, stack=blocks, blocks=_named_blocks(model, blocks))
-    pair = _encoder_and_decoder(model)
+        return Anatomy(**common, stack=blocks, blocks=named_blocks(model, blocks))
+    pair = encoder_and_decoder(model)
     if pair is not None:
         encoder, encoder_stack, decoder_stack = pair
         of_encoder = blocks_in(model.get_submodule(encoder_stack))
         of_decoder = blocks_in(model.get_submodule(decoder_stack))
         return Anatomy(
             **common, stack=decoder_stack, blocks=of_encoder + of_decoder, encoder=encoder, encoder_blocks=of_encoder,
-            other_stacks=tuple(stack for stack in _stacks(model) if stack != decoder_stack),
+            other_stacks=tuple(stack for stack in stacks(model) if stack != decoder_stack),
         )  # fmt: skip
-    stacks = _stacks(model)
-    if not stacks:
-        return None
+    found = stacks(model)
+    if not found:
+        return _of_attributes(common)
     return Anatomy(
-        **common, stack=stacks[0], blocks=blocks_in(model.get_submodule(stacks[0])), other_stacks=tuple(stacks[1:])
+        **common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])), other_stacks=tuple(found[1:])
     )
 
 
-def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules of a list that are called: lists within it are opened, and so are stages made of one list."""
-    found: list[nn.Module] = []
-    for child in stack.children():
-        found += blocks_in(child) if isinstance(child, nn.ModuleList) else [child]
-    return tuple(found)
-
-
-def _ask(model: nn.Module, method: str) -> Any:
-    try:
-        return getattr(model, method)()
-    except (AttributeError, NotImplementedError, TypeError):
-        return None
-
-
-def _named_blocks(model: nn.Module, paths: str) -> tuple[nn.Module, ...]:
-    """The blocks that the user named: those in a list, or with several paths the modules themselves too."""
-    several = [path.strip() for path in paths.split(",")]
-    found: list[nn.Module] = []
-    for path in several:
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:
-            module = None
-        if module is None or len(several) == 1 and not isinstance(module, BLOCK_LISTS):
-            lists = ", ".join(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-            raise AnatomyError(
-                f"`blocks` must be the path of a list of modules, or several paths with commas between them; got "
-                f"{path!r}, which is {'absent' if module is None else type(module).__name__}. "
-                f"Lists in this model: {lists or 'none'}."
-            )
-        found += blocks_in(module) if isinstance(module, BLOCK_LISTS) else [module]
-    return tuple(found)
-
-
-def _encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
-    """Paths of the encoder, its blocks and the decoder's blocks, for a model that runs one after the other."""
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    names = {id(module): name for name, module in model.named_modules()}
-    encoder, decoder = _ask(model, "get_encoder"), _ask(model, "get_decoder")
-    if encoder is None or decoder is None or encoder is decoder or decoder is model or encoder is model:
-        return None
-    if id(encoder) not in names or id(decoder) not in names:
-        return None
-    inner = [[f"{names[id(part)]}.{stack}" for stack in _stacks(part)[:1]] for part in (encoder, decoder)]
-    return (names[id(encoder)], inner[0][0], inner[1][0]) if all(inner) else None
-
-
-def _stacks(model: nn.Module) -> list[str]:
-    """Lists that may hold the blocks: the language model's before others, the largest before the smaller."""
-    for kind in BLOCK_LISTS:
-        sizes = {
-            name: sum(parameter.numel() for parameter in module.parameters())
-            for name, module in model.named_modules()
-            if name and isinstance(module, kind) and len(module) and not _inside(module, model, kind)
-        }
-        found = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
-        if found:
-            decoder = _ask(model, "get_decoder")
-            inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-            return sorted(found, key=lambda name: id(model.get_submodule(name)) not in inside)
-    return []
-
-
-def _inside(stack: nn.Module, model: nn.Module, kind: type) -> bool:
-    """Whether a list lies within another list: heads of experts, sub-layers of a block."""
-    return any(
-        stack is not outer and any(stack is inner for inner in outer.modules())
-        for outer in model.modules()
-        if isinstance(outer, kind)
-    )
+def _of_attributes(common: dict[str, Any]) -> Anatomy | None:
+    """For a model without lists, until it was seen to run: its parts that hold several weights."""
+    parts = {
+        name: part
+        for name, part in common["model"].named_children()
+        if sum(weight.dim() > 1 for weight in part.parameters()) > 1
+    }
+    return Anatomy(**common, stack=", ".join(parts), blocks=tuple(parts.values())) if parts else None

@@ -51,7 +51,7 @@ def _weights_of(module: Any, side: str) -> tuple[int | None, int | None]:
     if isinstance(getattr(module, f"{side}_features", None), int):
         return getattr(module, f"{side}_features"), -1
     if isinstance(module, _CHANNELS_SECOND):
-        return getattr(module, "num_features", None) or module.num_channels, 1
+        return int(getattr(module, "num_features", None) or module.num_channels), 1  # type: ignore[arg-type]
     weights = list(module.parameters(recurse=False))
     if not weights or any(weight.dim() != 1 for weight in weights):
         return None, None
