@@ -1,0 +1,247 @@
+"""`fingerprint`: everything that a model's behaviour depends on, as one value to compare.
+
+What is remembered of a model (a recording, the parts of its blocks, a proof) is valid for one fingerprint. It changes
+with a module replaced, moved or re-wired, a hook, an adapter switched on or off, another activation, a weight written
+to. It costs one walk over the modules, a few microseconds each. Writes through `.data` alone escape it, as they escape
+torch's own version counter: `Samples` notices those.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+MOST_ITEMS = 64
+"""Containers of at most so many items are compared by what is in them, longer ones by their length and identity."""
+
+SAMPLED = 64
+"""Elements of each parameter that a sampled checksum reads."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NO_STATE = frozenset(
+    (*_HOOKS, "training", "_parameters", "_buffers", "_modules", "_compiled_call_impl", "_non_persistent_buffers_set")
+    + ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+    + ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    + ("_is_full_backward_hook", "_is_hf_initialized")
+)
+_HEAD = ("identity", "class", "training mode", "hooks")
+_SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_PLAIN = frozenset((nn.Parameter, Tensor))
+_GLOBAL_HOOKS = tuple(
+    getattr(torch_modules, name)
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+)
+
+
+class Fingerprint:
+    """A model's state; two are equal where the model would do the same. Hashable; holds nothing of the model alive.
+
+    Attributes:
+        modules: For each module in order its identity, class, training mode and hooks, then names and values of
+            parameters, buffers, parts and attributes in turn. In one row, which is faster to make than a tree.
+        starts: Where each module begins in it.
+        shared: What belongs to no single module: global hooks, the code of classes, configurations.
+    """
+
+    __slots__ = ("_hash", "modules", "shared", "starts")
+
+    def __init__(self, modules: tuple[Any, ...], starts: list[int], shared: tuple[Any, ...]) -> None:
+        self.modules, self.starts, self.shared = modules, starts, shared
+        self._hash = hash((modules, shared))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint):
+            return NotImplemented
+        return self._hash == other._hash and self.modules == other.modules and self.shared == other.shared
+
+    def of_modules(self) -> Iterator[dict[str, Any]]:
+        """The state of each module by name."""
+        for start, stop in zip(self.starts, [*self.starts[1:], len(self.modules)], strict=True):
+            row = self.modules[start:stop]
+            head = dict(zip(_HEAD, row, strict=False))
+            yield head | dict(zip(row[len(_HEAD) :: 2], row[len(_HEAD) + 1 :: 2], strict=True))
+
+
+def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozenset()) -> Fingerprint | None:
+    """The model's state; None where parameters come and go with off-loading.
+
+    Args:
+        model: The model.
+        ignoring: Attributes and buffers, by identity of the module and name, that a pass changes by itself: see
+            `moved`.
+    """
+    row: list[Any] = []
+    starts: list[int] = []
+    kinds: dict[type, None] = {}
+    objects: dict[int, Any] = {}
+    for module in _walk(model):
+        starts.append(len(row))
+        kinds[type(module)] = None
+        if not _add_state(row, module, objects, ignoring):
+            return None
+    code = tuple([(kind, _reference(kind.forward)) for kind in kinds])
+    hooks = tuple([tuple(hooks) for hooks in _GLOBAL_HOOKS])
+    return Fingerprint(tuple(row), starts, (hooks, code, _configurations(objects)))
+
+
+def moved(before: Fingerprint | None, after: Fingerprint | None, model: nn.Module) -> frozenset[tuple[int, str]]:
+    """Attributes and buffers that differ though only a pass lay between: a counter, a cache. No sign of a change."""
+    if before is None or after is None or before == after or len(before.starts) != len(after.starts):
+        return frozenset()
+    found = []
+    for module, was, now in zip(_walk(model), before.of_modules(), after.of_modules(), strict=True):
+        kept = module._parameters.keys() | module._modules.keys() | set(_HEAD)
+        names = (was.keys() | now.keys()) - kept
+        found += [(id(module), name) for name in names if was.get(name) != now.get(name)]
+    return frozenset(found)
+
+
+def what_changed(before: Fingerprint | None, after: Fingerprint | None, model: nn.Module) -> str:
+    """The first difference between two states of a model, as a clause: which module, and what of it."""
+    if before is None or after is None:
+        return "its weights went off the device or came back"
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, was, now in zip(_walk(model), before.of_modules(), after.of_modules(), strict=False):
+        if was != now:
+            name = next(name for name in was | now if was.get(name, was) != now.get(name, now))
+            what = f"the {name}" if name in _HEAD else f"`{name}`"
+            return f"{what} of `{names[id(module)] or type(model).__name__}` changed"
+    if len(before.starts) != len(after.starts):
+        return f"it has {len(after.starts)} modules and had {len(before.starts)}"
+    words = ("a global hook was added or removed", "the code of a class changed", "a configuration changed")
+    changed = (word for word, old, new in zip(words, before.shared, after.shared, strict=True) if old != new)
+    return next(changed, "nothing that a fingerprint sees changed")
+
+
+def _walk(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, depth first: `model.modules()` without its names and generators inside generators."""
+    waiting, seen = [model], set()
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield module
+        waiting += [part for part in reversed(module._modules.values()) if part is not None]
+
+
+def _add_state(
+    row: list[Any], module: nn.Module, objects: dict[int, Any], ignoring: frozenset[tuple[int, str]]
+) -> bool:
+    """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
+    inside = module.__dict__
+    start, own = len(row), [weakref.ref(module), type(module), inside["training"], _hooks(inside)]
+    row += own
+    for name, p in inside["_parameters"].items():
+        if p is not None:
+            if p.is_meta:
+                return False
+            row += (
+                name,
+                (id(p), -1 if p.is_inference() else p._version, p.dtype, p.data_ptr() if type(p) in _PLAIN else 0),
+            )
+    for name, part in inside["_modules"].items():
+        row += (name, part is not None)
+    for name, buffer in inside["_buffers"].items():
+        if buffer is not None and not (ignoring and (id(module), name) in ignoring):
+            row += (name, _tensor(buffer))
+    for name, value in inside.items():
+        if name in _NO_STATE or ignoring and (id(module), name) in ignoring:
+            continue
+        if type(value) in _SIMPLE:
+            row += (name, value)
+        elif name in ("forward", "_old_forward") and hasattr(value, "was_on_instance"):
+            # Another thread has a pass under way, which puts these back when it is over.
+            row[start + 2] = value.was_training
+            row += (name, _reference(value.__wrapped__)) if value.was_on_instance else ()
+        else:
+            row += (name, _value(value, objects))
+    return True
+
+
+def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
+    """The numbers of the hooks, which torch never gives again."""
+    if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
+        return tuple([tuple(inside[name]) for name in _HOOKS])
+    return tuple(inside["_backward_pre_hooks"])
+
+
+def _tensor(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+def _value(value: Any, objects: dict[int, Any]) -> Any:
+    """What an attribute is, as something to compare: small things by value, all else by identity."""
+    kind = type(
+        value
+    )  # and not `isinstance`, which asks the object: slow for a configuration with a `__getattribute__`
+    if kind in _SIMPLE:
+        return value
+    if id(value) in objects:
+        return id(value)
+    if issubclass(kind, Tensor):
+        return _tensor(value)
+    if issubclass(kind, (list, tuple, set, frozenset, dict)) and len(value) <= MOST_ITEMS:
+        if issubclass(kind, dict):
+            return tuple([(_value(key, objects), _value(item, objects)) for key, item in value.items()])
+        return kind, tuple([_value(item, objects) for item in value])
+    if callable(value):
+        return _reference(value)
+    if hasattr(value, "__dict__"):
+        objects[id(value)] = value
+    return id(value)
+
+
+def _reference(value: Any) -> Any:
+    """Identity that outlasts the thing: a bare `id` may be given again to the next function that is made."""
+    try:
+        reference = weakref.ref(value)
+        hash(reference)  # while it is there: afterwards it would have none
+    except TypeError:
+        return id(value)
+    return reference
+
+
+def _configurations(objects: dict[int, Any]) -> tuple[Any, ...]:
+    """Simple values of each object that modules refer to, such as a configuration, and of those inside it."""
+    found, waiting, seen = [], list(objects.values()), set(objects)
+    while waiting and len(found) < MOST_ITEMS:
+        inner: dict[int, Any] = {}
+        value = waiting.pop()
+        found.append(tuple((name, _value(item, inner)) for name, item in value.__dict__.items()))
+        waiting += [item for key, item in inner.items() if key not in seen]
+        seen |= inner.keys()
+    return tuple(found)
+
+
+class Samples:
+    """A checksum of a few elements of each parameter: notices most writes through `.data`, which leave no version.
+
+    Args:
+        model: Whose parameters; views of them are kept, so that a reading is one copy of a few thousand numbers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in model.parameters():
+            flat = parameter.detach()
+            if not flat.is_meta and flat.numel() and flat.is_contiguous():
+                flat = flat.view(-1)
+                by_kind.setdefault((flat.device, flat.dtype), []).append(flat[:: max(1, -(-flat.numel() // SAMPLED))])
+        self._views = list(by_kind.values())
+        self._before = self._read()
+
+    def _read(self) -> list[Tensor]:
+        return [torch.cat(views) for views in self._views]
+
+    def same(self) -> bool:
+        """Whether the elements are what they were."""
+        return all(map(torch.equal, self._before, self._read()))
