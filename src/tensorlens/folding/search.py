@@ -23,6 +23,7 @@ from tensorlens.folding.watching import Mixed, Sighting, Step, Watch, by_token
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.frozen_model import FrozenModel
 from tensorlens.freezing.traced import constant
+from tensorlens.models.fingerprint import Fingerprint, fingerprint
 from tensorlens.models.precision import tf32
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -33,11 +34,15 @@ NORM_OPERATIONS = ("layer_norm", "rms_norm", "rsqrt")
 Found = BlockParts | NormPart | None | str
 """Parts, a final norm or the absence of one, or the message of what went wrong."""
 
-Key = tuple[Rules, bool, int]
-"""Rules, whether the input has one token alone, and the block; -1 stands for the final norm."""
+State = tuple[Fingerprint | None, Rules, bool, int]
+"""What the wiring depends on: the state of the model, the rules, whether the input has one token alone, which proves too
+little, and the signature of the recording."""
 
-_known: WeakKeyDictionary[nn.Module, dict[Key, Found]] = WeakKeyDictionary()
-"""What a survey found, by model: the wiring does not depend on the input, but one token alone proves too little."""
+MOST_STATES = 8
+"""States of a model whose parts are remembered."""
+
+_known: WeakKeyDictionary[nn.Module, dict[State, dict[int, Found]]] = WeakKeyDictionary()
+"""What a survey found, by model, by its state and by block; -1 stands for the final norm."""
 
 
 def block_parts(frozen: FrozenModel, n: int) -> BlockParts:
@@ -46,13 +51,10 @@ def block_parts(frozen: FrozenModel, n: int) -> BlockParts:
     Raises:
         AnatomyError: the block is made of something else, such as experts or a recurrence; says what was missing.
     """
-    known, key = _known.setdefault(frozen.anatomy.model, {}), _key(frozen, n)
-    if key not in known:
-        try:
-            known[key] = _survey(frozen, n)
-        except AnatomyError as error:
-            known[key] = str(error)
-    return _or_raise(known[key])
+    known = _found(frozen)
+    if n not in known:
+        _learn(frozen, n, known)
+    return _or_raise(known[n])
 
 
 def final_norm(frozen: FrozenModel) -> NormPart | None:
@@ -61,14 +63,36 @@ def final_norm(frozen: FrozenModel) -> NormPart | None:
     Raises:
         AnatomyError: there is something else.
     """
-    known, key = _known.setdefault(frozen.anatomy.model, {}), _key(frozen, -1)
-    if key not in known:
-        block_parts(frozen, frozen.n_blocks - 1)
-    return _or_raise(known[key])
+    known = _found(frozen)
+    if -1 not in known:
+        _learn(frozen, frozen.n_blocks - 1, known)
+    return _or_raise(known[-1])
 
 
-def _key(frozen: FrozenModel, n: int) -> Key:
-    return frozen.rules, frozen.hidden[0].shape[1] == 1, n
+def state_of(frozen: FrozenModel) -> State:
+    """Everything that a reading of the blocks is valid for."""
+    signature = hash((tuple(frozen.tape.factors), frozen.n_blocks))
+    return fingerprint(frozen.anatomy.model), frozen.rules, frozen.hidden[0].shape[1] == 1, signature
+
+
+def _found(frozen: FrozenModel) -> dict[int, Found]:
+    """What is known of a model in the state it is in; nothing where it may change unseen."""
+    state = state_of(frozen)
+    if state[0] is None:
+        return {}
+    states = _known.setdefault(frozen.anatomy.model, {})
+    if state not in states and len(states) >= MOST_STATES:
+        states.pop(next(iter(states)))  # the oldest
+    return states.setdefault(state, {})
+
+
+def _learn(frozen: FrozenModel, n: int, known: dict[int, Found]) -> None:
+    try:
+        known[n], tail = _survey(frozen, n)
+    except AnatomyError as error:
+        known[n] = tail = str(error)
+    if n == frozen.n_blocks - 1:
+        known[-1] = tail
 
 
 def _or_raise(found: Found) -> Any:
@@ -80,7 +104,8 @@ def _or_raise(found: Found) -> Any:
 # From what was seen to parts -----------------------------------------------------------------------------------------
 
 
-def _survey(frozen: FrozenModel, n: int) -> BlockParts:
+def _survey(frozen: FrozenModel, n: int) -> tuple[BlockParts, NormPart | str | None]:
+    """The parts of block n, and what lies between it and the output if it is the last."""
     name = type(frozen.anatomy.model).__name__
     instead = "Rows and norms go by backward passes instead; methods that need the weights do not apply."
     if frozen.n_encoder_blocks or frozen.side_channels or frozen.starts_at_embedding:
@@ -95,19 +120,19 @@ def _survey(frozen: FrozenModel, n: int) -> BlockParts:
         raise AnatomyError(f"Block {n} of `{name}` cannot be taken apart: {error}. {instead}") from None
 
 
-def _search(frozen: FrozenModel, n: int) -> BlockParts:
+def _search(frozen: FrozenModel, n: int) -> tuple[BlockParts, NormPart | str | None]:
     watch = Watch(frozen, n)
     with torch.no_grad():
-        state = watch.go()
+        state = constant(watch.go())
     seen, search = watch.seen, _Search(frozen, n, watch.seen)
-    if n == frozen.n_blocks - 1:
-        known = _known.setdefault(frozen.anatomy.model, {})
-        known[_key(frozen, -1)] = _tail(frozen, n, seen, constant(state))
+    is_last = n == frozen.n_blocks - 1
+    if not is_last and not _agrees(state[0], seen.y):
+        raise search.error(f"something between it and block {n + 1} changes the state, such as a hook")
     with torch.no_grad():
         for parts in search.candidates():
             rebuilt = rebuild(parts, held_factors(frozen, parts), seen.x[0])
             if _agrees(rebuilt, seen.y):
-                return parts
+                return parts, _tail(frozen, n, seen, state) if is_last else None
     raise search.error("no wiring of its norms, attention and feed-forward rebuilds it")
 
 
@@ -124,7 +149,7 @@ def _tail(frozen: FrozenModel, n: int, seen: Sighting, state: Tensor) -> NormPar
         return None
     for step in seen.tail:
         norm = find_norm(frozen, f"after block {n}", step, 0)
-        if norm is not None and _agrees(step.output, state[0]):
+        if norm is not None and _agrees(step.output, state[0]) and seen.y is not None and _agrees(step.input, seen.y):
             return norm
     found = ", ".join(step.path for step in seen.tail) or "something that is no module"
     return (
