@@ -14,8 +14,8 @@ from torch import nn
 
 from tensorlens.errors import InputError
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.frozen_model import FrozenModel
-from tensorlens.freezing.streaming import hold
+from tensorlens.freezing.long_inputs import replay_of
+from tensorlens.freezing.recording import Recording
 from tensorlens.maps.targets import Classes
 from tensorlens.models.anatomy import find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
@@ -69,11 +69,11 @@ class Lens:
             return [self(one) for one in value]
         prepared = make_input(value, self.model, self.processor)
         arguments = prepared.arguments | _constant_arguments(self.model)
-        frozen = hold(self.anatomy, arguments, self.rules)
-        return AttentionTensor(FrozenOperator(frozen), self._context(prepared, frozen))
+        replay = replay_of(self.anatomy, arguments, self.rules)
+        return AttentionTensor(FrozenOperator(replay), self._context(prepared, replay.recording))
 
-    def _context(self, prepared: ModelInput, frozen: FrozenModel) -> Context:
-        n_tokens = frozen.hidden[0].shape[1]
+    def _context(self, prepared: ModelInput, recording: Recording) -> Context:
+        n_tokens = recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": dict(_versions())}
         if prepared.text is not None:
             meta["text"] = prepared.text
@@ -82,18 +82,19 @@ class Lens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
             meta["image"] = prepared.image
         tokens = prepared.labels(n_tokens, self.model, self.processor)
-        out_tokens = _out_labels(tokens, frozen.hidden[-1].shape[1], is_decoder=frozen.n_encoder_blocks > 0)
-        return Context(tokens=tokens, classes=self._classes(frozen), meta=meta, out_tokens=out_tokens)
+        out_tokens = _out_labels(tokens, recording.states[-1].shape[1], is_decoder=recording.n_encoder_blocks > 0)
+        return Context(tokens=tokens, classes=self._classes(recording), meta=meta, out_tokens=out_tokens)
 
-    def _classes(self, frozen: FrozenModel) -> Classes | None:
-        if frozen.readout is None:
+    def _classes(self, recording: Recording) -> Classes | None:
+        if recording.readout is None:
             return None
-        unembedding = frozen.anatomy.unembedding
+        unembedding = recording.anatomy.unembedding
         if unembedding is not None:
             return Classes(n_classes=unembedding.weight.shape[0], tokenizer=tokenizer_of(self.processor))
         labels = getattr(getattr(self.model, "config", None), "id2label", None)
         return Classes(
-            n_classes=frozen.readout.shape[-1], labels=labels or {i: str(i) for i in range(frozen.readout.shape[-1])}
+            n_classes=recording.readout.shape[-1],
+            labels=labels or {i: str(i) for i in range(recording.readout.shape[-1])},
         )
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing.frozen_model import Heads, Span
+from tensorlens.freezing.interpreter import Heads
+from tensorlens.freezing.observe import plain_logits
+from tensorlens.freezing.places import Span
 from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Classes, Target, no_head
@@ -168,7 +170,7 @@ class AttentionTensor(TensorOperator):
         return self._part(self._operator(self.operator.span, multipliers))
 
     def _head_multiplier(self, index: int, heads: list[int], *, keep: bool) -> Tensor:
-        n_heads = self.operator.frozen.tape.n_heads.get(index)
+        n_heads = self.operator.recording.n_heads.get(index)
         if n_heads is None:
             raise MethodError(f"Block {index} has no attention heads that could be told apart; use `blocks` instead.")
         wrong = [head for head in heads if not (isinstance(head, int) and 0 <= head < n_heads)]
@@ -179,7 +181,7 @@ class AttentionTensor(TensorOperator):
         return multiplier
 
     def _operator(self, span: Span, heads: Heads) -> FrozenOperator:
-        return FrozenOperator(self.operator.frozen, span, heads, precision=self.operator.precision)
+        return FrozenOperator(self.operator.replay, span, heads, precision=self.operator.precision)
 
     def _part(self, operator: FrozenOperator) -> AttentionTensor:
         return AttentionTensor(operator, self.context)
@@ -205,7 +207,7 @@ class AttentionTensor(TensorOperator):
             precision: Of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
         """
-        check_out_token(out_token, self.operator.frozen.pools, method)
+        check_out_token(out_token, self.operator.recording.pools, method)
         every = range(self.shape[0]) if out_token is None else (check_token(out_token, self.shape[0]),)
         found = answer(
             method,
@@ -241,7 +243,7 @@ class AttentionTensor(TensorOperator):
         maps = []
         for n in range(self.n_blocks):
             block = self.blocks(n, n + 1)
-            heads = range(self.operator.frozen.tape.n_heads.get(self.operator.span.start + n, 0)) if per_head else ()
+            heads = range(self.operator.recording.n_heads.get(self.operator.span.start + n, 0)) if per_head else ()
             parts = [block.heads({0: [head]}) for head in heads] or [block]
             maps.append(torch.stack([part.map(method).normalised().scores for part in parts])[None])
         return tuple(maps)
@@ -255,7 +257,7 @@ class AttentionTensor(TensorOperator):
             "out_positions": list(out_tokens),
             "blocks": list(self.operator.span),
             "heads": heads or None,
-            "rules": self.operator.frozen.rules.as_dict(),
+            "rules": self.operator.recording.rules.as_dict(),
             "certificate": verdict,
         }
 
@@ -264,7 +266,7 @@ class AttentionTensor(TensorOperator):
         operator = self.operator
         if precision == operator.precision:
             return self
-        return self._part(FrozenOperator(operator.frozen, operator.span, operator.heads, precision=precision))
+        return self._part(FrozenOperator(operator.replay, operator.span, operator.heads, precision=precision))
 
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
         """Operations, memory and time of some work before it is done.
@@ -293,10 +295,10 @@ class AttentionTensor(TensorOperator):
 
         They come from the whole model, its soft caps and scales included, whatever the range of blocks.
         """
-        frozen, classes = self.operator.frozen, self.context.classes
-        if classes is None or frozen.readout is None:
-            raise no_head(frozen.anatomy.model)
-        logits = frozen.own_logits(check_token(out_token, self.shape[0]))
+        recording, classes = self.operator.recording, self.context.classes
+        if classes is None or recording.readout is None:
+            raise no_head(recording.anatomy.model)
+        logits = plain_logits(recording, check_token(out_token, self.shape[0]))
         probabilities = logits.softmax(-1)
         best = logits.topk(min(k, len(logits))).indices.tolist()
         return [Prediction(classes.name(i), i, float(logits[i]), float(probabilities[i])) for i in best]

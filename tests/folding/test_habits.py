@@ -17,7 +17,7 @@ from tensorlens.folding.search import block_parts
 def by_backward(T: tl.AttentionTensor, out_token: int) -> Tensor:
     """T[i] by autograd through the replay, one cotangent at a time."""
     found = []
-    with T.operator.frozen.graph(T.operator.span) as (x, y, _):
+    with T.operator.replay.graph(T.operator.span) as (x, y, _):
         for channel in range(T.shape[1]):
             found.append(torch.autograd.grad(y[0, out_token, channel], x, retain_graph=True)[0][0])
     return torch.stack(found)
@@ -82,7 +82,7 @@ def test_blocks_in_another_order_are_other_blocks() -> None:
     blocks[0], blocks[2] = blocks[2], blocks[0]
     T = tl.Lens(model)(zoo.sample("gpt2"))
     assert gap(T.rows(3), by_backward(T, 3)) < 1e-9
-    assert block_parts(T.operator.frozen, 0).out.module is blocks[0].attn.c_proj
+    assert block_parts(T.operator.recording, 0).out.module is blocks[0].attn.c_proj
 
 
 def test_parts_are_remembered_for_few_states_of_a_model() -> None:
@@ -92,5 +92,5 @@ def test_parts_are_remembered_for_few_states_of_a_model() -> None:
     for _ in range(search.MOST_STATES + 2):
         with torch.no_grad():
             model.transformer.h[0].ln_1.weight.mul_(1)
-        block_parts(tl.Lens(model)(zoo.sample("gpt2")).operator.frozen, 0)
+        block_parts(tl.Lens(model)(zoo.sample("gpt2")).operator.recording, 0)
     assert len(search._known[model]) == search.MOST_STATES

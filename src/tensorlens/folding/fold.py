@@ -119,7 +119,7 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
 
     Args:
         parts: The block's weights.
-        factors: What the tape holds of it.
+        factors: What the recording holds of it.
         dtype: Type of the matrices; they are folded in float32 or better.
         heads: A multiplier for each head, or None.
     """

@@ -62,7 +62,7 @@ class NormPart:
         module: The module.
         kind: ``"layer"`` centres, ``"rms"`` does not.
         offset: Added to the stored gain to give the effective one: 1 for Gemma, which stores γ - 1.
-        operation: Name under which the tape holds 1/σ.
+        operation: Name under which the recording holds 1/σ.
         occurrence: Which of the module's uses in the block this is.
         eps: The stabiliser, where the module tells it.
     """
@@ -97,7 +97,7 @@ class FeedForward:
         gate: The projection that the activation sees, or None.
         down: The projection back.
         activation: Path of the module whose activation it is.
-        operation: Name under which the tape holds φ(z)/z.
+        operation: Name under which the recording holds φ(z)/z.
         product: Path of the module in which gate and up meet, or None.
     """
 

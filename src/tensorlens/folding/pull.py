@@ -20,7 +20,10 @@ from tensorlens.folding.parts import BlockParts
 from tensorlens.folding.pull_few import MOST_ROWS_KEPT, KeptPulls, pull_few
 from tensorlens.folding.rebuild import held_factors, norm_scale
 from tensorlens.folding.search import block_parts, final_norm
-from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
+from tensorlens.freezing.interpreter import Heads
+from tensorlens.freezing.places import Place, Span
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import check_unchanged
 from tensorlens.memory import free_bytes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
 
@@ -54,13 +57,13 @@ class FoldedRows:
         AnatomyError: a block, or what comes after the last one, cannot be taken apart.
     """
 
-    def __init__(self, frozen: FrozenModel, span: Span, heads: Heads, precision: Precision | None = None) -> None:
-        self.frozen, self.span, self.heads, self.precision = frozen, span, heads, precision
-        self.device = frozen.hidden[span.start].device
-        self.dtype = compute_type(precision, frozen.hidden[span.start].dtype)
-        self.parts = {n: block_parts(frozen, n) for n in range(span.start, span.stop)}
-        self.tail = final_norm(frozen) if span.stop == frozen.n_blocks else None
-        self.n_tokens = frozen.hidden[span.start].shape[1]
+    def __init__(self, recording: Recording, span: Span, heads: Heads, precision: Precision | None = None) -> None:
+        self.recording, self.span, self.heads, self.precision = recording, span, heads, precision
+        self.device = recording.states[span.start].device
+        self.dtype = compute_type(precision, recording.states[span.start].dtype)
+        self.parts = {n: block_parts(recording, n) for n in range(span.start, span.stop)}
+        self.tail = final_norm(recording) if span.stop == recording.n_blocks else None
+        self.n_tokens = recording.states[span.start].shape[1]
         self._blocks: dict[int, FoldedBlock] = {}
         self._token_matrices: dict[int, Tensor] = {}
         self._live: dict[tuple[int, Range], Range] = {}
@@ -68,7 +71,7 @@ class FoldedRows:
     @cached_property
     def n_inner(self) -> int:
         """Width of the widest feed-forward, both of its branches counted where both are live."""
-        return max(inner_width(self.frozen, parts) for parts in self.parts.values())
+        return max(inner_width(self.recording, parts) for parts in self.parts.values())
 
     @torch.no_grad()
     def pull(self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False) -> Rows:
@@ -105,9 +108,9 @@ class FoldedRows:
         if n in self._blocks:
             return self._blocks[n]
         parts = self.parts[n]
-        self.frozen.check_weights()
+        check_unchanged(self.recording)
         with torch.no_grad():
-            folded = fold_block(parts, held_factors(self.frozen, parts), self.dtype, self.heads.get(n))
+            folded = fold_block(parts, held_factors(self.recording, parts), self.dtype, self.heads.get(n))
         if folded.n_bytes * (self.span.stop - self.span.start - len(self._blocks)) < 0.25 * free_bytes(self.device):
             self._blocks[n] = folded
         return folded
@@ -179,7 +182,7 @@ class FoldedRows:
     @cached_property
     def _tail_scale(self) -> Tensor:
         assert self.tail is not None, "asked of a model with a final norm"
-        scale = norm_scale(self.frozen, f"after block {self.frozen.n_blocks - 1}", self.tail)
+        scale = norm_scale(self.recording, Place(self.recording.n_blocks - 1), self.tail)
         assert scale is not None, "the survey found the final norm by its scale"
         return scale
 
@@ -213,10 +216,10 @@ class FoldedRows:
             _token_wise(block, c, slice(*tokens), into)
 
 
-def inner_width(frozen: FrozenModel, parts: BlockParts) -> int:
+def inner_width(recording: Recording, parts: BlockParts) -> int:
     """Inner channels of a feed-forward; twice where gate and up are both live."""
     ffn = parts.feed_forward
-    both = ffn.gate is not None and frozen.rules.gate == "half"
+    both = ffn.gate is not None and recording.rules.gate == "half"
     return ffn.up.weight.shape[1] * (2 if both else 1)
 
 

@@ -1,4 +1,4 @@
-"""A block from its parts and the factors on the tape: the affine function a fold must equal.
+"""A block from its parts and the held factors: the affine function a fold must equal.
 
 Row convention: a token is a row x, a weight acts on the right. Everything is computed in float32 or better.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 from tensorlens.axes import Attention, Hidden
 from tensorlens.errors import AnatomyError
 from tensorlens.folding.parts import BlockParts, NormPart, Projection
-from tensorlens.freezing.frozen_model import FrozenModel
-from tensorlens.freezing.tape import Site
+from tensorlens.freezing.places import Place, Site
+from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import at_least_float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """What the tape holds of one block.
+    """What the recording holds of one block.
 
     Attributes:
         attention: $A_h$.
@@ -36,26 +36,26 @@ class Factors:
     gate: Float[Tensor, "token inner"] | None
 
 
-def held_factors(frozen: FrozenModel, parts: BlockParts) -> Factors:
+def held_factors(recording: Recording, parts: BlockParts) -> Factors:
     """The factors of a block, in float32 or better."""
-    place = f"block {parts.index}"
+    place = Place(parts.index, inside=True)
     norms = {name: getattr(parts, name) for name in ("norm_1", "post_norm_1", "norm_2", "post_norm_2")}
-    scales = {name: norm_scale(frozen, place, norm) for name, norm in norms.items() if norm is not None}
-    up, gate = _held_inner(frozen, parts)
-    return Factors(attention=held_attention(frozen, parts), scales=scales, up=up, gate=gate)  # type: ignore[arg-type]
+    scales = {name: norm_scale(recording, place, norm) for name, norm in norms.items() if norm is not None}
+    up, gate = _held_inner(recording, parts)
+    return Factors(attention=held_attention(recording, parts), scales=scales, up=up, gate=gate)  # type: ignore[arg-type]
 
 
-def norm_scale(frozen: FrozenModel, place: str, norm: NormPart) -> Float[Tensor, " token"] | None:
-    """1/σ of each token, or None where the tape has no such factor."""
-    factor = frozen.tape.factors.get(Site(place, norm.path, norm.operation, norm.occurrence))
+def norm_scale(recording: Recording, place: Place, norm: NormPart) -> Float[Tensor, " token"] | None:
+    """1/σ of each token, or None where there is no such factor."""
+    factor = recording.factors.get(Site(place, norm.path, norm.operation, norm.occurrence))
     if not isinstance(factor, Tensor) or factor.shape[-1] != 1:
         return None
     return at_least_float32(factor).flatten()
 
 
-def held_attention(frozen: FrozenModel, parts: BlockParts) -> Attention:
-    """$A_h$ of a block from the tape alone: the softmax as it is, or queries and keys put together again."""
-    place, factors = f"block {parts.index}", frozen.tape.factors
+def held_attention(recording: Recording, parts: BlockParts) -> Attention:
+    """$A_h$ of a block from held factors alone: the softmax as it is, or queries and keys put together again."""
+    place, factors = Place(parts.index, inside=True), recording.factors
     softmax = factors.get(Site(place, parts.attention, "softmax", 0))
     if isinstance(softmax, Tensor):
         return at_least_float32(softmax[0])
@@ -65,8 +65,8 @@ def held_attention(frozen: FrozenModel, parts: BlockParts) -> Attention:
         )
     except KeyError:
         raise AnatomyError(
-            f"The tape holds no attention of block {parts.index} in `{parts.attention}`. Expected a softmax, or the "
-            "queries and keys of a fused kernel; freeze the input again."
+            f"The recording holds no attention of block {parts.index} in `{parts.attention}`. Expected a softmax, or "
+            "the queries and keys of a fused kernel; ask the lens for the input again."
         ) from None
     return attention_matrix(q[0], k[0], mask, is_causal=is_causal, scale=scale)
 
@@ -87,9 +87,9 @@ def attention_matrix(
     return scores.softmax(-1)
 
 
-def _held_inner(frozen: FrozenModel, parts: BlockParts) -> tuple[Tensor | None, Tensor | None]:
+def _held_inner(recording: Recording, parts: BlockParts) -> tuple[Tensor | None, Tensor | None]:
     """Factors on the up and the gate branch: φ(z)/z alone, or by the gate rule."""
-    ffn, place, factors = parts.feed_forward, f"block {parts.index}", frozen.tape.factors
+    ffn, place, factors = parts.feed_forward, Place(parts.index, inside=True), recording.factors
 
     def held(path: str | None, operation: str) -> Tensor | None:
         factor = None if path is None else factors.get(Site(place, path, operation, 0))

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError
 from tensorlens.folding.parts import BlockParts, FeedForward, Layout, NormPart, Projection, match_columns
 from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
-from tensorlens.folding.watching import Mixed, Sighting, Step, Watch, by_token
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.frozen_model import FrozenModel
-from tensorlens.freezing.traced import constant
-from tensorlens.models.fingerprint import Fingerprint, fingerprint
+from tensorlens.freezing.observe import BlockSteps, Mixed, Step, by_token, watch_block
+from tensorlens.freezing.places import Place
+from tensorlens.freezing.recording import Recording
+from tensorlens.models.fingerprint import Fingerprint
 from tensorlens.models.precision import tf32
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -35,8 +35,8 @@ Found = BlockParts | NormPart | None | str
 """Parts, a final norm or the absence of one, or the message of what went wrong."""
 
 State = tuple[Fingerprint | None, Rules, bool, int]
-"""What the wiring depends on: the state of the model, the rules, whether the input has one token alone, which proves too
-little, and the signature of the recording."""
+"""What the wiring depends on: the state of the model, the rules, whether the input has one token alone, which proves
+too little, and the way the input took."""
 
 MOST_STATES = 8
 """States of a model whose parts are remembered."""
@@ -45,53 +45,52 @@ _known: WeakKeyDictionary[nn.Module, dict[State, dict[int, Found]]] = WeakKeyDic
 """What a survey found, by model, by its state and by block; -1 stands for the final norm."""
 
 
-def block_parts(frozen: FrozenModel, n: int) -> BlockParts:
+def block_parts(recording: Recording, n: int) -> BlockParts:
     """The weights of block n and how they are wired, proved by rebuilding the frozen block at a random state.
 
     Raises:
         AnatomyError: the block is made of something else, such as experts or a recurrence; says what was missing.
     """
-    known = _found(frozen)
+    known = _found(recording)
     if n not in known:
-        _learn(frozen, n, known)
+        _learn(recording, n, known)
     return _or_raise(known[n])
 
 
-def final_norm(frozen: FrozenModel) -> NormPart | None:
+def final_norm(recording: Recording) -> NormPart | None:
     """The norm between the last block and X^N, or None where there is nothing between them.
 
     Raises:
         AnatomyError: there is something else.
     """
-    known = _found(frozen)
+    known = _found(recording)
     if -1 not in known:
-        _learn(frozen, frozen.n_blocks - 1, known)
+        _learn(recording, recording.n_blocks - 1, known)
     return _or_raise(known[-1])
 
 
-def state_of(frozen: FrozenModel) -> State:
+def state_of(recording: Recording) -> State:
     """Everything that a reading of the blocks is valid for."""
-    signature = hash((tuple(frozen.tape.factors), frozen.n_blocks))
-    return fingerprint(frozen.anatomy.model), frozen.rules, frozen.hidden[0].shape[1] == 1, signature
+    return recording.fingerprint, recording.rules, recording.states[0].shape[1] == 1, recording.signature
 
 
-def _found(frozen: FrozenModel) -> dict[int, Found]:
-    """What is known of a model in the state it is in; nothing where it may change unseen."""
-    state = state_of(frozen)
-    if state[0] is None:
+def _found(recording: Recording) -> dict[int, Found]:
+    """What is known of a model in the state it was recorded in; nothing where it may change unseen."""
+    state = state_of(recording)
+    if recording.fingerprint is None:
         return {}
-    states = _known.setdefault(frozen.anatomy.model, {})
+    states = _known.setdefault(recording.model, {})
     if state not in states and len(states) >= MOST_STATES:
-        states.pop(next(iter(states)))  # the oldest
+        states.pop(next(iter(states)), None)  # the oldest
     return states.setdefault(state, {})
 
 
-def _learn(frozen: FrozenModel, n: int, known: dict[int, Found]) -> None:
+def _learn(recording: Recording, n: int, known: dict[int, Found]) -> None:
     try:
-        known[n], tail = _survey(frozen, n)
+        known[n], tail = _survey(recording, n)
     except AnatomyError as error:
         known[n] = tail = str(error)
-    if n == frozen.n_blocks - 1:
+    if n == recording.n_blocks - 1:
         known[-1] = tail
 
 
@@ -104,35 +103,32 @@ def _or_raise(found: Found) -> Any:
 # From what was seen to parts -----------------------------------------------------------------------------------------
 
 
-def _survey(frozen: FrozenModel, n: int) -> tuple[BlockParts, NormPart | str | None]:
+def _survey(recording: Recording, n: int) -> tuple[BlockParts, NormPart | str | None]:
     """The parts of block n, and what lies between it and the output if it is the last."""
-    name = type(frozen.anatomy.model).__name__
+    name = type(recording.anatomy.model).__name__
     instead = "Rows and norms go by backward passes instead; methods that need the weights do not apply."
-    if frozen.n_encoder_blocks or frozen.side_channels or frozen.starts_at_embedding:
+    if recording.n_encoder_blocks or recording.side_channels or recording.starts_at_embedding:
         raise AnatomyError(
             f"The blocks of `{name}` cannot be taken apart: they take more than one hidden state. {instead}"
         )
     try:
         with tf32(False):  # a user's tf32 would let no block be rebuilt to rounding
-            return _search(frozen, n)
+            return _search(recording, n)
     except (RuntimeError, ValueError, IndexError) as error:
         # A state of another shape than (token, channel) fails somewhere in the comparisons.
         raise AnatomyError(f"Block {n} of `{name}` cannot be taken apart: {error}. {instead}") from None
 
 
-def _search(frozen: FrozenModel, n: int) -> tuple[BlockParts, NormPart | str | None]:
-    watch = Watch(frozen, n)
-    with torch.no_grad():
-        state = constant(watch.go())
-    seen, search = watch.seen, _Search(frozen, n, watch.seen)
-    is_last = n == frozen.n_blocks - 1
-    if not is_last and not _agrees(state[0], seen.y):
-        raise search.error(f"something between it and block {n + 1} changes the state, such as a hook")
+def _search(recording: Recording, n: int) -> tuple[BlockParts, NormPart | str | None]:
+    seen = watch_block(recording, n)
+    search, is_last = _Search(recording, n, seen), n == recording.n_blocks - 1
+    if not is_last and not (seen.end is not None and _agrees(seen.end[0], seen.y)):
+        raise search.error(f"something between it and block {n + 1}, such as a hook, changes the state")
     with torch.no_grad():
         for parts in search.candidates():
-            rebuilt = rebuild(parts, held_factors(frozen, parts), seen.x[0])
+            rebuilt = rebuild(parts, held_factors(recording, parts), seen.x[0])
             if _agrees(rebuilt, seen.y):
-                return parts, _tail(frozen, n, seen, state) if is_last else None
+                return parts, _tail(recording, n, seen) if is_last else None
     raise search.error("no wiring of its norms, attention and feed-forward rebuilds it")
 
 
@@ -143,28 +139,30 @@ def _agrees(rebuilt: Tensor, seen: Tensor | None) -> bool:
     return bool((rebuilt - seen).norm() <= TOLERANCES[seen.dtype] * seen.norm())
 
 
-def _tail(frozen: FrozenModel, n: int, seen: Sighting, state: Tensor) -> NormPart | str | None:
+def _tail(recording: Recording, n: int, seen: BlockSteps) -> NormPart | str | None:
     """The final norm: the first norm after the block whose output is where the walk ended."""
+    state = seen.end
+    assert state is not None, "a replay ends somewhere"
     if seen.y is not None and _agrees(seen.y, state):
         return None
     for step in seen.tail:
-        norm = find_norm(frozen, f"after block {n}", step, 0)
-        if norm is not None and _agrees(step.output, state[0]) and seen.y is not None and _agrees(step.input, seen.y):
+        norm = find_norm(recording, Place(n), step, 0)
+        if norm is not None and _agrees(step.output, state[0]) and _agrees(step.input, seen.y):
             return norm
     found = ", ".join(step.path for step in seen.tail) or "something that is no module"
     return (
-        f"Between the last block of `{type(frozen.anatomy.model).__name__}` and its output expected one norm or "
+        f"Between the last block of `{type(recording.anatomy.model).__name__}` and its output expected one norm or "
         f"nothing; found {found}. Rows and norms go by backward passes instead."
     )
 
 
-def find_norm(frozen: FrozenModel, place: str, step: Step, occurrence: int) -> NormPart | None:
+def find_norm(recording: Recording, place: Place, step: Step, occurrence: int) -> NormPart | None:
     """A step as a norm with a held scale for each token, if it is one."""
     eps = getattr(step.module, "eps", getattr(step.module, "variance_epsilon", None))
     for operation, kind, offset in product(NORM_OPERATIONS, ("layer", "rms"), (0.0, 1.0)):
         norm = NormPart(path=step.path, module=step.module, kind=kind, offset=offset, operation=operation,
                         occurrence=occurrence, eps=eps)  # fmt: skip
-        scale = norm_scale(frozen, place, norm)
+        scale = norm_scale(recording, place, norm)
         if scale is None or len(scale) != len(step.input):
             continue
         if _agrees(rebuild_norm(norm, scale, step.input), step.output):
@@ -175,9 +173,9 @@ def find_norm(frozen: FrozenModel, place: str, step: Step, occurrence: int) -> N
 class _Search:
     """The parts of one block, one question at a time."""
 
-    def __init__(self, frozen: FrozenModel, n: int, seen: Sighting) -> None:
-        self.frozen, self.n, self.seen = frozen, n, seen
-        blocks = frozen.anatomy.blocks
+    def __init__(self, recording: Recording, n: int, seen: BlockSteps) -> None:
+        self.recording, self.n, self.seen = recording, n, seen
+        blocks = recording.anatomy.blocks
         self.block = blocks[min(n, len(blocks) - 1)]
         self.linears = [(i, step) for i, step in enumerate(seen.steps) if _is_linear(step.module)]
 
@@ -229,8 +227,8 @@ class _Search:
 
     def feed_forward(self, used: set[str]) -> tuple[int, FeedForward]:
         """The layer back to the residual stream, and what multiplies what on the way into it."""
-        place = f"block {self.n}"
-        sites = {site: factor for site, factor in self.frozen.tape.factors.items() if site.place == place}
+        place = Place(self.n, inside=True)
+        sites = {site: factor for site, factor in self.recording.factors.items() if site.place == place}
         for at, step in self.linears:
             if step.path in used or step.output.shape[-1] != self.seen.x.shape[-1]:
                 continue
@@ -248,7 +246,7 @@ class _Search:
 
     def _branches(self, down: Step, site: Any, products: list[Any]) -> FeedForward | None:
         """Up and gate, by which layer's outputs times the held factors are what `down` took."""
-        gain = by_token(self.frozen.tape.factors[site])
+        gain = by_token(self.recording.factors[site])
         meeting = products[0].module if products else None
         halves = [half for _, step in self.linears if step.path != down.path for half in _halves(step, gain.shape[-1])]
         halves.sort(key=lambda half: not half[0].path.startswith(meeting or ""))
@@ -269,7 +267,7 @@ class _Search:
 
     def _gated(self, products: list[Any], gain: Tensor, up: Tensor, gate: Tensor) -> Tensor:
         """What the gate rule makes of the two branches."""
-        held = {site.operation: by_token(self.frozen.tape.factors[site]) for site in products}
+        held = {site.operation: by_token(self.recording.factors[site]) for site in products}
         by_up = up * held["gate"] if "gate" in held else None
         by_gate = gate * gain * held["up"] if "up" in held else None
         if by_up is None or by_gate is None:
@@ -282,7 +280,7 @@ class _Search:
         for at, step in enumerate(self.seen.steps):
             if at < mixed.after and step.path.startswith(mixed.path + ".") or step.input.shape != step.output.shape:
                 continue
-            norm = find_norm(self.frozen, f"block {self.n}", step, count.get(step.path, 0))
+            norm = find_norm(self.recording, Place(self.n, inside=True), step, count.get(step.path, 0))
             if norm is not None:
                 count[step.path] = count.get(step.path, 0) + 1
                 found.append((at if at >= mixed.after else at - len(self.seen.steps), norm))

@@ -1,8 +1,9 @@
 """The thread-local, reversible interception of a model's modules.
 
-While a `Pass` is active in a thread, the forwards of the model's modules report to it. They are wrapped on the
+While an interpreter is active in a thread, the forwards of the model's modules report to it. They are wrapped on the
 instances (never on classes), once for all threads that need them, and unwrapped when the last one leaves; a thread
-without a pass goes straight through.
+without an interpreter goes straight through. For as long as it lasts the model's buffers are copies, so that a model
+which writes into them (a cache of keys and values) leaves no trace.
 """
 
 from __future__ import annotations
@@ -11,38 +12,81 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
-from tensorlens.freezing.interpreter import Pass
-from tensorlens.freezing.traced import active, set_active
+from tensorlens.freezing.interpreter import Interpreter
+from tensorlens.freezing.rules.custom import unrolled
+from tensorlens.freezing.traced import active, finish, set_active, traced_in
+from tensorlens.models.fingerprint import Fingerprint, fingerprint
 
-_lock = threading.Lock()
-_wrapped: dict[int, int] = {}
-"""How many running passes, in any thread, need the module with this identity wrapped."""
+ABSENT = object()
+
+NO_RECOMPUTING = (
+    "The model packs the tensors that its graph saves, and recomputes or moves them later, where no rule applies. Switch "
+    "that off at inference."
+)
+
+
+@dataclass
+class _Wrapping:
+    """One module's own state while it reports, and which passes need it to."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor | None] = field(default_factory=dict)
+    users: set[object] = field(default_factory=set)
+
+
+_lock = threading.RLock()
+_wrapped: WeakKeyDictionary[nn.Module, _Wrapping] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, Fingerprint | None] = WeakKeyDictionary()
+"""What a model was before it was wrapped: seen from another thread, a wrapped one would look changed."""
 
 
 @contextmanager
-def running(run: Pass, model: nn.Module) -> Iterator[None]:
+def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
     """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
-    modules = run.modules = run.modules or list(model.modules())
-    before = active()
-    _wrap(modules)
-    set_active(run)
+    before, user = active(), object()
     try:
-        # Leaving inference mode switches gradients on, and every function of a pass would switch them off again.
-        with own_precision(), torch.set_grad_enabled(run.grad):
-            yield
-    finally:
+        try:
+            _wrap(model, run.modules, user)
+            set_active(run)
+            with ExitStack() as stack:
+                # Leaving inference mode switches gradients on, and every function would switch them off again.
+                stack.enter_context(own_precision())
+                stack.enter_context(torch.set_grad_enabled(run.grad))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_REPORTING_FUNCTIONS)
+                if run.grad:  # recomputing happens after the pass, where no rule applies
+                    stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTING))
+                if run.audit is not None:
+                    stack.enter_context(run.audit)
+                yield
+        finally:
+            finish(run)
+            set_active(before)
+            _unwrap(run.modules, user)
+    finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         set_active(before)
-        _unwrap(modules)
+        _unwrap(run.modules, user)
+        if run.refused is not None:
+            raise run.refused
+
+
+def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = frozenset()) -> Fingerprint | None:
+    """The model's fingerprint, as it was before wrapping where another thread has it wrapped."""
+    with _lock:
+        return _found[model] if model in _found else fingerprint(model, ignored)
 
 
 @contextmanager
 def own_precision() -> Iterator[None]:
-    """Away from a caller's autocast and inference mode: T is the model's in its own numbers, with gradients."""
+    """Away from a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         for device in ("cpu", "cuda"):
@@ -51,32 +95,116 @@ def own_precision() -> Iterator[None]:
         yield
 
 
-def _wrap(modules: list[nn.Module]) -> None:
-    with _lock:
-        for module in modules:
-            _wrapped[id(module)] = _wrapped.get(id(module), 0) + 1
-            if _wrapped[id(module)] == 1:
-                # Into the instance's own dictionary: `nn.Module.__setattr__` is slow, and the class stays untouched.
-                name = _method(module)
-                module.__dict__[name] = _reporting(module, getattr(module, name), name in module.__dict__)
-                module.__dict__["training"] = False  # T describes the model at inference
-                module.__dict__["_compiled_call_impl"] = None  # and its code, not what a compiler made of it
+class _ReportingFunctions:
+    """While any pass runs, custom autograd functions and checkpointing report to it as modules do.
+
+    Both go past torch's Python functions: the one brings a derivative of its own, the other runs code again when no
+    rule applies. They are replaced on torch itself, once for all threads; one without an interpreter goes straight
+    through, and the last pass to leave puts the originals back.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+
+    def __enter__(self) -> None:
+        with _lock:
+            self._users += 1
+            if self._users == 1:
+                torch.autograd.Function.apply = classmethod(_apply_custom)  # type: ignore[method-assign,assignment]
+                setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            self._users -= 1
+            if self._users == 0:
+                torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+                setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
 
 
-def _unwrap(modules: list[nn.Module]) -> None:
+_APPLY = vars(torch.autograd.Function)["apply"]
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+"""What `torch.utils.checkpoint.checkpoint` asks to recompute; its older form is a custom autograd function."""
+_RECOMPUTING = getattr(torch.utils.checkpoint, _CHECKPOINT, None)
+_REPORTING_FUNCTIONS = _ReportingFunctions()
+
+
+def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    run = active()
+    if run is None or not traced_in(args):
+        return _APPLY.__func__(cls, *args, **kwargs)
+    return unrolled(run, cls, args)
+
+
+def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Between its two steps `checkpoint` runs the function; under a pass nothing else is to happen."""
+    if active() is None and _RECOMPUTING is not None:
+        yield from _RECOMPUTING(*args, **kwargs)
+    else:
+        yield
+
+
+def _wrap(model: nn.Module, modules: list[nn.Module], user: object) -> None:
+    with _lock:
+        if not any(module in _wrapped for module in modules):
+            _found[model] = fingerprint(model)
+        copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
+        for module in modules:
+            wrapping = _wrapped.get(module)
+            if wrapping is None:
+                wrapping = _wrapped[module] = _Wrapping(users={user})
+                _start_reporting(module, wrapping, copies)
+            wrapping.users.add(user)
+
+
+def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, Tensor]) -> None:
+    # Into the instance's own dictionary: `nn.Module.__setattr__` is slow, and the class stays untouched.
+    own, name = module.__dict__, _method(module)
+    replaced = {
+        name: _reporting(module, getattr(module, name)),
+        "training": False,  # T describes the model at inference
+        "_compiled_call_impl": None,  # and its code, not what a compiler made of it
+    }
+    replaced |= {key: _copy(value, copies) for key, value in own.items() if _is_data(value)}
+    wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
+    wrapping.buffers |= {key: value for key, value in module._buffers.items() if _is_data(value)}
+    own.update(replaced)
+    for key, buffer in wrapping.buffers.items():
+        module._buffers[key] = _copy(buffer, copies)
+
+
+def _copy(buffer: Any, copies: dict[int, Tensor]) -> Tensor:
+    if id(buffer) not in copies:
+        with torch.inference_mode(False), torch.no_grad():
+            copies[id(buffer)] = buffer.clone()
+    return copies[id(buffer)]
+
+
+def _is_data(value: Any) -> bool:
+    """A tensor of the module's own that is no parameter and may be written to."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta and value.is_leaf
+
+
+def _unwrap(modules: list[nn.Module], user: object) -> None:
     with _lock:
         for module in modules:
-            _wrapped[id(module)] -= 1
-            if _wrapped[id(module)] == 0:
-                del _wrapped[id(module)]
-                name = _method(module)
-                wrapper = module.__dict__.pop(name)
-                module.__dict__["training"] = wrapper.was_training
-                module.__dict__.pop("_compiled_call_impl")
-                if wrapper.was_compiled is not None:
-                    module.__dict__["_compiled_call_impl"] = wrapper.was_compiled
-                if wrapper.was_on_instance:  # put there by somebody else
-                    module.__dict__[name] = wrapper.__wrapped__
+            wrapping = _wrapped.get(module)
+            if wrapping is None or user not in wrapping.users:
+                continue
+            if len(wrapping.users) == 1:
+                _stop_reporting(module, wrapping)
+                del _wrapped[module]
+            wrapping.users.discard(user)
+        for model in [model for model in _found if model not in _wrapped]:
+            del _found[model]
+
+
+def _stop_reporting(module: nn.Module, wrapping: _Wrapping) -> None:
+    for key, value in wrapping.found.items():
+        if value is ABSENT:
+            module.__dict__.pop(key, None)
+        else:
+            module.__dict__[key] = value
+    module._buffers.update(wrapping.buffers)
 
 
 def _method(module: nn.Module) -> str:
@@ -84,7 +212,7 @@ def _method(module: nn.Module) -> str:
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
-def _reporting(module: nn.Module, forward: Callable[..., Any], was_on_instance: bool) -> Callable[..., Any]:
+def _reporting(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def report(*args: Any, **kwargs: Any) -> Any:
         run = active()
@@ -92,7 +220,4 @@ def _reporting(module: nn.Module, forward: Callable[..., Any], was_on_instance: 
             return forward(*args, **kwargs)
         return run.call_module(module, forward, args, kwargs)
 
-    report.was_on_instance = was_on_instance  # type: ignore[attr-defined]
-    report.was_training = module.training  # type: ignore[attr-defined]
-    report.was_compiled = module.__dict__.get("_compiled_call_impl")  # type: ignore[attr-defined]
     return report

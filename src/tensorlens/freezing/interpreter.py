@@ -1,89 +1,145 @@
-"""One run of a model under the rules: where it is, what it holds, and what each torch function then means."""
+"""The interpreter: gives each torch function its rule, and knows where in the model it is."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import tensorlens.freezing.rules  # noqa: F401  (fills the table)
 from tensorlens.errors import NotLinearError
+from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.layouts import constants
+from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.rules.linear import describe, dropout, linear
 from tensorlens.freezing.rules.modules import find_adapter
 from tensorlens.freezing.rules.recurrences import with_kernels
 from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of
-from tensorlens.freezing.tape import Site, Tape
 from tensorlens.freezing.traced import Traced, mark, raw, traced_in, unmark
 
+Forward = Callable[..., Any]
+Heads = dict[int, Tensor]
+"""For each block named, a multiplier for each head."""
 
-class Pass:
-    """The running pass: knows where in the model it is, holds factors, and gives torch functions their meaning.
+
+class Factors(Protocol):
+    """Where held factors go while recording, and come from while replaying."""
+
+    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
+        """The factor of a site."""
+        ...
+
+
+class Route(Protocol):
+    """What a pass does at the modules it meets: where it begins, what it notes, where it ends."""
+
+    def run_module(
+        self, run: Interpreter, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module's forward, or its adapter, or something in its place."""
+
+    def note_sources(self, run: Interpreter, live: list[Traced]) -> None:
+        """Told the live tensors that a function takes."""
+
+
+class Observer(Protocol):
+    """Somebody who looks on: sees every function and module of a pass with what came out, and changes nothing."""
+
+    def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A torch function ran by its rule."""
+
+    def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A module ran."""
+
+
+class Interpreter:
+    """One pass of a model under the rules.
 
     Args:
-        names: Module paths by module identity.
-        tape: Filled while recording, read while replaying.
-        recording: Which of the two.
+        model: What runs.
         rules: The user's conventions.
-        grad: Whether the pass builds an autograd graph, also where the model switches it off.
+        factors: Filled while recording, read while replaying.
+        route: What to do at modules.
+        recording: Whether the rules applied and the number of heads are to be noted.
+        grad: Whether the pass builds an autograd graph, also where the model switches it off. Such a pass is always at
+            the recorded state.
         heads: For each block named, a multiplier for each head's token mixing.
+        observers: Who looks on.
+        audit: Watches, below the rules, for live values that leave unseen.
     """
 
     def __init__(
-        self, *, names: dict[int, str], tape: Tape, recording: bool, rules: Rules, grad: bool = False,
-        heads: dict[int, Tensor] | None = None,
+        self, model: nn.Module, *, rules: Rules, factors: Factors, route: Route, recording: bool = False,
+        grad: bool = False, heads: Heads | None = None, observers: Sequence[Observer] = (),
+        audit: LeakAudit | None = None,
     ) -> None:  # fmt: skip
-        self.names, self.tape, self.recording, self.rules, self.grad = names, tape, recording, rules, grad
-        self.heads = heads or {}
-        self.block: int | None = None
-        self.place = "before block 0"
+        named = dict(model.named_modules())
+        self.names = {id(module): name for name, module in named.items()}
+        self.modules = list(named.values())
+        self.rules, self.factors, self.route = rules, factors, route
+        self.recording, self.grad, self.heads, self.observers, self.audit = (
+            recording,
+            grad,
+            heads or {},
+            observers,
+            audit,
+        )
+        self.place = Place()
         self.path: list[str] = []
+        self.rules_applied: Counter[tuple[str, str]] = Counter()
+        self.n_heads: dict[int, int] = {}
         self.conventions: dict[str, set[str]] = {}
+        self.signature = 0
         self.n_reads = 0
         self.generation: float = 0
+        self.refused: Exception | None = None
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: list[Tensor] = []
-        self._places: dict[int, str] = {}
-        self.modules: list[nn.Module] = []
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._parents: dict[int, str] = {}
+        self._counts: Counter[tuple[Place, str, str]] = Counter()
+
+    # Where it is ------------------------------------------------------------------------------------------------------
 
     @property
     def module(self) -> str:
         """Path of the module that is running."""
         return self.path[-1] if self.path else ""
 
+    @property
+    def block(self) -> int | None:
+        """The block that is running, or None between blocks."""
+        return self.place.block if self.place.inside else None
+
+    # What rules ask of it ---------------------------------------------------------------------------------------------
+
     def keep_factor(self, operation: str, compute: Callable[[], Any]) -> Any:
         """A factor held fixed: computed and kept while recording, looked up while replaying."""
         key = (self.place, self.module, operation)
         site = Site(*key, self._counts[key])
         self._counts[key] += 1
-        if not self.recording:
-            return self.tape.get(site)
-        # Without a way back: a gradient through a factor would be no part of T, and the tape would keep its graph.
-        return self.tape.put(site, constants(compute()) if self.grad else compute())
+        return self.factors.at(site, compute)
 
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
         if self.recording:
-            self.tape.rules[rule, self.module] += 1
+            self.rules_applied[rule, self.module] += 1
 
     def mix_heads(self, mixed: Tensor) -> Tensor:
-        """Silence the heads left out of what attention has mixed, (batch, head, token, channel)."""
+        """Mask the excluded heads of what attention has mixed, (batch, head, token, channel)."""
         if self.block is None:
             return mixed
-        self.tape.n_heads.setdefault(self.block, mixed.shape[1])
+        self.n_heads.setdefault(self.block, mixed.shape[1])
         multiplier = self.heads.get(self.block)
         return mixed if multiplier is None else mixed * multiplier.to(mixed)[:, None, None]
 
     def watch_product(self, convention: str, result: Tensor) -> None:
         """Note a convention once a gradient really passes: most such products end in a softmax that holds them.
 
-        Not while recording: a graph that is kept would keep the pass, which keeps the frozen model, which keeps it.
+        Not while recording: a graph that is kept would keep the interpreter, and so everything else.
         """
         if self.grad and not self.recording and raw(getattr, result, "requires_grad"):
             module = self.module
@@ -92,8 +148,10 @@ class Pass:
     def _note_convention(self, convention: str, module: str) -> None:
         self.conventions.setdefault(convention, set()).add(module)
 
+    # Tensors that stand for the input ---------------------------------------------------------------------------------
+
     def remember_entry(self, original: Tensor, live: Tensor) -> None:
-        """From here on, whoever reads `original` in this pass reads `live`: a residual outside of the blocks does."""
+        """From here on, reads of `original` return `live`: a residual outside of the blocks reads it."""
         if type(original) is Tensor or isinstance(original, Traced):
             self._entries[id(original)] = original, live
             mark(original, live=True, role="entry")
@@ -108,11 +166,21 @@ class Pass:
             unmark(original)
         self._entries, self._watched = {}, []
 
+    # Functions --------------------------------------------------------------------------------------------------------
+
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function that met a traced tensor, by its rule."""
         if torch.is_grad_enabled() != self.grad:
             with torch.set_grad_enabled(self.grad):
                 return self.call(function, args, kwargs)
+        if self.audit is not None:
+            with self.audit.explained():
+                result = self._call(function, args, kwargs)
+            self.audit.note_live(result)
+            return result
+        return self._call(function, args, kwargs)
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
         rule = find_rule(name)
         sources = traced_in(args, kwargs)
@@ -125,72 +193,72 @@ class Pass:
         self.n_reads += "embedding" in roles and rule is not dropout
         live = [source for source in sources if source.live]
         if not live:
-            if rule in FOR_HELD:
+            if rule is not None and rule in FOR_HELD:
                 return rule(self, function, args, kwargs)
             return linear(self, function, args, kwargs, sources)
         if rule is None:
-            raise NotLinearError(self._refusal(name))
+            raise NotLinearError(self.refusal(name))
         if self.recording:
-            self.note_ages(live)
-        if rule is linear:  # which need not look for them again
-            return linear(self, function, args, kwargs, sources)
-        return rule(self, function, args, kwargs)
+            self.signature = hash((self.signature, name, self.module))
+            self.route.note_sources(self, live)
+        known = (sources,) if rule is linear else ()  # which then need not look for them again
+        result = rule(self, function, args, kwargs, *known)
+        for observer in self.observers:
+            observer.saw_call(self, name, args, kwargs, result)
+        return result
 
-    def _refusal(self, operation: str) -> str:
+    def refusal(self, operation: str) -> str:
+        """Why `operation` cannot be made linear, where, and what to do."""
         return (
             f"`{operation}` in `{self.module or 'the model'}` ({self.place}) has no rule that would make it "
-            "exactly linear. "
-            "Expected operations that are linear, or that the rules can hold fixed. Register an adapter for the "
-            "module's class "
-            "with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
+            "exactly linear. Expected operations that are linear, or that the rules can hold fixed. Register an "
+            "adapter for the module's class with `tensorlens.adapter`, or a rule for the function with "
+            "`tensorlens.rules_for`."
         )
 
-    def _place_of(self, module: nn.Module) -> str | None:
-        """Class of the module's parent and the name it has there."""
-        if not self._places:
-            for parent in self.modules:
-                of_parent = f"{type(parent).__module__}.{type(parent).__qualname__}"
-                self._places |= {id(child): f"{of_parent}.{name}" for name, child in parent.named_children()}
-        return self._places.get(id(module))
+    # Modules ----------------------------------------------------------------------------------------------------------
 
-    def note_ages(self, live: list[Traced]) -> None:
-        """Told the live tensors that a function takes; subclasses look for those that went past a block."""
-
-    def call_module(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_module(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model: by its adapter if it has one and something live comes in."""
         self.path.append(self.names[id(module)])
         try:
             live = any(source.live for source in traced_in(args, kwargs))
-            adapter = find_adapter(module, self._place_of(module)) if live else None
+            adapter = find_adapter(module, self._parent_of(module)) if live else None
             forward = with_kernels(self, forward)
-            result = self.run_module(
-                module, functools.partial(self._adapt, adapter, module, forward) if adapter else forward, args, kwargs
-            )
+            if adapter is not None:
+                forward = functools.partial(self._adapt, adapter, module, forward)
+            result = self.route.run_module(self, module, forward, args, kwargs)
             if live and self.grad:
                 self._refuse_custom_backward(result)
+            for observer in self.observers:
+                observer.saw_module(self, module, args, result)
             return result
         finally:
             self.path.pop()
 
-    def _adapt(self, adapter: Callable[..., Any], module: nn.Module, forward: Callable[..., Any], *args: Any,
-               **kwargs: Any) -> Any:  # fmt: skip
-        with torch.set_grad_enabled(self.grad):
-            return adapter(self, module, forward, *args, **kwargs)
+    def _parent_of(self, module: nn.Module) -> str | None:
+        """Class of the module's parent and the name it has there."""
+        if not self._parents:
+            for parent in self.modules:
+                of_parent = f"{type(parent).__module__}.{type(parent).__qualname__}"
+                self._parents |= {id(child): f"{of_parent}.{name}" for name, child in parent.named_children()}
+        return self._parents.get(id(module))
 
-    def run_module(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a module's forward, or its adapter; subclasses step in here for the modules they care about."""
-        return forward(*args, **kwargs)
+    def _adapt(self, adapter: Forward, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.grad):
+            if self.audit is None:
+                return adapter(self, module, forward, *args, **kwargs)
+            with self.audit.explained():
+                result = adapter(self, module, forward, *args, **kwargs)
+            self.audit.note_live(result)
+            return result
 
     def _refuse_custom_backward(self, result: Any) -> None:
         """A custom autograd function brings a derivative of its own, which no rule has seen."""
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             node = raw(getattr, tensor, "grad_fn")
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                raise NotLinearError(self._refusal(f"the custom autograd function {type(node).__name__}"))
+                raise NotLinearError(self.refusal(f"the custom autograd function {type(node).__name__}"))
 
 
 def _swap(values: Any, entries: dict[int, tuple[Tensor, Tensor]]) -> Any:
@@ -204,9 +272,13 @@ def _swap(values: Any, entries: dict[int, tuple[Tensor, Tensor]]) -> Any:
     return values
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)

@@ -121,9 +121,9 @@ def first_tensor(output: Any) -> Tensor:
     return first_tensor(values[0])
 
 
-def state_of(output: Any) -> Tensor:
-    """The hidden state, or failing that the logits, in what a model returned."""
-    for name in ("last_hidden_state", "logits"):
+def state_of(output: Any, *names: str) -> Tensor:
+    """The hidden state, or failing that the logits, in what a model returned; or what has the first of `names`."""
+    for name in names or ("last_hidden_state", "logits"):
         if getattr(output, name, None) is not None:
             return getattr(output, name)
     return first_tensor(output)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.conventions import Rules
 
 
@@ -17,6 +18,8 @@ class Interpreter(Protocol):
     """What gives torch functions their meaning in this thread: the running pass, as the rules see it."""
 
     rules: Rules
+    recording: bool
+    grad: bool
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function`, one of whose arguments is traced, by the rules."""
@@ -29,7 +32,7 @@ class Interpreter(Protocol):
         """Note that `rule` was applied in the current module."""
 
     def mix_heads(self, mixed: Tensor) -> Tensor:
-        """Told what attention has mixed, (batch, head, token, channel), it silences the heads left out."""
+        """Mask excluded heads of what attention has mixed, (batch, head, token, channel)."""
         ...
 
     def watch_product(self, convention: str, result: Tensor) -> None:
@@ -37,6 +40,8 @@ class Interpreter(Protocol):
 
 
 _threads = threading.local()
+_running: dict[int, Any] = {}
+"""Interpreters whose pass is under way, in any thread, by identity."""
 
 
 def active() -> Any:
@@ -47,6 +52,13 @@ def active() -> Any:
 def set_active(interpreter: Interpreter | None) -> None:
     """Put `interpreter` in charge of this thread."""
     _threads.interpreter = interpreter
+    if interpreter is not None:
+        _running[id(interpreter)] = interpreter
+
+
+def finish(interpreter: Interpreter) -> None:
+    """The pass of `interpreter` is over: what is left of its tensors is ordinary data."""
+    _running.pop(id(interpreter), None)
 
 
 class Traced(Tensor):
@@ -57,6 +69,7 @@ class Traced(Tensor):
     ``"attention"`` (out of a softmax), ``"gate"`` (out of a sigmoid), ``"entry"`` (stands for the operator's input
     wherever the model's code still has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
     `generation`: how many blocks had been left when it was made; an older one that is read later went past a block.
+    `owner`: identity of the interpreter it belongs to.
 
     Being a subclass, it takes its rules along wherever the model's code carries it: no mode and no flag on
     the parameters is needed, other threads see nothing, and `torch.no_grad` inside a model loses nothing.
@@ -65,6 +78,7 @@ class Traced(Tensor):
     live: bool
     role: str | None
     generation: float
+    owner: int
 
     @classmethod
     def __torch_function__(
@@ -72,8 +86,22 @@ class Traced(Tensor):
     ) -> Any:
         interpreter = active()
         if interpreter is None:
+            _refuse_in_other_thread(func, args, kwargs or {})
             return raw(func, *args, **(kwargs or {}))
         return interpreter.call(func, args, kwargs or {})
+
+
+def _refuse_in_other_thread(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A live tensor of a pass that is under way in another thread: what is made of it here would be lost."""
+    for tensor in traced_in(args, kwargs):
+        run = _running.get(tensor.owner)
+        if run is not None and tensor.live:
+            name = getattr(function, "__name__", str(function))
+            run.refused = NotLinearError(
+                f"`{name}` was called on a live tensor in another thread than the one that runs the model, where no "
+                "rule can hold its factors. Run the branches of the model one after the other."
+            )
+            raise run.refused
 
 
 def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,14 +115,16 @@ def mark(tensor: Tensor, *, live: bool, role: str | None = None) -> Traced:
     tensor.__class__ = Traced
     tensor.live = live  # type: ignore[attr-defined]
     tensor.role = role  # type: ignore[attr-defined]
-    tensor.generation = getattr(active(), "generation", 0)  # type: ignore[attr-defined]
+    interpreter = active()
+    tensor.generation = getattr(interpreter, "generation", 0)  # type: ignore[attr-defined]
+    tensor.owner = id(interpreter)  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
 def unmark(tensor: Tensor) -> None:
     """Make a traced tensor an ordinary one again, in place."""
     if isinstance(tensor, Traced):
-        del tensor.live, tensor.role, tensor.generation
+        del tensor.live, tensor.role, tensor.generation, tensor.owner
         tensor.__class__ = Tensor  # type: ignore[assignment]
 
 

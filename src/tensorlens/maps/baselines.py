@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tensorlens.axes import Attention, TokenMatrix
 from tensorlens.errors import MethodError
-from tensorlens.freezing.mixing import Mixing, mixings
+from tensorlens.freezing.observe import Mixing, mixings
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -171,13 +171,13 @@ def _block_matrix(operator: FrozenOperator, block: int, measure: str) -> TokenMa
             "tensor, or use a method of the tensor."
         )
     if operator not in _mixings:
-        _mixings[operator] = mixings(operator.frozen)
+        _mixings[operator] = mixings(operator.recording)
     mixing = _mixings[operator][block]
     with torch.no_grad():
         return (
             attn(mixing.attention)
             if measure == "attn"
-            else MEASURES[measure](decompose(operator.frozen, block, mixing))
+            else MEASURES[measure](decompose(operator.recording, block, mixing))
         )
 
 

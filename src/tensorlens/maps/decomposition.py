@@ -23,8 +23,9 @@ from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.folding.parts import BlockParts, NormPart
 from tensorlens.folding.rebuild import norm_scale
 from tensorlens.folding.search import block_parts
-from tensorlens.freezing.frozen_model import FrozenModel
-from tensorlens.freezing.mixing import Mixing
+from tensorlens.freezing.observe import Mixing
+from tensorlens.freezing.places import Place
+from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import at_least_float32
 
 Vectors = Float[Tensor, "out_token in_token channel"]
@@ -114,14 +115,14 @@ class Decomposition:
         return vectors * self.parts.residual_multiplier
 
 
-def decompose(frozen: FrozenModel, block: int, mixing: Mixing) -> Decomposition:
+def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition:
     """Take one block apart.
 
     Raises:
         MethodError: the block is not made of attention and a feed-forward that are known.
     """
     try:
-        parts = block_parts(frozen, block)
+        parts = block_parts(recording, block)
     except AnatomyError as error:
         raise MethodError(
             f"This baseline needs the value and output weights of block {block}, which were not found. {error} "
@@ -134,19 +135,19 @@ def decompose(frozen: FrozenModel, block: int, mixing: Mixing) -> Decomposition:
     post_ln = parts.layout == "post_ln"
     return Decomposition(
         parts=parts,
-        x=at_least_float32(frozen.hidden[block][0]),
+        x=at_least_float32(recording.states[block][0]),
         attention=at_least_float32(mixing.attention),
         projected=torch.einsum("hjc,hcd->hjd", values, weight),
-        norm_1=_norm(frozen, block, parts.norm_1) if post_ln else None,
-        post_norm_1=_norm(frozen, block, parts.post_norm_1),
-        norm_2=_norm(frozen, block, parts.norm_2),
+        norm_1=_norm(recording, block, parts.norm_1) if post_ln else None,
+        post_norm_1=_norm(recording, block, parts.post_norm_1),
+        norm_2=_norm(recording, block, parts.norm_2),
     )
 
 
-def _norm(frozen: FrozenModel, block: int, part: NormPart | None) -> Norm | None:
+def _norm(recording: Recording, block: int, part: NormPart | None) -> Norm | None:
     if part is None:
         return None
-    scale = norm_scale(frozen, f"block {block}", part)
+    scale = norm_scale(recording, Place(block, inside=True), part)
     if scale is None:
         raise MethodError(
             f"The scale of `{part.path}` in block {block} is not one number a token, as this baseline needs. Use "

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.frozen_model import FrozenModel, put_state
-from tensorlens.freezing.layouts import state_of
+from tensorlens.freezing.layouts import put_state, state_of
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import logits_at
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.memory import in_parts
 from tensorlens.models.plain_pass import evaluating
@@ -31,33 +32,33 @@ MOST_POINTS = {"cuda": 32, "cpu": 8}
 
 @method("gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True)
 def _times_input(question: Question) -> Answer:
-    return _answer(question, lambda read: input_times_gradient(question.operator.frozen, read))
+    return _answer(question, lambda read: input_times_gradient(question.operator.recording, read))
 
 
 @method("gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True)
 def _integrated(question: Question) -> Answer:
-    return _answer(question, lambda read: integrated_gradients(question.operator.frozen, read))
+    return _answer(question, lambda read: integrated_gradients(question.operator.recording, read))
 
 
 Read = Callable[[Tensor], Tensor]
 """From what a batch of passes ended with (see `_run`) to the numbers explained."""
 
 
-def input_times_gradient(frozen: FrozenModel, read: Read) -> Tensor:
+def input_times_gradient(recording: Recording, read: Read) -> Tensor:
     r"""$⟨\partial r / \partial x_j, x_j⟩$ for each token."""
-    x = frozen.hidden[0].detach()
-    return (_gradient(frozen, x, read) * x).sum(-1)[0]
+    x = recording.states[0].detach()
+    return (_gradient(recording, x, read) * x).sum(-1)[0]
 
 
-def integrated_gradients(frozen: FrozenModel, read: Read, n_steps: int = N_STEPS) -> Tensor:
+def integrated_gradients(recording: Recording, read: Read, n_steps: int = N_STEPS) -> Tensor:
     r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017)."""
-    x = frozen.hidden[0].detach()
+    x = recording.states[0].detach()
     points, weights = np.polynomial.legendre.leggauss(n_steps)
     path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)
 
     def along(part: Tensor) -> Tensor:
         alphas, shares = part.T[:, :, None, None]
-        return (shares * _gradient(frozen, alphas * x, read)).sum(0)
+        return (shares * _gradient(recording, alphas * x, read)).sum(0)
 
     total = torch.stack(in_parts(path, MOST_POINTS.get(x.device.type, 8), along)).sum(0)
     return (total * x[0]).sum(-1)
@@ -65,7 +66,7 @@ def integrated_gradients(frozen: FrozenModel, read: Read, n_steps: int = N_STEPS
 
 def _answer(question: Question, explain: Callable[[Read], Tensor]) -> Answer:
     operator = question.operator
-    if operator.span != (0, operator.frozen.n_blocks) or operator.heads:
+    if operator.span != (0, operator.recording.n_blocks) or operator.heads:
         raise MethodError(
             "Gradients are of the whole model; got a range of blocks or chosen heads. Use a method of the tensor."
         )
@@ -81,15 +82,15 @@ def _answer(question: Question, explain: Callable[[Read], Tensor]) -> Answer:
 
 def _reader(question: Question, token: int) -> tuple[Read, str]:
     """The number to explain at one output, and what it is called."""
-    frozen, classes = question.operator.frozen, question.classes
-    if classes is None or frozen.readout is None:
+    recording, classes = question.operator.recording, question.classes
+    if classes is None or recording.readout is None:
         if question.target is not None:
             raise MethodError("A target needs a model with classes; leave it out to explain the output state.")
-        direction = frozen.hidden[-1][0, token].detach()
+        direction = recording.states[-1][0, token].detach()
         return lambda states: states[:, token] @ direction.to(states), "output state"
-    weights = classes.weights(int(frozen.logits(token).argmax()) if question.target is None else question.target)
+    weights = classes.weights(int(logits_at(recording, token).argmax()) if question.target is None else question.target)
     name = " − ".join(classes.name(index) for index in weights)
-    unembedding = frozen.anatomy.unembedding
+    unembedding = recording.anatomy.unembedding
     if unembedding is not None:
         column = torch.stack([weight * unembedding.weight[index].detach() for index, weight in weights.items()]).sum(0)
         return lambda states: states[:, token] @ column, name
@@ -111,16 +112,16 @@ class _Done(BaseException):
         self.state = state
 
 
-def _gradient(frozen: FrozenModel, x: Tensor, read: Read) -> Tensor:
+def _gradient(recording: Recording, x: Tensor, read: Read) -> Tensor:
     """The gradient at each state of a batch (batch, token, channel)."""
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
-        return torch.autograd.grad(read(_run(frozen, x)).sum(), x)[0]
+        return torch.autograd.grad(read(_run(recording, x)).sum(), x)[0]
 
 
-def _run(frozen: FrozenModel, x: Tensor) -> Tensor:
+def _run(recording: Recording, x: Tensor) -> Tensor:
     """The model from `x` on: to the input of its unembedding, to the logits of another head, or to $X^N$."""
-    anatomy = frozen.anatomy
+    anatomy = recording.anatomy
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,17 +134,17 @@ def _run(frozen: FrozenModel, x: Tensor) -> Tensor:
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Done(args[0])
 
-    inputs = {name: _repeat(value, len(x)) for name, value in frozen.inputs.items()}
+    inputs = {name: _repeat(value, len(x)) for name, value in recording.inputs.items()}
     before: dict[nn.Module, Any] = {} if anatomy.unembedding is None else {anatomy.unembedding: stop}
     after: dict[nn.Module, Any] = (
-        {anatomy.embedding: embed} if frozen.starts_at_embedding and anatomy.embedding is not None else {}
+        {anatomy.embedding: embed} if recording.starts_at_embedding and anatomy.embedding is not None else {}
     )
     with _hooked(before if after else before | {anatomy.blocks[0]: enter}, after), evaluating(anatomy.model):
         try:
             output = anatomy.model(**inputs)
         except _Done as done:
             return done.state
-    return output.logits if frozen.has_head else state_of(output)
+    return state_of(output, "logits") if recording.has_head else state_of(output)
 
 
 @contextmanager

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import logits_at
 from tensorlens.maps import collapse
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -161,25 +163,27 @@ def _in_class(question: Question) -> Answer:
     Rows sum to the logit less what the biases give.
     """
     operator, classes = question.operator, question.classes
-    frozen, start = operator.frozen, operator.span.start
-    if classes is None or frozen.readout is None:
-        raise no_head(frozen.anatomy.model)
-    if operator.span.stop != frozen.n_blocks:
+    recording, start = operator.recording, operator.span.start
+    if classes is None or recording.readout is None:
+        raise no_head(recording.anatomy.model)
+    if operator.span.stop != recording.n_blocks:
         raise MethodError(
-            f"`tensor.in_class` needs a range of blocks that ends at the last one ({frozen.n_blocks}); got "
+            f"`tensor.in_class` needs a range of blocks that ends at the last one ({recording.n_blocks}); got "
             f"{operator.span.stop}."
         )
-    positions = (0,) if frozen.pools else question.out_tokens
+    positions = (0,) if recording.pools else question.out_tokens
     chosen = [
-        classes.weights(_prediction(frozen, i) if question.target is None else question.target) for i in positions
+        classes.weights(_prediction(recording, i) if question.target is None else question.target) for i in positions
     ]
     weights = torch.zeros(len(positions), classes.n_classes, dtype=operator.dtype, device=operator.device)
     for row, by_class in enumerate(chosen):
         for index, weight in by_class.items():
             weights[row, index] = weight
-    scores = collapse.weigh(frozen.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input)
+    scores = collapse.weigh(
+        operator.replay.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
+    )
     named = weights.abs().sum(0).nonzero()[:, 0]
-    at_x = torch.stack([frozen.logits(i, named) for i in positions])
+    at_x = torch.stack([logits_at(recording, i, named) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
     logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
@@ -188,7 +192,7 @@ def _in_class(question: Question) -> Answer:
     else:  # without all of its heads, the model gives other logits than these
         at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
         bias_share = (weights * at_zero).sum(1) / logits
-    return Answer(scores=scores, bias_share=bias_share, row_labels=names if frozen.pools else None, notes=notes)
+    return Answer(scores=scores, bias_share=bias_share, row_labels=names if recording.pools else None, notes=notes)
 
 
 def _is_exact(scores: Tensor, logits: Tensor) -> bool:
@@ -197,8 +201,8 @@ def _is_exact(scores: Tensor, logits: Tensor) -> bool:
     return bool((rounded <= SHARE_ROUNDING * logits.abs()).all())
 
 
-def _prediction(frozen: Any, out_token: int) -> int:
-    return int(frozen.logits(out_token).argmax())
+def _prediction(recording: Recording, out_token: int) -> int:
+    return int(logits_at(recording, out_token).argmax())
 
 
 def check_out_token(question_token: int | None, pools: bool, name: str) -> None:

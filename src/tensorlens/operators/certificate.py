@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.freezing.observe import plain_output
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.matrix_free import FrozenOperator
 
@@ -90,11 +92,11 @@ def certify(operator: FrozenOperator, *, n_probes: int = 4, seed: int = 0) -> Ce
     Inner products are with `n_probes` standard normal u, so that the root mean square of their differences estimates
     the norm of the whole difference.
     """
-    frozen, span = operator.frozen, operator.span
+    recording, span = operator.recording, operator.span
     probes = _Probes(operator, n_probes, seed)
-    full = span == Span(0, frozen.n_blocks) and not operator.heads
+    full = span == Span(0, recording.n_blocks) and not operator.heads
     expected = (
-        frozen.reference()[0]
+        plain_output(recording)[0]
         if full
         else operator.output
         if not operator.heads
@@ -107,26 +109,26 @@ def certify(operator: FrozenOperator, *, n_probes: int = 4, seed: int = 0) -> Ce
         "adjoint": probes.mismatch(operator.apply(probes.v), pulled, probes.v),
         "completeness": probes.mismatch(expected - operator.bias, pulled, operator.input, scale=expected),
     }
-    if full and frozen.first_graph is not None:
-        first = operator.frozen.pull(probes.u[:1], span)
+    if full and recording.graph is not None:
+        first = operator.replay.pull(probes.u[:1], span)
         errors["adjoint"] = max(errors["adjoint"], _relative(first - pulled[:1], pulled[:1]))
-    if not frozen.side_channels:  # with them, a range in the middle is no function of its state alone, and is refused
+    if not recording.side_channels:  # else a range in the middle is no function of its state alone
         errors["composition"] = probes.composition()
     return Certificate(
         errors=errors,
-        tolerance=tolerance(frozen),
-        rules=_by_rule(frozen),
+        tolerance=tolerance(recording),
+        rules=_by_rule(recording),
         conventions={name: tuple(sorted(modules)) for name, modules in conventions.items()},
-        options=frozen.rules.as_dict(),
+        options=recording.rules.as_dict(),
         dtype=str(operator.dtype).removeprefix("torch."),
     )
 
 
-def tolerance(frozen: FrozenModel) -> float:
+def tolerance(recording: Recording) -> float:
     """The relative error accepted for the type of numbers that the model computes with."""
-    dtype = frozen.hidden[0].dtype
-    casts = any(rule == "cast: float32" for rule, _ in frozen.tape.rules)
-    if dtype == torch.float32 and frozen.hidden[0].is_cuda and tf32_allowed():
+    dtype = recording.states[0].dtype
+    casts = any(rule == "cast: float32" for rule, _ in recording.rules_applied)
+    if dtype == torch.float32 and recording.states[0].is_cuda and tf32_allowed():
         return TOLERANCES[torch.float16]  # tf32 has as many digits
     return TOLERANCE_FLOAT32_INSIDE if dtype == torch.float64 and casts else TOLERANCES[dtype]
 
@@ -157,21 +159,21 @@ class _Probes:
         return float(differences.square().mean().sqrt() / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
     def composition(self) -> float:
-        frozen, (start, stop), heads = self.operator.frozen, self.operator.span, self.operator.heads
+        replay, (start, stop), heads = self.operator.replay, self.operator.span, self.operator.heads
         if stop - start < 2:
             return 0.0
         middle = (start + stop) // 2
-        halfway = frozen.push(self.v[None], Span(start, middle), heads)
-        in_two_steps = frozen.push(halfway, Span(middle, stop), heads)
-        at_once = frozen.push(self.v[None], self.operator.span, heads)
+        halfway = replay.push(self.v[None], Span(start, middle), heads)
+        in_two_steps = replay.push(halfway, Span(middle, stop), heads)
+        at_once = replay.push(self.v[None], self.operator.span, heads)
         return _relative(in_two_steps - at_once, at_once)
 
 
 def _pull_and_watch(operator: FrozenOperator, u: Tensor) -> tuple[Tensor, dict[str, set[str]]]:
     """Tᵀu one by one, through a pass that notes which conventions carry gradient."""
-    with operator.frozen.graph(operator.span, operator.heads) as (x, y, walk):
+    with operator.replay.graph(operator.span, operator.heads) as (x, y, run):
         pulled = [torch.autograd.grad(y, x, one[None], retain_graph=True)[0] for one in u]
-    return torch.cat(pulled), walk.conventions
+    return torch.cat(pulled), run.conventions
 
 
 def _relative(difference: Tensor, scale: Tensor) -> float:
@@ -179,8 +181,8 @@ def _relative(difference: Tensor, scale: Tensor) -> float:
     return float(error)
 
 
-def _by_rule(frozen: FrozenModel) -> dict[str, tuple[str, ...]]:
+def _by_rule(recording: Recording) -> dict[str, tuple[str, ...]]:
     modules: dict[str, list[str]] = defaultdict(list)
-    for rule, module in frozen.tape.rules:
+    for rule, module in recording.rules_applied:
         modules[rule].append(module)
     return {rule: tuple(modules[rule]) for rule in sorted(modules)}

@@ -90,7 +90,7 @@ def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) ->
     total = 0.0
     for block in list(folded.parts)[:-1]:
         parts = folded.parts[block]
-        inner = inner_width(operator.frozen, parts)
+        inner = inner_width(operator.recording, parts)
         n_mixed, n_value = parts.out.weight.shape[0], parts.value.weight.shape[1]
         is_causal = max(folded.block(block).last[: n // 2 + 1], default=0) <= n // 2
         live = n / 2 if is_causal and n_outputs > 1 else n
@@ -105,7 +105,7 @@ def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) ->
 
 def _backward_flops(operator: FrozenOperator, n_cotangents: int) -> float:
     """A forward replay, and for each cotangent a backward pass through everything that is linear."""
-    blocks = operator.frozen.anatomy.blocks
+    blocks = operator.recording.anatomy.blocks
     weights = sum(p.numel() for block in blocks for p in block.parameters() if p.dim() == 2)
     return 2.0 * weights * operator.n_tokens * (1 + n_cotangents)
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
 from tensorlens.folding.pull import FoldedRows
-from tensorlens.freezing.frozen_model import FrozenModel, Heads, Span
-from tensorlens.freezing.streaming import StreamedModel
+from tensorlens.freezing.interpreter import Heads
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.replay import FactorReplay, Replay, read_logits
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type, tf32
 from tensorlens.operators.base import Pulled, TensorOperator
@@ -41,7 +42,7 @@ class FrozenOperator(TensorOperator):
     Costs nothing to hold beyond the frozen model until rows or norms are asked for, which may keep folded weights.
 
     Args:
-        frozen: The model, held still.
+        replay: The affine function of a recording.
         span: The range of blocks; all of them if None.
         heads: For each block named, a multiplier for each head.
         precision: How the products for rows, norms and sketches are computed: the model's own type, in float32 or
@@ -49,12 +50,12 @@ class FrozenOperator(TensorOperator):
     """
 
     def __init__(
-        self, frozen: FrozenModel, span: Span | None = None, heads: Heads | None = None, *,
+        self, replay: Replay, span: Span | None = None, heads: Heads | None = None, *,
         precision: Precision | None = None,
     ) -> None:  # fmt: skip
-        self.frozen, self.heads = frozen, heads or {}
+        self.replay, self.recording, self.heads = replay, replay.recording, heads or {}
         self.precision: Precision | None = precision
-        self.span = Span(0, frozen.n_blocks) if span is None else span
+        self.span = Span(0, replay.recording.n_blocks) if span is None else span
         self.compute_type = compute_type(precision, self.dtype)
 
     @property
@@ -77,12 +78,12 @@ class FrozenOperator(TensorOperator):
     @property
     def input(self) -> Float[Tensor, "in_token in_channel"]:
         """The state entering the first block of the range; X⁰ for the whole model."""
-        return self.frozen.hidden[self.span.start][0]
+        return self.recording.states[self.span.start][0]
 
     @property
     def output(self) -> Float[Tensor, "out_token out_channel"]:
         """The state the recording found at the end of the range; X^N for the whole model."""
-        return self.frozen.hidden[self.span.stop][0]
+        return self.recording.states[self.span.stop][0]
 
     @property
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
@@ -91,7 +92,7 @@ class FrozenOperator(TensorOperator):
 
     @cached_property
     def _at_zero(self) -> Tensor:
-        return self.frozen.push(torch.zeros_like(self.input)[None], self.span, self.heads)[0]
+        return self.replay.push(torch.zeros_like(self.input)[None], self.span, self.heads)[0]
 
     def logits_at_zero(self, out_token: int) -> Float[Tensor, " class"]:
         """What the biases give of the logits at one output: the frozen model and its head at zero.
@@ -100,17 +101,18 @@ class FrozenOperator(TensorOperator):
         """
         zero = torch.zeros_like(self.input)[None]
         if self.is_streamed:
-            return self.frozen.push_logits(zero, out_token, self.span.start, self.heads)[0]
-        return self.frozen.read_logits(self._end_at_zero, out_token)[0]
+            return self.replay.push_logits(zero, out_token, self.span.start, self.heads)[0]
+        return read_logits(self.recording, self._end_at_zero, out_token)[0]
 
     @cached_property
     def _end_at_zero(self) -> Tensor:
-        return self.frozen.push_to_head(torch.zeros_like(self.input)[None], self.span.start, self.heads)
+        assert isinstance(self.replay, FactorReplay), "asked where factors are kept"
+        return self.replay.push_to_head(torch.zeros_like(self.input)[None], self.span.start, self.heads)
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
         """The affine map T·x + B, by replay."""
         together = MOST_STATES.get(self.device.type, 32) if len(x) > 1 and self.is_batchable else 1
-        return torch.cat(in_parts(x, together, lambda part: self.frozen.push(part, self.span, self.heads)))
+        return torch.cat(in_parts(x, together, lambda part: self.replay.push(part, self.span, self.heads)))
 
     @cached_property
     def is_batchable(self) -> bool:
@@ -118,10 +120,10 @@ class FrozenOperator(TensorOperator):
         pair = torch.stack([self.input, self.input.flip(0)])
         with tf32(False):  # whose rounding differs with the size of a batch
             try:
-                together = self.frozen.push(pair, self.span, self.heads)
+                together = self.replay.push(pair, self.span, self.heads)
             except Exception:  # noqa: BLE001  whatever the model's code makes of a second state
                 return False
-            alone = torch.cat([self.frozen.push(one[None], self.span, self.heads) for one in pair])
+            alone = torch.cat([self.replay.push(one[None], self.span, self.heads) for one in pair])
         if together.shape != alone.shape:
             return False
         return bool((together - alone).norm() <= 100 * torch.finfo(self.dtype).eps ** 0.75 * alone.norm())
@@ -131,7 +133,7 @@ class FrozenOperator(TensorOperator):
 
     def _adjoint(self, u: Tensor) -> Tensor:
         if len(u) < ENOUGH_TO_FOLD or self.folded is None:
-            return self.frozen.pull(u, self.span, self.heads, chunk=CHUNK)
+            return self.replay.pull(u, self.span, self.heads, chunk=CHUNK)
         size = fitting(self.bytes_per_cotangent, len(u), self.device)
         parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
         return torch.cat([part.transpose(0, 1) for part in parts]).to(self.dtype)
@@ -153,18 +155,18 @@ class FrozenOperator(TensorOperator):
 
     @cached_property
     def folded(self) -> FoldedRows | None:
-        """The folded adjoint, or None where a block cannot be taken apart or there is no tape to take factors from."""
+        """The folded adjoint, or None where a block cannot be taken apart or factors are not kept."""
         if self.is_streamed:
             return None
         try:
-            return FoldedRows(self.frozen, self.span, self.heads, self.precision)
+            return FoldedRows(self.recording, self.span, self.heads, self.precision)
         except AnatomyError:
             return None
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the frozen model keeps no tape, because the input is long."""
-        return isinstance(self.frozen, StreamedModel)
+        """Whether no factors are kept, because the input is long."""
+        return not self.replay.keeps_factors
 
     @property
     def bytes_per_cotangent(self) -> int:
@@ -207,7 +209,7 @@ class FrozenOperator(TensorOperator):
     def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
         """By backward passes: (token, cotangent, in_channel), for all tokens."""
         pulled = [
-            self.frozen.pull(
+            self.replay.pull(
                 start.to(self.dtype), self.span, self.heads, read=lambda y, i=i: y[0, i], chunk=CHUNK
             ).reshape(-1, self.n_tokens, self.n_channels)
             for i, start in zip(out_tokens, starts, strict=True)

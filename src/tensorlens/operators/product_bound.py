@@ -1,7 +1,7 @@
 r"""The product bound of Eq. 34 for a real model, from its weights: every layout, corrected.
 
 `bounds.py` has the formulas; here they are fed. The parts of each block come from `block_parts`, which has proved that
-they rebuild the block, and 1/σ of each norm from the tape. Two readings of what else depends on the input:
+they rebuild the block, and 1/σ of each norm from the recording. Two readings of what else depends on the input:
 
 - ``"weights"``: $\sqrt L$ for attention, and for a gate the largest value that a normalised row can give it. Only the
   norms' σ are measured, as the paper says. Where a gate reads a row that no norm has bounded (OLMo 2), its measured
@@ -23,7 +23,8 @@ from tensorlens.errors import MethodError
 from tensorlens.folding.parts import BlockParts, NormPart, Projection
 from tensorlens.folding.rebuild import Factors, held_factors, norm_scale
 from tensorlens.folding.search import block_parts, final_norm
-from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.freezing.places import Place, Span
+from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import at_least_float32
 from tensorlens.operators import bounds
 from tensorlens.operators.bounds import gate_bound, spectral_norm
@@ -53,33 +54,33 @@ class ProductBound:
         return 10**self.log10 if self.log10 < 308 else math.inf
 
 
-def product_bound(frozen: FrozenModel, span: Span | None = None, reading: Reading = "weights") -> ProductBound:
+def product_bound(recording: Recording, span: Span | None = None, reading: Reading = "weights") -> ProductBound:
     r"""$\Vert L_f\Vert\prod_n \Vert T^n\Vert$ over blocks, each bounded by its parts (Eq. 34, corrected and completed).
 
     Args:
-        frozen: The model at an input.
+        recording: The model at an input.
         span: Blocks; all of them, and the final norm, if None.
         reading: ``"weights"``, ``"measured"``, or ``"printed"``: the paper's, which is not a bound; post-LN only.
 
     Raises:
         AnatomyError: A block is not made of one attention, one feed-forward and norms.
     """
-    span = span or Span(0, frozen.n_blocks)
-    factors = [_block(frozen, block_parts(frozen, n), reading) for n in range(*span)]
-    last = final_norm(frozen) if span.stop == frozen.n_blocks and frozen.rules.include_final_norm else None
+    span = span or Span(0, recording.n_blocks)
+    factors = [_block(recording, block_parts(recording, n), reading) for n in range(*span)]
+    last = final_norm(recording) if span.stop == recording.n_blocks and recording.rules.include_final_norm else None
     tail = 1.0
     if last is not None:
-        tail = _norm(last, norm_scale(frozen, f"after block {frozen.n_blocks - 1}", last), reading)
+        tail = _norm(last, norm_scale(recording, Place(recording.n_blocks - 1), last), reading)
     logarithms = tuple(math.log10(factor) for factor in factors)
     return ProductBound(
         log10=sum(logarithms) + math.log10(tail), blocks=logarithms, final_norm=math.log10(tail), reading=reading
     )
 
 
-def _block(frozen: FrozenModel, parts: BlockParts, reading: Reading) -> float:
+def _block(recording: Recording, parts: BlockParts, reading: Reading) -> float:
     if reading == "printed" and parts.layout != "post_ln":
         raise MethodError(f"The paper prints a bound for post-LN blocks only; block {parts.index} is {parts.layout}.")
-    held = held_factors(frozen, parts)
+    held = held_factors(recording, parts)
     of = {name: _norm(getattr(parts, name), scale, reading) for name, scale in held.scales.items()}
     attention = _attention(parts, held, reading) * _scale(parts.layer_scale_1, parts)
     ffn = _feed_forward(parts, held, reading) * _scale(parts.layer_scale_2, parts)
@@ -97,7 +98,7 @@ def _block(frozen: FrozenModel, parts: BlockParts, reading: Reading) -> float:
 
 def _norm(norm: NormPart, inverse_std: Tensor | None, reading: Reading) -> float:
     r"""$\Vert\gamma\Vert_\infty \max_l 1/\sigma_l$; the print has the variance for σ."""
-    assert inverse_std is not None, "a norm that was found has its scale on the tape"
+    assert inverse_std is not None, "a norm that was found has its scale held"
     gain = 1.0 if norm.gain is None else float(at_least_float32(norm.gain).abs().max())
     largest = float(inverse_std.max())
     return gain * (largest**2 if reading == "printed" else largest)

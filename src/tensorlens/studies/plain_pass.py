@@ -1,6 +1,6 @@
 """The user's model left to itself, with hidden states read or replaced at the borders of its blocks.
 
-Studies compare the frozen model with the true one: F at other inputs, its Jacobian, its own head on a predicted state.
+Studies compare the operator with the true model: F at other inputs, its Jacobian, its own head on a predicted state.
 Nothing here knows about freezing. Hooks are put on for one pass and taken off again, whatever happens.
 """
 
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.frozen_model import FrozenModel, Span, find_state, put_state
+from tensorlens.freezing.layouts import find_state, put_state
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.recording import Recording
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.plain_pass import evaluating
 
@@ -73,20 +75,20 @@ def plain_pass(
     return watch.states
 
 
-def true_function(frozen: FrozenModel, span: Span, x: Float[Tensor, "token channel"], *, grad: bool = False) -> Tensor:
+def true_function(recording: Recording, span: Span, x: Float[Tensor, "token channel"], *, grad: bool = False) -> Tensor:
     """F over the blocks of `span` at another state `x`: the model itself, nothing held."""
-    inside = span.stop < frozen.n_blocks
+    inside = span.stop < recording.n_blocks
     states = plain_pass(
-        frozen.anatomy,
-        frozen.inputs,
+        recording.anatomy,
+        recording.inputs,
         put={span.start: x[None]},
         read=(span.stop,) if inside else (),
-        n_blocks=frozen.n_blocks,
+        n_blocks=recording.n_blocks,
         grad=grad,
-        body=frozen.anatomy.model.get_submodule(frozen.body),
+        body=recording.anatomy.model.get_submodule(recording.body),
     )
     found = states.entering.get(span.stop) if inside else states.final
-    if not inside and not frozen.rules.include_final_norm:
+    if not inside and not recording.rules.include_final_norm:
         found = states.leaving
     assert found is not None, "a pass through the blocks meets these states"
     return found[0]

@@ -22,13 +22,13 @@ from tensorlens.app.explorer.pictures import read_picture
 from tensorlens.app.explorer.questions import Ask, Subject
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError
+from tensorlens.folding import fold, pull
 from tensorlens.lens import Lens
 from tensorlens.maps import baselines, decomposition
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import tokenizer_of
-from tensorlens.operators import folded, folding
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
 from tensorlens.views.record import is_by_output
@@ -44,7 +44,7 @@ ROWS_AT_A_TIME = {
 
 The others take as long for one row as for all."""
 
-_PURE = frozenset(str(module.__file__) for module in (folded, folding, baselines, decomposition))
+_PURE = frozenset(str(module.__file__) for module in (fold, pull, baselines, decomposition))
 """Files of long matrix products that touch nothing outside themselves."""
 
 N_PREDICTIONS = 8
@@ -142,17 +142,17 @@ class Answers:
 
 def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
     """Names, numbers and probabilities of the top predictions at one output, as plain data."""
-    if T.context.classes is None or T.operator.frozen.readout is None:
+    if T.context.classes is None or T.operator.recording.readout is None:
         return []
     return [
         {"name": one.name, "index": one[1], "probability": one.probability}
-        for one in T.predictions(N_PREDICTIONS, 0 if T.operator.frozen.pools else out_token)
+        for one in T.predictions(N_PREDICTIONS, 0 if T.operator.recording.pools else out_token)
     ]
 
 
 def _settled(T: AttentionTensor, ask: Ask) -> Ask:
     """The question with the output it is about, if it is about one that was not named."""
-    is_open = ask.is_one and ask.out_token is None and not T.operator.frozen.pools
+    is_open = ask.is_one and ask.out_token is None and not T.operator.recording.pools
     return replace(ask, is_one=False, out_token=_default_output(T) if is_open else ask.out_token)
 
 
@@ -160,12 +160,12 @@ def about(T: AttentionTensor, ask: Ask) -> Event:
     """What the page needs to know of an input: sizes, heads, tokens, predictions."""
     chosen = ask.out_token if ask.at is None else ask.at
     out_token = _default_output(T) if chosen is None else chosen
-    frozen = T.operator.frozen
+    recording = T.operator.recording
     return {
         "n_blocks": T.n_blocks,
-        "n_heads": [frozen.tape.n_heads.get(block, 0) for block in range(T.n_blocks)],
+        "n_heads": [recording.n_heads.get(block, 0) for block in range(T.n_blocks)],
         "tokens": list(T.out_tokens),
-        "pools": frozen.pools,
+        "pools": recording.pools,
         "out_token": out_token % T.shape[0],
         "predictions": predictions(T, out_token),
     }
@@ -208,7 +208,7 @@ def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
 
 def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     """The rows one after the other: the one looked at first before the others."""
-    pools = T.operator.frozen.pools and ask.method == "tensor.in_class"
+    pools = T.operator.recording.pools and ask.method == "tensor.in_class"
     at_a_time = ROWS_AT_A_TIME[ask.method]
     if pools or ask.out_token is not None or T.shape[0] <= at_a_time:
         return _at_once(job, ask, T)

@@ -29,8 +29,8 @@ class Parts:
     @property
     def n_bytes(self) -> int:
         """Memory of the hidden states and of the factors held."""
-        frozen = self.whole.operator.frozen
-        return sum(tensor.nbytes for tensor in _tensors((frozen.hidden, list(frozen.tape.factors.values()))))
+        recording = self.whole.operator.recording
+        return sum(tensor.nbytes for tensor in _tensors((recording.states, list(recording.factors.values()))))
 
     def part(self, ask: Ask) -> AttentionTensor:
         """The tensor of the blocks and heads that a question is about."""

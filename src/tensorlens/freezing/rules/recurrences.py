@@ -1,4 +1,4 @@
-"""Functions that a module's code calls by name: recurrences with roles of their own, and custom autograd functions.
+"""Recurrences: functions that a module's code calls by name and whose arguments have roles of their own.
 
 Such a call does not go through torch or through a module, so nothing reports it. Instead the forward runs as the same
 code over a copy of its names, in which the functions below are replaced; the function, its module and other threads
@@ -18,10 +18,8 @@ from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.traced import Interpreter, constant, is_live, traced_in
 
@@ -47,7 +45,7 @@ def with_kernels(run: Interpreter, forward: Callable[..., Any]) -> Callable[...,
     function, names = _calls(forward.__func__)
     if not names:
         return forward
-    replaced = {name: _replacement(run, name, function.__globals__[name]) for name in names}
+    replaced = {name: _holding(run, name, function.__globals__[name]) for name in names}
     copy = FunctionType(
         function.__code__, {**function.__globals__, **replaced}, function.__name__, function.__defaults__,
         function.__closure__,
@@ -62,16 +60,9 @@ def _calls(function: Any) -> tuple[Any, tuple[str, ...]]:
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType):
         return function, ()
-    known = [name for name in function.__code__.co_names if name in function.__globals__]
-    return function, tuple(name for name in known if name in KERNELS or _is_custom(function.__globals__[name]))
-
-
-def _is_custom(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
-
-
-def _replacement(run: Interpreter, name: str, value: Any) -> Any:
-    return _Unrolled(value) if _is_custom(value) else _holding(run, name, value)
+    return function, tuple(
+        name for name in function.__code__.co_names if name in KERNELS and name in function.__globals__
+    )
 
 
 def _holding(run: Interpreter, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,37 +84,6 @@ def _holding(run: Interpreter, name: str, function: Callable[..., Any]) -> Calla
 
 def _held(run: Interpreter, operation: str, value: Tensor) -> Tensor:
     return held(run, operation, lambda: constant(value))
-
-
-class _Unrolled:
-    """A custom autograd function whose forward runs as ordinary code: no rule has seen its backward."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self.function = function
-
-    def apply(self, *args: Any) -> Any:
-        """The forward, with a context that keeps nothing."""
-        result = self.function.forward(_NoContext(), *args)
-        if any(is_live(value) for value in args) and not traced_in(result):
-            raise NotLinearError(
-                f"The custom autograd function `{self.function.__name__}` hides what it does to its input, so that no "
-                "rule can hold its factors. Switch to the model's plain implementation, or register an adapter for the "
-                "module's class with `tensorlens.adapter`."
-            )
-        return result
-
-
-class _NoContext:
-    """What a forward may tell its backward, which will not come."""
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        """Keep nothing."""
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Nothing to mark."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """No gradients to materialise."""
 
 
 # The table ------------------------------------------------------------------------------------------------------------

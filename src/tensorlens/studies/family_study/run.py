@@ -1,6 +1,6 @@
 """The compatibility table: a certificate for every model type that transformers can build.
 
-Each type is built tiny and random, frozen and certified in a process of its own, with a time limit, so that a crash
+Each type is built tiny and random, recorded and certified in a process of its own, with a time limit, so that a crash
 of one is one line in the table.
 """
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import LoadError, TensorLensError
-from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.replay import Replay
 from tensorlens.lens import Lens
 from tensorlens.studies.family_study.tiny_models import TASKS, TinyModel, build, model_types
 from tensorlens.tensor import AttentionTensor
@@ -122,7 +123,7 @@ def _certified(tiny: TinyModel) -> dict[str, Any]:
         "rules": {rule: len(modules) for rule, modules in certificate.rules.items()},
         "bias_share": float(tensor.bias.norm() / tensor.output.norm()),
         "unexplained": unexplained_bias(tensor),
-        "blocks": tensor.operator.frozen.anatomy.stack,
+        "blocks": tensor.operator.recording.anatomy.stack,
         "shape": tensor.shape,
     }
     return found | _verdict(tensor, certificate.failures, before == fingerprint(tiny))
@@ -170,19 +171,19 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 def unexplained_bias(tensor: AttentionTensor) -> float:
     r"""What is left of B after $\sum_b \frac{\partial \tilde F}{\partial b} b$, against ‖F(X)‖.
 
-    The frozen model is homogeneous of degree one in X and all its additive parameters together. What remains is a
+    The affine function is homogeneous of degree one in X and all its additive parameters together. What remains is a
     constant in the model's code, or something held that should have been carried.
     """
-    frozen, generator = tensor.operator.frozen, torch.Generator().manual_seed(0)
+    recording, generator = tensor.operator.recording, torch.Generator().manual_seed(0)
     additive = [
-        p for name, p in frozen.anatomy.model.named_parameters() if _is_additive(name) and p.is_floating_point()
+        p for name, p in recording.anatomy.model.named_parameters() if _is_additive(name) and p.is_floating_point()
     ]
     u = torch.randn(4, *tensor.shape[:2], generator=generator, dtype=torch.float64).to(tensor.output)
     flags = [parameter.requires_grad for parameter in additive]
     try:
         for parameter in additive:
             parameter.requires_grad_()
-        explained = _contributions(frozen, additive, u)
+        explained = _contributions(tensor.operator.replay, additive, u)
     finally:
         for parameter, flag in zip(additive, flags, strict=True):
             parameter.requires_grad_(flag)
@@ -195,8 +196,8 @@ def _is_additive(name: str) -> bool:
     return "bias" in last or "norm" not in owner and re.search(r"embed|token|pos(?!t)", f"{owner}.{last}") is not None
 
 
-def _contributions(frozen: FrozenModel, additive: list[nn.Parameter], u: Tensor) -> Tensor:
-    with frozen.graph(Span(0, frozen.n_blocks)) as (_, y, _walk):
+def _contributions(replay: Replay, additive: list[nn.Parameter], u: Tensor) -> Tensor:
+    with replay.graph(Span(0, replay.recording.n_blocks)) as (_, y, _run):
         sums = []
         for one in u:
             total = (y[0] * one).sum()

@@ -71,9 +71,9 @@ def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[in
         seed: Of positions and tokens.
         special: Ids never put in or replaced.
     """
-    frozen = T.operator.frozen
-    ids = frozen.inputs.get("input_ids")
-    embedding = getattr(frozen.anatomy.model, "get_input_embeddings", lambda: None)()
+    recording = T.operator.recording
+    ids = recording.inputs.get("input_ids")
+    embedding = getattr(recording.anatomy.model, "get_input_embeddings", lambda: None)()
     if ids is None or embedding is None:
         return []
     generator = torch.Generator().manual_seed(seed)
@@ -91,10 +91,10 @@ def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[in
 
 
 def _entry_state(T: AttentionTensor, ids: Tensor, place: int, other: int) -> Tensor:
-    frozen, start = T.operator.frozen, T.operator.span.start
+    recording, start = T.operator.recording, T.operator.span.start
     changed = ids.clone()
     changed[0, place] = other
-    return plain_pass(frozen.anatomy, frozen.inputs | {"input_ids": changed}, read=(start,)).entering[start][0]
+    return plain_pass(recording.anatomy, recording.inputs | {"input_ids": changed}, read=(start,)).entering[start][0]
 
 
 def jacobian_times(
@@ -104,7 +104,7 @@ def jacobian_times(
     operator = T.operator
     with torch.enable_grad():
         x = operator.input.detach().clone().requires_grad_()
-        y = true_function(operator.frozen, operator.span, x, grad=True)
+        y = true_function(operator.recording, operator.span, x, grad=True)
         v = torch.zeros_like(y, requires_grad=True)
         pulled = torch.autograd.grad(y, x, v, create_graph=True)[0]
         return torch.stack([torch.autograd.grad(pulled, v, u, retain_graph=True)[0] for u in directions])
@@ -126,7 +126,7 @@ def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float
     for size in sizes:
         length = size * float(T.input.norm())
         x = T.input + length * direction.unit
-        change = true_function(operator.frozen, operator.span, x).double() - at_x.double()
+        change = true_function(operator.recording, operator.span, x).double() - at_x.double()
         found.tensor.append(float((operator.push(x[None])[0].double() - at_x.double() - change).norm()) / scale)
         found.jacobian.append(float((length * slope - change).norm()) / scale)
         found.nothing.append(float(change.norm()) / scale)

@@ -127,7 +127,7 @@ def measure_norms(T: AttentionTensor, options: FidelityOptions) -> dict[str, Any
     readings: tuple[Reading, ...] = ("weights", "measured", "printed")
     for reading in readings:
         try:
-            found[f"log10_{reading}"] = product_bound(T.operator.frozen, T.operator.span, reading).log10
+            found[f"log10_{reading}"] = product_bound(T.operator.recording, T.operator.span, reading).log10
         except (AnatomyError, MethodError) as error:
             found[f"log10_{reading}"] = None
             found[f"why_not_{reading}"] = str(error)

@@ -300,7 +300,7 @@ class _Study:
 
 
 def _map(tensor: AttentionTensor, method: str, out_token: int, settings: Settings) -> Any:
-    pooled = method == "tensor.in_class" and tensor.operator.frozen.pools
+    pooled = method == "tensor.in_class" and tensor.operator.recording.pools
     options: dict[str, Any] = (
         {"probes": settings.norm_probes, "seed": settings.seed}
         if settings.norm_probes and method == "tensor.norm"

@@ -1,0 +1,93 @@
+"""The audit of a first recording: no live value may leave unseen.
+
+Rules see torch functions called from Python. A scripted function, `torch.vmap`, `torch.tensor(x)`, a compiled helper or
+a view that was made before its base became live go past them, and what they give would be taken for a constant. Below
+the rules every kernel passes torch's dispatcher, whoever called it: here each one that reads the memory of a live
+tensor and that no rule asked for is a leak, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorlens.errors import NotLinearError
+from tensorlens.freezing.traced import raw, traced_in
+
+
+class LeakAudit(TorchDispatchMode):
+    """Refuses kernels that read live memory outside of any rule.
+
+    Costs some microseconds a kernel, so that only the first recording of a model in one state is audited.
+
+    Args:
+        where: Says in which module the pass is.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._where, self._depth = where, 0
+        # By address; a weak reference keeps the address from being given to another storage.
+        self._live: dict[int, StorageWeakRef] = {}
+        self.leak: str | None = None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """While a rule, an adapter or the library itself is at work."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def note_live(self, result: Any) -> None:
+        """What a rule gave: from now on only rules may read it."""
+        for tensor in traced_in(result):
+            if tensor.live:
+                storage = _storage(tensor)
+                if storage is not None and storage._cdata not in self._live:
+                    self._live[storage._cdata] = StorageWeakRef(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A view reads nothing yet, and what is made of it is seen by its memory.
+        if self._depth == 0 and self.leak is None and not func.is_view and self._reads_live(args, kwargs):
+            self.leak = (
+                f"`{func}` in {self._where()} read a live tensor without passing through torch's Python functions: "
+                "a scripted or compiled function, `torch.vmap`, `torch.tensor(x)`, or a view made before its base was "
+                "written to. What it gave would be lost to the operator. Expected plain torch functions; write the "
+                "step with those, or register an adapter for the module's class with `tensorlens.adapter`."
+            )
+            raise NotLinearError(self.leak)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _reads_live(self, args: Any, kwargs: Any) -> bool:
+        for tensor in _tensors((args, kwargs)):
+            storage = _storage(tensor)
+            if storage is not None and storage._cdata in self._live:
+                return True
+        return False
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return raw(Tensor.untyped_storage, tensor)
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have none
+        return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,295 @@
+r"""Long inputs: a recording that keeps no factors of its blocks.
+
+The recording itself builds the autograd graph, block by block, with every factor detached where it is made. What a
+graph of a frozen block saves is exactly what its adjoint needs: weights, held factors, queries and keys of a fused
+kernel, and no activation besides. Graphs are kept while memory lasts; of the other blocks only the state that entered
+stays, and their graph is made again when it is needed. Nothing of size L × L exists unless the model makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.interception import own_precision, running
+from tensorlens.freezing.interpreter import Forward, Heads, Interpreter
+from tensorlens.freezing.layouts import constants, find_state, first_tensor, put_state, replace_state
+from tensorlens.freezing.places import Place, Site, Span
+from tensorlens.freezing.recording import Call, Recorder, Recording, StartAtEmbedding, record
+from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay, check_unchanged
+from tensorlens.freezing.traced import Traced, mark, plain
+from tensorlens.memory import clear_memory, free_bytes
+from tensorlens.models.anatomy import Anatomy
+
+FACTOR_SHARE = 0.3
+"""Part of the free memory that held factors may take; beyond it they are not kept."""
+
+RESERVE = 0.2
+"""Part of the memory free at the start that graphs leave free, if a block at work needs no more."""
+
+WORKING_BYTES = 24
+"""What a block takes at the peak for each token and channel of its widest layer: gates in float32, and copies."""
+
+COTANGENT_SHARE = 0.1
+"""Part of the free memory that cotangents may take that go through the blocks together."""
+
+
+def replay_of(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -> Replay:
+    """Record a model at an input, with all factors if memory allows and block by block if not."""
+    if factor_bytes(anatomy, inputs) > FACTOR_SHARE * free_bytes(next(anatomy.model.parameters()).device):
+        long_input = record_long(anatomy, inputs, rules)
+        if long_input is not None:
+            return long_input
+    return FactorReplay(record(anatomy, inputs, rules))
+
+
+def factor_bytes(anatomy: Anatomy, inputs: dict[str, Any]) -> int:
+    """About how much held factors would take; 0 where the inputs do not say how many tokens there are."""
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        return 0
+    return anatomy.bytes_per_token * tokens.shape[0] * tokens.shape[1]
+
+
+class SomeFactors(dict[Site, Any]):
+    """Keeps what is held outside of blocks, and of blocks only while they are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: set[int] = set()
+
+    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
+        """Compute the factor of a site, and keep it unless it belongs to a closed block."""
+        factor = constants(compute())
+        if not site.place.inside or site.place.block in self.open:
+            self[site] = factor
+        return factor
+
+
+class LongInput(Replay):
+    """The affine function of a recording whose blocks are recomputed, or kept as graphs.
+
+    Costs the hidden states, and as many blocks' graphs as memory allows.
+
+    Attributes:
+        calls: How each block was called.
+        leaves: The state entering each block, as the leaf of its graph.
+        edges: Where the graph of each block ends, for blocks whose graph is kept.
+        end: $X^N$ with the graph from the last block on.
+        end_logits: The same for what the model ends with.
+    """
+
+    def __init__(
+        self, recording: Recording, factors: SomeFactors, calls: list[Call], leaves: list[Tensor],
+        edges: dict[int, GradientEdge], end: Tensor, end_logits: Tensor,
+    ) -> None:  # fmt: skip
+        self.recording, self.factors, self.calls, self.leaves, self.edges = recording, factors, calls, leaves, edges
+        self.end, self.end_logits = end, end_logits
+        self._by_factors = FactorReplay(recording)
+
+    @property
+    def keeps_factors(self) -> bool:
+        """No."""
+        return False
+
+    def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
+        """The affine function, a block at a time: its factors are made again, used and let go."""
+        for n in range(*span):
+            with self.opened(n):
+                x = self._by_factors.push(x, Span(n, n + 1), heads)
+        return x
+
+    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """As `push`, to the logits."""
+        last = self.recording.n_blocks - 1
+        x = self.push(x, Span(start, last), heads)
+        with self.opened(last):
+            return self._by_factors.push_logits(x, out_token, last, heads)
+
+    def pull(
+        self, cotangents: Tensor, span: Span, heads: Heads | None = None, *, read: Read | None = None,
+        to_logits: bool = False, chunk: int = 64,
+    ) -> Tensor:  # fmt: skip
+        """The adjoint, one block at a time, for as many cotangents as go into memory beside it."""
+        check_unchanged(self.recording)
+        n_bytes = max(1, self.recording.states[span.start].nbytes)
+        size = max(1, min(chunk, int(COTANGENT_SHARE * free_bytes(cotangents.device) / n_bytes)))
+        parts = [
+            self._pull_some(part, span, heads or {}, read or (lambda y: y[0]), to_logits)
+            for part in cotangents.split(size)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @contextmanager
+    def graph(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Iterator[Joined]:
+        """As by factors; for as long as it lasts, those of all blocks of the range are in memory."""
+        with self.opened(*range(*span)), self._by_factors.graph(span, heads, to_logits=to_logits) as joined:
+            yield joined
+
+    def _pull_some(self, us: Tensor, span: Span, heads: Heads, read: Read, to_logits: bool) -> Tensor:
+        n, n_blocks = span.stop, self.recording.n_blocks
+        if n < n_blocks:
+            x = self.recording.states[n].detach().requires_grad_()
+            cs = _gradients(read(x), x, us)
+        elif n_blocks - 1 in heads:
+            n -= 1
+            with self.opened(n):
+                cs = self._by_factors.pull(us, Span(n, n + 1), heads, read=read, to_logits=to_logits, chunk=1)
+        else:
+            n -= 1
+            with own_precision(), torch.enable_grad():
+                cs = _gradients(read(self.end_logits if to_logits else self.end), self.leaves[n], us)
+        for block in range(n - 1, span.start - 1, -1):
+            cs = self._pull_block(block, cs, heads)
+        return cs
+
+    def _pull_block(self, n: int, cs: Tensor, heads: Heads) -> Tensor:
+        if n in heads:  # what the block holds comes from all of its heads
+            with self.opened(n):
+                return self._by_factors.pull(cs, Span(n, n + 1), heads, chunk=1)
+        if n in self.edges:
+            return _gradients(self.edges[n], self.leaves[n], cs[:, None])
+        try:
+            return self._pull_again(n, cs)
+        except torch.OutOfMemoryError:
+            if not self.edges:
+                raise
+        self.edges.clear()  # graphs were kept for speed alone
+        clear_memory()
+        return self._pull_again(n, cs)
+
+    def _pull_again(self, n: int, cs: Tensor) -> Tensor:
+        """Through a block whose graph was not kept: it is made again, once for all cotangents."""
+        with own_precision(), without_weight_gradients(self.recording.model):
+            leaf = self.recording.states[n].detach().requires_grad_()
+            return _gradients(plain(self._run_block(n, leaf, grad=True)), leaf, cs[:, None])
+
+    @contextmanager
+    def opened(self, *blocks: int) -> Iterator[None]:
+        """Keep the factors of some blocks for as long as it lasts."""
+        self.factors.open |= set(blocks)
+        try:
+            for n in blocks:
+                self._run_block(n, self.recording.states[n], grad=False)
+            yield
+        finally:
+            self.factors.open -= set(blocks)
+            for site in [site for site in self.factors if site.place.inside and site.place.block in blocks]:
+                del self.factors[site]
+
+    def _run_block(self, n: int, x: Tensor, *, grad: bool) -> Tensor:
+        """One block at the recorded state, its factors held as it goes."""
+        model = self.recording.model
+        run = Interpreter(
+            model, rules=self.recording.rules, factors=self.factors, route=_Straight(), recording=True, grad=grad
+        )
+        run.place = Place(n, inside=True)
+        module, args, kwargs = self.calls[n]
+        with running(run, model), torch.set_grad_enabled(grad):
+            args, kwargs = put_state(args, kwargs, mark(x.view_as(x), live=True))
+            return first_tensor(module(*args, **kwargs))
+
+
+class _Straight:
+    """The route of a pass through one block: every module as it is."""
+
+    def run_module(
+        self, run: Interpreter, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run it."""
+        return forward(*args, **kwargs)
+
+    def note_sources(self, run: Interpreter, live: list[Traced]) -> None:
+        """Nothing to learn."""
+
+
+def _gradients(y: Tensor | GradientEdge, x: Tensor, cotangents: Tensor) -> Tensor:
+    """The gradient at x for each cotangent of y: one backward pass each, since a batch of them takes so much more."""
+    found = [torch.autograd.grad(y, x, u, retain_graph=True)[0] for u in cotangents]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@contextmanager
+def without_weight_gradients(model: nn.Module) -> Iterator[None]:
+    """No gradient for weights while this lasts: a graph then saves no activations for them."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -> LongInput | None:
+    """Run the model once and keep no factors of its blocks; None for a model whose blocks are no plain chain."""
+    if rules is not None and not rules.include_final_norm:
+        return None
+    try:
+        return _record_long(anatomy, inputs, rules or Rules(), keeps_graphs=True)
+    except torch.OutOfMemoryError:
+        pass
+    clear_memory()
+    return _record_long(anatomy, inputs, rules or Rules(), keeps_graphs=False)
+
+
+def _record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool) -> LongInput | None:
+    blocks, factors = _BlockGraphs(anatomy, keeps_graphs=keeps_graphs), SomeFactors()
+    recorder = Recorder(anatomy, inputs, rules, grad=True, factors=factors, blocks=blocks)
+    with own_precision(), without_weight_gradients(anatomy.model), torch.enable_grad():
+        try:
+            recording = recorder.go()
+        except StartAtEmbedding:
+            return None
+    if recording is None or recording.side_channels or recording.n_encoder_blocks or recording.graph is None:
+        return None
+    graph, recording = recording.graph, replace(recording, graph=None)
+    assert graph.end is not None, "the rules leave the final norm inside"
+    return LongInput(recording, factors, blocks.calls, blocks.leaves, blocks.edges, graph.end, graph.readout)
+
+
+class _BlockGraphs:
+    """Lets every block of a recording begin at a leaf of its own, and keeps its graph while memory lasts."""
+
+    def __init__(self, anatomy: Anatomy, *, keeps_graphs: bool) -> None:
+        self.keeps_graphs, self.n_blocks = keeps_graphs, len(anatomy.blocks)
+        self.calls: list[Call] = []
+        self.leaves: list[Tensor] = []
+        self.edges: dict[int, GradientEdge] = {}
+        self.free_at_start = free_bytes(next(anatomy.model.parameters()).device)
+        weights = [p for p in anatomy.blocks[0].parameters() if p.dim() == 2]
+        self.widest = max((max(weight.shape) for weight in weights), default=0)
+
+    def enter(self, recorder: Recorder, n: int) -> Tensor:
+        """The leaf that stands for the state entering block n."""
+        state = recorder.states[n] = recorder.states[n].detach()
+        if n:
+            self._close(recorder, n - 1, state)
+        leaf = state.detach().requires_grad_()
+        self.leaves.append(leaf)
+        x = recorder.layouts[n].to_native(leaf)
+        return mark(x.view_as(x), live=True)
+
+    def leave(self, recorder: Recorder, n: int, call: Call, output: Any) -> None:
+        """Keep how block n was called, with the recorded state, and where its graph ends."""
+        old, state = find_state(call.args, call.kwargs), recorder.states[n]
+        args = tuple(state if value is old else value for value in call.args)
+        kwargs = {name: state if value is old else value for name, value in call.kwargs.items()}
+        self.calls.append(Call(call.module, constants(args), constants(kwargs)))
+        self.edges[n] = get_gradient_edge(plain(first_tensor(output)))
+
+    def _close(self, recorder: Recorder, n: int, state: Tensor) -> None:
+        """The block before is over: its output is the state that entered here, and its graph stays if memory lasts."""
+        output = recorder.block_outputs[n]
+        recorder.block_outputs[n] = replace_state(output, first_tensor(output), state)
+        to_come = (self.n_blocks - n) * state.nbytes + self.widest * state.shape[1] * WORKING_BYTES
+        if not self.keeps_graphs or free_bytes(state.device) < max(RESERVE * self.free_at_start, to_come):
+            self.edges.pop(n, None)

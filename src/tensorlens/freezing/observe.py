@@ -1,0 +1,257 @@
+"""Looking on: what attention mixed and modules took in a replay, and what the model gives when it is left to itself.
+
+The operator itself never forms an attention matrix. What needs one (the baselines, `attentions()`) asks here, and one
+replay reads them off wherever attention and values meet, whatever the kernel: after masks, windows, caps and sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens.axes import Attention, Hidden
+from tensorlens.errors import MethodError
+from tensorlens.freezing.interception import own_precision
+from tensorlens.freezing.interpreter import Interpreter
+from tensorlens.freezing.layouts import first_tensor, state_of
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import check_unchanged, replayed
+from tensorlens.freezing.traced import Traced, constant, is_live
+from tensorlens.models.plain_pass import evaluating
+
+# The model left to itself --------------------------------------------------------------------------------------------
+
+
+def plain_output(recording: Recording) -> Tensor:
+    """$X^N$ (sample, token, channel) from the model left to itself, no rule applied: what must be reproduced."""
+    anatomy, seen = recording.anatomy, []
+    if not recording.rules.include_final_norm:
+        module = anatomy.blocks[-1]
+        handle = module.register_forward_hook(lambda m, args, output: seen.append(first_tensor(output)))
+    elif recording.body == "" and anatomy.unembedding is not None:
+        handle = anatomy.unembedding.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    else:
+        module = recording.model.get_submodule(recording.body)
+        handle = module.register_forward_hook(lambda m, args, output: seen.append(state_of(output)))
+    with own_precision(), torch.no_grad(), evaluating(recording.model):
+        try:
+            recording.model(**recording.inputs)
+        finally:
+            handle.remove()
+    return recording.layouts[-1].to_tokens(seen[-1])
+
+
+def plain_logits(recording: Recording, out_token: int) -> Tensor:
+    """Logits (class,) as the model itself gives them, after whatever its code does behind the unembedding."""
+    check_unchanged(recording)
+    model = recording.model
+    keeps = recording.anatomy.unembedding is not None and "logits_to_keep" in signature(model.forward).parameters
+    chosen = {"logits_to_keep": torch.tensor([out_token], device=recording.states[-1].device)} if keeps else {}
+    with own_precision(), torch.no_grad(), evaluating(model):
+        logits = state_of(model(**recording.inputs, **chosen), "logits")[0]
+    return logits if logits.dim() == 1 else logits[0 if keeps else out_token]
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+class Meeting(NamedTuple):
+    """Attention meeting values in a replay: where, and what."""
+
+    block: int
+    module: str
+    attention: Tensor | None
+    values: Tensor
+    mixture: Tensor
+
+
+def meeting(run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Meeting | None:
+    """Whether a function that ran mixed live values by attention, and which."""
+    if run.block is None or not is_live(result):
+        return None
+    if name == "scaled_dot_product_attention":
+        values = args[2] if len(args) > 2 else kwargs["value"]
+        return Meeting(run.block, run.module, None, constant(values), constant(result))
+    if name in ("matmul", "bmm"):
+        left, right = (*args, *kwargs.values())[:2]
+        if isinstance(left, Traced) and left.role == "attention" and is_live(right):
+            return Meeting(run.block, run.module, constant(left), constant(right), constant(result))
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    r"""What one block's attention did: $\sum_j A_{h,ij} v_{h,j}$ for each head.
+
+    Attributes:
+        attention: $A_h$; rows sum to one except where the model has a sink.
+        values: $v_{h,j}$, biases and the norm before them included; a value head that several query heads share is
+            repeated.
+        inputs: What entered each module of the block that takes one hidden state, by the module's path.
+    """
+
+    attention: Attention
+    values: Float[Tensor, "head in_token head_channel"]
+    inputs: dict[str, Hidden] = field(repr=False)
+
+
+def mixings(recording: Recording) -> list[Mixing]:
+    """The attention of every block, by one replay of the recorded pass.
+
+    Raises:
+        MethodError: a block without softmax attention from tokens to tokens, or with more than one.
+    """
+    reader = _read(recording, Span(0, recording.n_blocks))
+    return [reader.mixing(block) for block in range(recording.n_blocks)]
+
+
+def attention_matrices(recording: Recording, block: int) -> Attention:
+    """$A_h$ of one block, as the model used it, by a replay of that block alone."""
+    return _read(recording, Span(block, block + 1)).mixing(block).attention
+
+
+def _read(recording: Recording, span: Span) -> _Reader:
+    reader = _Reader(type(recording.model).__name__)
+    with own_precision(), torch.no_grad():
+        replayed(recording, recording.states[span.start], span, observers=(reader,))
+    return reader
+
+
+class _Reader:
+    """Looks on where attention meets values."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.inputs: dict[int, dict[str, Hidden]] = {}
+
+    def mixing(self, block: int) -> Mixing:
+        found = self.found.get(block, [])
+        if len(found) != 1:
+            raise MethodError(
+                f"Block {block} of `{self.model}` mixes tokens by {len(found)} softmax attentions; expected one. Use a "
+                "method that needs no attention matrix, such as `tensor.norm`."
+            )
+        attention, values = found[0]
+        values = values.repeat_interleave(len(attention) // len(values), 0)
+        return Mixing(attention=attention, values=values, inputs=self.inputs.get(block, {}))
+
+    def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Keep attention and values."""
+        met = meeting(run, name, args, kwargs, result)
+        if met is None:
+            return
+        attention = _formed(*args, **kwargs) if met.attention is None else met.attention
+        pair = _one(attention), _one(met.values)
+        if all(part.dim() == 3 for part in pair):
+            self.found.setdefault(met.block, []).append(pair)
+
+    def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what entered it."""
+        if run.block is not None and args and is_live(args[0]):
+            self.inputs.setdefault(run.block, {})[run.module] = _one(constant(args[0]))
+
+
+def _one(tensor: Tensor) -> Tensor:
+    """The only sample of a batch."""
+    return tensor[0] if len(tensor) == 1 else tensor
+
+
+def _formed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
+    """A from a fused kernel: its matrix, by applying it to the identity."""
+    q, k = constant(query), constant(key)
+    mask = None if attn_mask is None else constant(attn_mask)
+    units = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
+    return F.scaled_dot_product_attention(q, k, units, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+# One block, module by module -----------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A module that ran: what came in first, and what came out."""
+
+    path: str
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+class Mixed(NamedTuple):
+    """Attention meeting values: after how many steps, in which module, and what it made of them."""
+
+    after: int
+    path: str
+    values: Tensor
+    mixture: Tensor
+
+
+@dataclass
+class BlockSteps:
+    """One block, watched away from X.
+
+    Attributes:
+        x: The state that entered it.
+        y: What it returned.
+        end: Where the pass ended.
+        steps: Its modules, in the order they finished.
+        mixed: Where attention met values.
+        tail: Modules that ran after it.
+    """
+
+    x: Tensor
+    y: Tensor | None = None
+    end: Tensor | None = None
+    steps: list[Step] = field(default_factory=list)
+    mixed: list[Mixed] = field(default_factory=list)
+    tail: list[Step] = field(default_factory=list)
+
+
+def watch_block(recording: Recording, n: int) -> BlockSteps:
+    """Replay one block at a state away from X and keep what its modules took and gave."""
+    x = recording.states[n]
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(n)).to(x)
+    watcher = _Watcher(BlockSteps(x * (1 + 0.5 * noise)), n, recording.anatomy.blocks)
+    with own_precision(), torch.no_grad():
+        end, _ = replayed(recording, watcher.seen.x, Span(n, n + 1), observers=(watcher,))
+    watcher.seen.end = constant(end)
+    if watcher.seen.y is None:  # the pass ended inside the block
+        watcher.seen.y = watcher.seen.end
+    return watcher.seen
+
+
+class _Watcher:
+    """Keeps the first tensor in and out of every module from a block on."""
+
+    def __init__(self, seen: BlockSteps, n: int, blocks: tuple[nn.Module, ...]) -> None:
+        self.seen, self.n, self.blocks = seen, n, {id(block) for block in blocks}
+
+    def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Keep what attention mixed."""
+        met = meeting(run, name, args, kwargs, result)
+        if met is not None:
+            self.seen.mixed.append(Mixed(len(self.seen.steps), met.module, met.values, met.mixture))
+
+    def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Keep the module's input and output."""
+        output = output[0] if isinstance(output, tuple) else output
+        if not isinstance(output, Tensor) or run.place.block < self.n:
+            return
+        if id(module) in self.blocks and run.block is None:
+            self.seen.y = constant(output)
+        elif args and is_live(args[0]):
+            steps = self.seen.steps if run.block is not None else self.seen.tail
+            steps.append(Step(run.module, module, by_token(args[0]), by_token(output)))
+
+
+def by_token(x: Tensor) -> Tensor:
+    """The values of (…, channel) as (token, channel)."""
+    return constant(x).reshape(-1, x.shape[-1])
