@@ -25,14 +25,14 @@ from benchmarks.pieces import BERT, MANY, TINY, pieces
 from benchmarks.timing import copy_peak, finish, median_seconds
 from tensorlens.folding import fold as folding
 from tensorlens.folding import pull as folded
-from tensorlens.freezing import streaming
+from tensorlens.freezing.long_inputs import record_long
 from tensorlens.models.precision import matmul_mode
 from tensorlens.operators import matrix_free
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
 
 Rows = list[dict[str, Any]]
 BOTH = ("tf32", "bfloat16")
-LIMITS = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 6e-2, "streamed": 1e-3}
+LIMITS = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 6e-2, "long input": 1e-3}
 """Largest relative errors that pass."""
 
 
@@ -104,7 +104,7 @@ def check(run: Tuning) -> Rows:
         T = tl.Lens(build(name, run.device))(token_ids(24))
         row: dict[str, Any] = {"work": "check", "model": name}
         try:
-            row |= _path_errors(T, run.device) | {"streamed": _streamed_error(T)}
+            row |= _path_errors(T, run.device) | {"long input": _long_input_error(T)}
             row["passed"] = all(row[key] <= LIMITS[key.split(",")[0]] for key in row if key.split(",")[0] in LIMITS)
         except Exception as error:  # noqa: BLE001  the other models still tell something
             traceback.print_exc()
@@ -118,7 +118,7 @@ def _path_errors(T: Any, device: str) -> dict[str, float]:
     last, span, found = T.n_tokens - 1, T.operator.span, {}
     units = torch.eye(T.n_channels, device=device)
     with matmul_mode("float32"):
-        pull = lambda u: T.operator.frozen.pull(u[None], span, read=lambda y: y[0, last])  # noqa: E731
+        pull = lambda u: T.operator.replay.pull(u[None], span, read=lambda y: y[0, last])  # noqa: E731
         exact = torch.cat([pull(u) for u in units[:8]])
     whole = T.with_precision("float32").rows(last).double().norm(dim=(0, 2))
     for precision in ("float32", *BOTH):
@@ -131,11 +131,11 @@ def _path_errors(T: Any, device: str) -> dict[str, float]:
     return found
 
 
-def _streamed_error(T: Any) -> float:
-    frozen = T.operator.frozen
-    streamed = streaming.stream(frozen.anatomy, frozen.inputs, frozen.rules)
+def _long_input_error(T: Any) -> float:
+    recording = T.operator.recording
+    long = record_long(recording.anatomy, recording.inputs, recording.rules)
     u = torch.randn(2, *T.output.shape, device=T.output.device)
-    return parts.relative(streamed.pull(u, T.operator.span), frozen.pull(u, T.operator.span))  # type: ignore[union-attr]
+    return parts.relative(long.pull(u, T.operator.span), T.operator.replay.pull(u, T.operator.span))  # type: ignore[union-attr]
 
 
 def errors(run: Tuning) -> Rows:

@@ -58,10 +58,10 @@ def composition(T: tl.AttentionTensor) -> float:
 def homogeneity(T: tl.AttentionTensor, model: nn.Module) -> float:
     """F(X) = ∂F̃/∂X·X + Σ_b ∂F̃/∂b·b: every bias is found by its own gradient, none by subtraction."""
     biases = {name: p for name, p in model.named_parameters() if is_bias(name, p)}
-    frozen, span = T.operator.frozen, T.operator.span
+    replay, span = T.operator.replay, T.operator.span
     u = torch.randn(3, *T.output.shape, dtype=T.dtype, generator=torch.Generator().manual_seed(3))
     errors = []
-    with frozen.graph(span) as (x, y, _):
+    with replay.graph(span) as (x, y, _):
         for probe in u:
             gradients = torch.autograd.grad(y[0], [x, *biases.values()], probe, retain_graph=True, allow_unused=True)
             of_biases = zip(gradients[1:], biases.values(), strict=True)
@@ -78,7 +78,7 @@ def is_bias(name: str, parameter: Tensor) -> bool:
 def bias_by_gradient(T: tl.AttentionTensor, model: nn.Module, probe: Tensor) -> Tensor:
     """⟨probe, B⟩ from the gradients of the biases alone."""
     biases = [p for name, p in model.named_parameters() if is_bias(name, p)]
-    with T.operator.frozen.graph(T.operator.span) as (_, y, _):
+    with T.operator.replay.graph(T.operator.span) as (_, y, _):
         gradients = torch.autograd.grad(y[0], biases, probe, allow_unused=True) if biases else []
     pairs = zip(gradients, biases, strict=True)
     return sum(((g * b.detach()).sum() for g, b in pairs if g is not None), torch.zeros((), dtype=T.dtype))

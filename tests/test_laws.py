@@ -92,7 +92,7 @@ def test_heads_add_up_to_the_whole(case):
     """With the residual and the biases held, the heads' parts of T and of B add to T and B."""
     name, _, T = case
     block, x = 1, laws.states(T, 1, scale=1.0)[0]
-    n_heads = T.operator.frozen.tape.n_heads[block]
+    n_heads = T.operator.recording.n_heads[block]
     assert n_heads == 4
 
     def affine(part: tl.AttentionTensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ def test_half_precision_storage(tiny: TinyModel, dtype: torch.dtype):
     tensor = tl.Lens(tiny.model.to(dtype))(IDS)
     assert tensor.certificate().passed
     assert agree(tensor.adjoint(tensor.output).float(), expected, 0.1)
-    norms = [factor for site, factor in tensor.operator.frozen.tape.factors.items() if site.operation == "rsqrt"]
+    norms = [factor for site, factor in tensor.operator.recording.factors.items() if site.operation == "rsqrt"]
     assert norms and all(factor.dtype is torch.float32 for factor in norms)
 
 

@@ -160,9 +160,9 @@ def test_streams_of_unequal_width_are_refused():
 def test_side_channels_are_part_of_T_and_their_ranges_are_refused(model_type: str):
     lens, arguments = lens_on("causal", model_type)
     T = lens(arguments)
-    assert T.certificate().passed and T.operator.frozen.side_channels
+    assert T.certificate().passed and T.operator.recording.side_channels
     with pytest.raises(tl.AnatomyError, match="begin at block 0"):
-        T.blocks(1, T.n_blocks).apply(T.operator.frozen.hidden[1][0])
+        T.blocks(1, T.n_blocks).apply(T.operator.recording.states[1][0])
 
 
 # Images beside text --------------------------------------------------------------------------------------------------

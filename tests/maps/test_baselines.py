@@ -10,7 +10,7 @@ from zoo import CASES, ZOO, build, names, sample
 
 import tensorlens as tl
 from tensorlens.errors import MethodError
-from tensorlens.freezing.mixing import mixings
+from tensorlens.freezing.observe import mixings
 from tensorlens.maps import baselines
 from tensorlens.maps.decomposition import decompose
 
@@ -20,8 +20,8 @@ WITHOUT_GLOB_ENC = ("neox-parallel", "phi", "olmo2")
 
 def decompositions(name, attention="eager"):
     T = tl.Lens(build(name, attention))(sample(name))
-    frozen = T.operator.frozen
-    return T, [decompose(frozen, n, mixing) for n, mixing in enumerate(mixings(frozen))]
+    recording = T.operator.recording
+    return T, [decompose(recording, n, mixing) for n, mixing in enumerate(mixings(recording))]
 
 
 def tolerance(name):
@@ -44,9 +44,9 @@ def true_attention_output(T, block, parts, inputs):
 def test_sources_add_up_to_what_the_model_computes(name, attention):
     """Σ_j y_ij + b_o is the true norm input (post-LN) or the true residual stream (pre-LN and others)."""
     T, blocks = decompositions(name, attention)
-    frozen = T.operator.frozen
+    recording = T.operator.recording
     checked = 0
-    for n, (block, mixing) in enumerate(zip(blocks, mixings(frozen), strict=True)):
+    for n, (block, mixing) in enumerate(zip(blocks, mixings(recording), strict=True)):
         rows = slice(0, T.n_tokens)
         stream = block.with_residual(rows).sum(1) + block.out_bias(rows)
         expected = true_attention_output(T, n, block.parts, mixing.inputs)
@@ -56,7 +56,7 @@ def test_sources_add_up_to_what_the_model_computes(name, attention):
         if block.parts.layout == "post_ln":
             vectors = baselines.attention_block(block, rows)
             output = baselines.attention_output(block, vectors, rows)
-            norm = frozen.anatomy.model.get_submodule(block.parts.norm_1.path)
+            norm = recording.anatomy.model.get_submodule(block.parts.norm_1.path)
             torch.testing.assert_close(output, norm(expected), **tolerance(name))
     assert checked == (0 if blocks[0].parts.layout in ("parallel", "post_sublayer") else T.n_blocks)
 
@@ -65,8 +65,8 @@ def test_sources_add_up_to_what_the_model_computes(name, attention):
 def test_sources_add_up_where_no_norm_sees_the_sum(name):
     """Parallel and post-sublayer blocks: against the attention module's own output."""
     T, blocks = decompositions(name)
-    model, outputs = T.operator.frozen.anatomy.model, []
-    for block in T.operator.frozen.anatomy.blocks:
+    model, outputs = T.operator.recording.anatomy.model, []
+    for block in T.operator.recording.anatomy.blocks:
         attention = getattr(block, "attention", None) or block.self_attn
         last = block.post_attention_layernorm if name == "olmo2" else attention
         last.register_forward_hook(
@@ -95,9 +95,9 @@ def norm_of(module, y, v, kind):
 def twin(name):
     """(w_attn, w_attn_res_ln, glob_enc, alti) of each block by loops over outputs, sources and heads."""
     T, blocks = decompositions(name)
-    frozen = T.operator.frozen
-    model = frozen.anatomy.model
-    for block, mixing, x in zip(blocks, mixings(frozen), frozen.hidden, strict=False):
+    recording = T.operator.recording
+    model = recording.anatomy.model
+    for block, mixing, x in zip(blocks, mixings(recording), recording.states, strict=False):
         parts, L = block.parts, T.n_tokens
         w_out = parts.out.weight
         width = w_out.shape[0] // parts.n_heads
@@ -152,8 +152,8 @@ def test_measures_equal_their_slow_twins(name):
 
 def test_w_attn_of_one_token_is_the_length_of_its_transformed_value():
     T = tl.Lens(build("bert"))([11])
-    (mixing, *_), frozen = mixings(T.operator.frozen), T.operator.frozen
-    block = decompose(frozen, 0, mixing)
+    (mixing, *_), recording = mixings(T.operator.recording), T.operator.recording
+    block = decompose(recording, 0, mixing)
     value = mixing.values[:, 0].flatten() @ block.parts.out.weight
     torch.testing.assert_close(baselines.w_attn(block), value.norm().reshape(1, 1))
 
@@ -236,14 +236,14 @@ def test_times_input_is_the_models_own_gradient(name):
     from tensorlens.maps import gradients
     from tensorlens.maps.methods import Question
 
-    frozen, x = T.operator.frozen, T.input
+    recording, x = T.operator.recording, T.input
     read, _ = gradients._reader(Question(operator=T.operator, out_tokens=(token,), classes=T.context.classes), token)
 
     def value(j, t):
         moved = x.clone()
         moved[j] *= 1 + t
         with torch.no_grad():
-            return float(read(gradients._run(frozen, moved[None])))
+            return float(read(gradients._run(recording, moved[None])))
 
     step = 1e-3  # not smaller: many families compute their softmax in float32
     expected = torch.tensor([(value(j, step) - value(j, -step)) / (2 * step) for j in range(T.n_tokens)])
@@ -258,9 +258,10 @@ def test_integrated_gradients_are_complete():
     T = tl.Lens(build("bert-classifier"))(sample("bert-classifier"))
     read, _ = gradients._reader(Question(operator=T.operator, out_tokens=(0,), classes=T.context.classes), 0)
     at = [
-        float(read(gradients._run(T.operator.frozen, x[None])).detach()) for x in (T.input, torch.zeros_like(T.input))
+        float(read(gradients._run(T.operator.recording, x[None])).detach())
+        for x in (T.input, torch.zeros_like(T.input))
     ]
-    found = gradients.integrated_gradients(T.operator.frozen, read, n_steps=400)
+    found = gradients.integrated_gradients(T.operator.recording, read, n_steps=400)
     assert float(found.sum()) == pytest.approx(at[0] - at[1], rel=1e-3)
 
 

@@ -9,6 +9,7 @@ import transformers
 from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
+from tensorlens.freezing.replay import logits_at
 
 LANGUAGE_MODELS = names(lambda family: family.causal or "MaskedLM" in family.model.__name__)
 CLASSIFIERS = names(lambda family: "Classification" in family.model.__name__)
@@ -22,14 +23,14 @@ def logits(T: tl.AttentionTensor, name: str) -> torch.Tensor:
     value = sample(name)
     argument = {"pixel_values": value[None]} if ZOO[name].vision else {"input_ids": torch.tensor([value])}
     with torch.no_grad():
-        return T.operator.frozen.anatomy.model(**argument).logits[0]
+        return T.operator.recording.anatomy.model(**argument).logits[0]
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_in_class_sums_to_the_logit_less_the_biases(name):
     T = lens_on(name)
     if name == "gemma2":  # its logits are soft-capped; ours are those before the cap
-        T.operator.frozen.anatomy.model.config.final_logit_softcapping = None
+        T.operator.recording.anatomy.model.config.final_logit_softcapping = None
     expected = logits(T, name)[:, 11]
     found = T.map("tensor.in_class", target=11)
     by_bias = torch.stack([T.operator.logits_at_zero(i)[11] for i in range(T.n_tokens)])
@@ -66,7 +67,7 @@ def test_the_bias_share_of_in_class_is_what_a_replay_at_zero_gives(part, target)
     T = T.blocks(1, 3) if "range" in part else T
     T = T.heads({1: [0, 2]}) if "heads" in part else T
     found = T.map("tensor.in_class", out_token=-1, target=target)
-    at_zero, at_x = T.operator.logits_at_zero(T.n_tokens - 1), T.operator.frozen.logits(-1)
+    at_zero, at_x = T.operator.logits_at_zero(T.n_tokens - 1), logits_at(T.operator.recording, -1)
     of_target = (lambda z: z[5]) if target == 5 else (lambda z: z[5] - z[6])
     assert torch.allclose(found.bias_share[0], of_target(at_zero) / of_target(at_x), rtol=1e-9)
     assert found.meta["logit"] == pytest.approx([float(of_target(at_x))])
@@ -78,7 +79,7 @@ def test_where_rounding_would_be_the_share_the_replay_at_zero_gives_it():
     T = tl.Lens(build("gpt2", dtype=torch.bfloat16))(sample("gpt2"))
     found = T.map("tensor.in_class", out_token=-1, target=5)
     assert "bias" not in found.meta
-    expected = T.operator.logits_at_zero(T.n_tokens - 1)[5] / T.operator.frozen.logits(-1)[5]
+    expected = T.operator.logits_at_zero(T.n_tokens - 1)[5] / logits_at(T.operator.recording, -1)[5]
     assert torch.equal(found.bias_share[0], expected)
 
 

@@ -15,7 +15,8 @@ from tensorlens.axes import Range
 from tensorlens.folding import fold as folding
 from tensorlens.folding import pull as folded_module
 from tensorlens.folding import pull_few as few_cotangents
-from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.replay import FactorReplay, Replay
 from tensorlens.memory import Pieces, in_parts
 from tensorlens.models.precision import compute_type, tf32, tf32_allowed
 from tensorlens.operators import matrix_free
@@ -32,18 +33,18 @@ from tensorlens.operators.spectrum import spectrum
 
 
 @cache
-def frozen_model(name: str) -> FrozenModel:
-    return tl.Lens(zoo.build(name, zoo.ZOO[name].attentions[-1]))(zoo.sample(name)).operator.frozen
+def replay_of(name: str) -> Replay:
+    return tl.Lens(zoo.build(name, zoo.ZOO[name].attentions[-1]))(zoo.sample(name)).operator.replay
 
 
 def operator(name: str, **options: Any) -> FrozenOperator:
-    return FrozenOperator(frozen_model(name), **options)
+    return FrozenOperator(replay_of(name), **options)
 
 
 def by_backward(T: FrozenOperator, out_token: int) -> Tensor:
-    """T[i] by autograd alone: nothing is shared with the folded way but the tape."""
+    """T[i] by autograd alone: nothing is shared with the folded way but the recording."""
     units = torch.eye(T.shape[1], dtype=T.dtype)
-    return T.frozen.pull(units, T.span, T.heads, read=lambda y: y[0, out_token])
+    return T.replay.pull(units, T.span, T.heads, read=lambda y: y[0, out_token])
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
@@ -107,14 +108,14 @@ def test_norms_do_not_depend_on_the_pieces(name: str, most: int, path: str, monk
 def test_a_batch_of_cotangents_is_pulled_as_one_by_one(name: str) -> None:
     T = operator(name)
     u = torch.randn(matrix_free.ENOUGH_TO_FOLD, *T.shape[:2], dtype=T.dtype)
-    assert close(T.adjoint(u), torch.cat([T.frozen.pull(one[None], T.span) for one in u]))
+    assert close(T.adjoint(u), torch.cat([T.replay.pull(one[None], T.span) for one in u]))
 
 
 def test_only_tokens_in_sight_are_carried() -> None:
     T = operator("mistral")  # a window of 3 tokens, 3 blocks
     assert T.folded is not None
     assert T.folded.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 7)
-    first = FrozenOperator(T.frozen, Span(1, 3)).folded
+    first = FrozenOperator(T.replay, Span(1, 3)).folded
     assert first is not None
     assert first.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(2, 7)
     assert first.pull((1,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 2)
@@ -138,13 +139,13 @@ def test_precision_is_what_was_asked_for(precision: Any, tolerance: float) -> No
 
 
 def test_whether_states_go_together_is_found_without_the_users_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed, push = [], FrozenModel.push
+    allowed, push = [], FactorReplay.push
 
-    def watched(self: FrozenModel, *args: Any) -> Tensor:
+    def watched(self: FactorReplay, *args: Any) -> Tensor:
         allowed.append(tf32_allowed())
         return push(self, *args)
 
-    monkeypatch.setattr(FrozenModel, "push", watched)
+    monkeypatch.setattr(FactorReplay, "push", watched)
     with tf32(True):
         assert operator("bert").is_batchable
     assert allowed == [False] * 3
@@ -192,7 +193,7 @@ def test_states_pushed_are_halved_when_memory_runs_out(monkeypatch: pytest.Monke
     T = operator("llama")
     x = torch.randn(9, *T.input.shape, dtype=T.dtype)
     expected = T.push(x)
-    push, sizes = T.frozen.push, []
+    push, sizes = T.replay.push, []
 
     def scarce(x: Tensor, *rest: Any) -> Tensor:
         if len(x) > 3:
@@ -200,7 +201,7 @@ def test_states_pushed_are_halved_when_memory_runs_out(monkeypatch: pytest.Monke
         sizes.append(len(x))
         return push(x, *rest)
 
-    monkeypatch.setattr(T.frozen, "push", scarce)
+    monkeypatch.setattr(T.replay, "push", scarce)
     torch.testing.assert_close(T.push(x), expected)
     assert sizes == [3, 3, 3]
 

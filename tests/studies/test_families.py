@@ -113,13 +113,13 @@ def uses() -> dict[Case, set[str]]:
 def watch_rules(case: Case) -> FamilyRecord:
     """Runs in a process of its own; the names come back as the reason."""
     names: set[str] = set()
-    call = passes.Pass.call
+    call = passes.Interpreter.call
 
     def watch(self: Any, function: Any, args: Any, kwargs: Any) -> Any:
         names.update({functions.name_of(function)} if any(t.live for t in traced_in((args, kwargs))) else ())
         return call(self, function, args, kwargs)
 
-    passes.Pass.call = watch
+    passes.Interpreter.call = watch
     return replace(examine(case), reason=" ".join(name.removesuffix("_") for name in names))
 
 

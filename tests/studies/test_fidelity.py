@@ -53,7 +53,7 @@ def true_norm(T: tl.AttentionTensor) -> float:
 def test_true_function_at_x_is_the_output(name, include_final_norm):
     T = tensor(name, include_final_norm=include_final_norm)
     for part in (T, T.blocks(1, 3), T.blocks(1, 2)):
-        found = true_function(part.operator.frozen, part.operator.span, part.input)
+        found = true_function(part.operator.recording, part.operator.span, part.input)
         assert torch.allclose(found, part.output, atol=1e-6)
 
 
@@ -71,8 +71,8 @@ def test_plain_pass_leaves_the_model_as_it_was():
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_jacobian_products_equal_the_autograd_jacobian(name):
     T = tensor(name)
-    frozen, span = T.operator.frozen, T.operator.span
-    jacobian = torch.autograd.functional.jacobian(lambda x: true_function(frozen, span, x, grad=True), T.input)
+    recording, span = T.operator.recording, T.operator.span
+    jacobian = torch.autograd.functional.jacobian(lambda x: true_function(recording, span, x, grad=True), T.input)
     units = torch.stack([one.unit for one in random_directions(T, 2, seed=0)])
     expected = torch.einsum("idje,nje->nid", jacobian, units)
     assert torch.allclose(jacobian_times(T, units), expected, atol=1e-6)
@@ -108,27 +108,27 @@ def test_token_direction_ends_at_the_other_token():
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
 def test_product_bound_is_never_below_the_norm(name, scale):
     T = tensor(name, scale)
-    frozen = T.operator.frozen
-    measured, weights = (product_bound(frozen, reading=reading).log10 for reading in ("measured", "weights"))
+    recording = T.operator.recording
+    measured, weights = (product_bound(recording, reading=reading).log10 for reading in ("measured", "weights"))
     assert math.log10(true_norm(T)) <= measured <= weights + 1e-9
     part = T.blocks(1, 3)
-    assert math.log10(true_norm(part)) <= product_bound(frozen, part.operator.span, "measured").log10
+    assert math.log10(true_norm(part)) <= product_bound(recording, part.operator.span, "measured").log10
 
 
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("gate", ["freeze_up", "half"])
 def test_product_bound_holds_for_every_gate_rule(name, gate):
     T = tensor(name, gate=gate)
-    measured, weights = (product_bound(T.operator.frozen, reading=r).log10 for r in ("measured", "weights"))
+    measured, weights = (product_bound(T.operator.recording, reading=r).log10 for r in ("measured", "weights"))
     assert math.log10(true_norm(T)) <= measured <= weights + 1e-9
 
 
 def test_product_bound_has_a_factor_for_each_block_and_leaves_a_final_norm_out_when_told():
     with_norm, without = (tensor("llama", include_final_norm=flag) for flag in (True, False))
-    bound = product_bound(with_norm.operator.frozen)
+    bound = product_bound(with_norm.operator.recording)
     assert len(bound.blocks) == 3
     assert bound.log10 == pytest.approx(sum(bound.blocks) + bound.final_norm)
-    assert product_bound(without.operator.frozen).final_norm == 0
+    assert product_bound(without.operator.recording).final_norm == 0
     assert bound.value == pytest.approx(10**bound.log10)
 
 
@@ -143,13 +143,13 @@ def test_printed_bound_fails_where_the_variance_exceeds_one():
                 parameter.fill_(3.0)
     T = tl.Lens(model)(zoo.sample("bert"))
     norm = math.log10(true_norm(T))
-    assert product_bound(T.operator.frozen, reading="printed").log10 < norm - 1
-    assert product_bound(T.operator.frozen, reading="weights").log10 >= norm
+    assert product_bound(T.operator.recording, reading="printed").log10 < norm - 1
+    assert product_bound(T.operator.recording, reading="weights").log10 >= norm
 
 
 def test_paper_prints_no_bound_for_other_layouts():
     with pytest.raises(tl.MethodError, match="post-LN blocks only"):
-        product_bound(tensor("gpt2").operator.frozen, reading="printed")
+        product_bound(tensor("gpt2").operator.recording, reading="printed")
 
 
 @pytest.mark.parametrize("name", ["bert", "gemma3"])

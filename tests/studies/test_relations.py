@@ -228,7 +228,7 @@ def test_mean_of_one_on_its_own_prompt_reproduces_the_logits(name):
     for state in (by_rows, mean(T.input)[-1], T.output[-1]):
         assert torch.allclose(read_out(lens.anatomy, state[None])[0], expected, rtol=1e-5, atol=1e-5)
     for start in (0, 1):
-        found = tensor_predictors([T.blocks(start, 3)], T.operator.frozen.hidden[start], [2, 3])
+        found = tensor_predictors([T.blocks(start, 3)], T.operator.recording.states[start], [2, 3])
         for predictor in found.values():
             assert torch.allclose(read_out(lens.anatomy, predictor.at(1.0))[0], expected, rtol=1e-5, atol=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ Heads = dict[int, Tensor]
 """For each block named, a multiplier for each head."""
 
 
+@runtime_checkable
 class Factors(Protocol):
     """Where held factors go while recording, and come from while replaying."""
 
@@ -34,6 +35,7 @@ class Factors(Protocol):
         ...
 
 
+@runtime_checkable
 class Route(Protocol):
     """What a pass does at the modules it meets: where it begins, what it notes, where it ends."""
 
@@ -46,6 +48,7 @@ class Route(Protocol):
         """Told the live tensors that a function takes."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Somebody who looks on: sees every function and module of a pass with what came out, and changes nothing."""
 

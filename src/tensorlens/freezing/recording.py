@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+@runtime_checkable
 class BlockGraphs(Protocol):
     """Gives every block of a recording a graph of its own, for inputs too long for one graph."""
 

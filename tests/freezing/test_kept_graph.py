@@ -1,10 +1,11 @@
-"""The graph of a recording: for the first cotangents alone, equal to a replay, and never in anybody's way."""
+"""The graph of a recording: kept for every pull, equal to a replay, and never in anybody's way."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ import zoo
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing import frozen_model, walk
-from tensorlens.freezing.frozen_model import FrozenModel, Span
+from tensorlens.freezing import recording as recordings
+from tensorlens.freezing import replay as replaying
+from tensorlens.freezing.interpreter import Interpreter
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import FactorReplay
 from tensorlens.freezing.rules import modules as adapters
 from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.traced import mark, plain
@@ -27,13 +32,13 @@ CLASSES = {"gpt2": 5, "llama": 5, "bert-classifier": 1, "vit": 1}
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every pass through a model."""
     made: list[Any] = []
-    go = walk.Walk.go
+    begin = Interpreter.__init__
 
-    def counted(self: walk.Walk) -> Tensor:
+    def counted(self: Interpreter, *args: Any, **kwargs: Any) -> None:
         made.append(self)
-        return go(self)
+        begin(self, *args, **kwargs)
 
-    monkeypatch.setattr(walk.Walk, "go", counted)
+    monkeypatch.setattr(Interpreter, "__init__", counted)
     return made
 
 
@@ -41,40 +46,57 @@ def tensor_of(name: str, attention: str = "eager", **options: Any) -> tl.Attenti
     return tl.Lens(zoo.build(name, attention), **options)(zoo.sample(name))
 
 
-def whole(frozen: FrozenModel) -> Span:
-    return Span(0, frozen.n_blocks)
+def whole(recording: Recording) -> Span:
+    return Span(0, recording.n_blocks)
 
 
-def cotangents(frozen: FrozenModel, n: int = 1) -> Tensor:
+def without_graph(recording: Recording) -> FactorReplay:
+    return FactorReplay(replace(recording, graph=None))
+
+
+def cotangents(recording: Recording, n: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, *frozen.hidden[-1].shape[1:], generator=generator, dtype=torch.float64)
+    return torch.randn(n, *recording.states[-1].shape[1:], generator=generator, dtype=torch.float64)
+
+
+def assert_pulls_as_a_replay(T: tl.AttentionTensor, tolerance: float) -> None:
+    recording = T.operator.recording
+    assert recording.graph is not None
+    expected = without_graph(recording).pull(T.output[None], whole(recording))[0]
+    torch.testing.assert_close(T.adjoint(T.output), expected, rtol=tolerance, atol=1e-3 * tolerance)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
-def test_the_first_pull_equals_a_replay(name, attention, n, replays):
-    frozen = tensor_of(name, attention).operator.frozen
-    u = cotangents(frozen, n)
+def test_a_pull_equals_a_replay_and_so_does_the_next(name, attention, n, replays):
+    operator = tensor_of(name, attention).operator
+    recording, u = operator.recording, cotangents(operator.recording, n)
     replays.clear()
-    first = frozen.pull(u, whole(frozen))
-    assert not replays and frozen.first_graph is None
-    again = frozen.pull(u, whole(frozen))
+    first, second = (operator.replay.pull(u, whole(recording)) for _ in range(2))
+    assert not replays
+    again = without_graph(recording).pull(u, whole(recording))
     assert len(replays) == 1
     torch.testing.assert_close(first, again, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(second, again, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(("name", "target"), CLASSES.items())
-def test_the_first_map_equals_the_second(name, target, attention, replays):
+def test_maps_equal_that_of_a_replay(name, target, attention, replays, monkeypatch):
     T = tensor_of(name, attention)
     token = -1 if zoo.ZOO[name].causal else None
     replays.clear()
-    first = T.map("tensor.in_class", out_token=token, target=target)
+    found = [T.map("tensor.in_class", out_token=token, target=target) for _ in range(2)]
     assert not replays
-    again = T.map("tensor.in_class", out_token=token, target=target)
+    with monkeypatch.context() as patch:
+        patch.setattr(recordings, "GRAPH_SHARE", 0.0)
+        without = tensor_of(name, attention)
+    replays.clear()
+    again = without.map("tensor.in_class", out_token=token, target=target)
     assert replays
-    torch.testing.assert_close(first.scores, again.scores, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(first.bias_share, again.bias_share, rtol=1e-9, atol=1e-12)
+    for one in found:
+        torch.testing.assert_close(one.scores, again.scores, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one.bias_share, again.bias_share, rtol=1e-9, atol=1e-12)
     rows = T.rows(2)  # by folded blocks, which know nothing of graphs
     in_out = tensor_of(name, attention).map("tensor.in_out", out_token=2).scores[0]
     torch.testing.assert_close(in_out, torch.einsum("d,dje,je->j", T.output[2], rows, T.input), rtol=1e-5, atol=1e-7)
@@ -88,13 +110,14 @@ def test_the_first_map_equals_the_second(name, target, attention, replays):
 )  # fmt: skip
 def test_two_streams_other_layouts_and_starts_at_the_embeddings(task, model_type, n, replays):
     tiny = build(task, model_type, "eager", torch.float64)
-    frozen = tl.Lens(tiny.model)(tiny.arguments).operator.frozen
-    assert frozen.first_graph is not None
-    u = cotangents(frozen, n)
+    operator = tl.Lens(tiny.model)(tiny.arguments).operator
+    recording, u = operator.recording, cotangents(operator.recording, n)
+    assert recording.graph is not None
     replays.clear()
-    first = frozen.pull(u, whole(frozen))
-    assert not replays and first.shape == (n, *frozen.hidden[0].shape[1:])
-    again = frozen.pull(u, whole(frozen))
+    first = operator.replay.pull(u, whole(recording))
+    assert not replays and first.shape == (n, *recording.states[0].shape[1:])
+    again = without_graph(recording).pull(u, whole(recording))
+    assert len(replays) == 1
     torch.testing.assert_close(first, again, rtol=1e-6, atol=1e-9)
 
 
@@ -115,8 +138,9 @@ def test_parameters_get_no_gradient_and_keep_their_flags():
 
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
 def test_nothing_that_is_held_has_a_way_back(name, attention):
-    frozen = tensor_of(name, attention).operator.frozen
-    kept = [frozen.tape.factors, frozen.hidden, frozen.block_outputs, frozen.readout, frozen.inputs]
+    recording = tensor_of(name, attention).operator.recording
+    assert recording.graph is not None  # otherwise there would be no way
+    kept = [recording.factors, recording.states, recording.block_outputs, recording.readout, recording.inputs]
     assert not [t for t in tensors_in(kept) if t.requires_grad]
 
 
@@ -132,7 +156,7 @@ def test_changed_weights_are_noticed():
     T = tl.Lens(model)(zoo.sample("llama"))
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(1)  # of which the graph knows nothing: queries are held
-    with pytest.raises(tl.InputError, match="weights of the model have changed"):
+    with pytest.raises(tl.InputError, match="changed since .*: `weight` of `model.layers.0.self_attn.q_proj` changed"):
         T.adjoint(T.output)
 
 
@@ -141,59 +165,58 @@ def test_a_first_pass_may_write_into_the_weights():
     before = [parameter._version for parameter in tiny.model.parameters()]
     T = tl.Lens(tiny.model)(tiny.arguments)
     assert before != [parameter._version for parameter in tiny.model.parameters()]
-    first, again = T.adjoint(T.output), T.adjoint(T.output)
-    torch.testing.assert_close(first, again, rtol=1e-6, atol=1e-9)
+    assert_pulls_as_a_replay(T, tolerance=1e-6)
 
 
 # When it is not used --------------------------------------------------------------------------------------------------
 
 
-def test_ranges_and_silenced_heads_leave_it_alone():
+def test_ranges_and_silenced_heads_leave_it_alone(replays):
     T = tensor_of("gpt2")
-    frozen = T.operator.frozen
-    kept = frozen.first_graph
+    before = T.adjoint(T.output)
     parts = (T.blocks(0, 2), T.blocks(1, 3), T.heads({1: [0, 2]}), T.without_heads({0: [1]}))
     for part in parts:
         u = torch.ones(part.shape[:2], dtype=torch.float64)
         expected = torch.einsum("id,idje->je", u, part.dense())
         torch.testing.assert_close(part.adjoint(u), expected, rtol=1e-6, atol=1e-9)
-    assert kept is not None and frozen.first_graph is kept
+    replays.clear()
+    assert torch.equal(T.adjoint(T.output), before) and not replays
 
 
-def test_a_final_norm_left_out_is_left_out_of_it():
+def test_a_final_norm_left_out_is_left_out_of_it(replays):
     T = tensor_of("gpt2", rules=tl.Rules(include_final_norm=False))
-    first, again = T.adjoint(T.output), T.adjoint(T.output)
-    assert torch.equal(first, again)
-    assert T.operator.frozen.first_graph is not None  # the logits go through the norm, whatever the output is
-    torch.testing.assert_close(
-        T.map("tensor.in_class", target=4, out_token=-1).scores,
-        tensor_of("gpt2").map("tensor.in_class", target=4, out_token=-1).scores,
-    )
-    assert T.operator.frozen.first_graph is None
+    u = T.output
+    by_rows = sum(torch.einsum("d,dje->je", u[i], T.rows(i)) for i in range(len(u)))
+    torch.testing.assert_close(T.adjoint(u), by_rows, rtol=1e-6, atol=1e-9)
+    assert T.operator.recording.graph is not None  # the logits go through the norm, whatever the output is
+    replays.clear()
+    found = T.map("tensor.in_class", target=4, out_token=-1).scores
+    assert not replays
+    torch.testing.assert_close(found, tensor_of("gpt2").map("tensor.in_class", target=4, out_token=-1).scores)
 
 
 def test_a_large_input_keeps_none(monkeypatch):
     expected = tensor_of("gpt2").map(out_token=-1).scores
-    monkeypatch.setattr(walk, "GRAPH_SHARE", 0.0)
+    monkeypatch.setattr(recordings, "GRAPH_SHARE", 0.0)
     T = tensor_of("gpt2")
-    assert T.operator.frozen.first_graph is None
+    assert T.operator.recording.graph is None
     assert T.certificate().passed
     assert torch.equal(T.map(out_token=-1).scores, expected)
 
 
 def test_how_large_is_measured_in_tokens(monkeypatch):
     T = tensor_of("vit")  # whose arguments do not say how many there are
-    anatomy = T.operator.frozen.anatomy
+    anatomy = T.operator.recording.anatomy
     for free, kept in ((T.n_tokens * anatomy.bytes_per_token, True), (T.n_tokens * anatomy.bytes_per_token - 1, False)):
-        monkeypatch.setattr(walk, "free_bytes", lambda device, free=free: free / walk.GRAPH_SHARE)
-        assert (tensor_of("vit").operator.frozen.first_graph is not None) == kept
+        monkeypatch.setattr(recordings, "free_bytes", lambda device, free=free: free / recordings.GRAPH_SHARE)
+        assert (tensor_of("vit").operator.recording.graph is not None) == kept
 
 
 def test_off_loaded_weights_keep_none():
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.cpu_offload(zoo.build("llama"), execution_device="cpu")
     T = tl.Lens(model)(zoo.sample("llama"))
-    assert T.operator.frozen.first_graph is None
+    assert T.operator.recording.graph is None
     torch.testing.assert_close(T.map(out_token=-1).scores, tensor_of("llama").map(out_token=-1).scores)
 
 
@@ -201,7 +224,7 @@ def test_inference_tensors_keep_none():
     with torch.inference_mode():
         model = zoo.build("gpt2")
     T = tl.Lens(model)(zoo.sample("gpt2"))
-    assert T.operator.frozen.first_graph is None
+    assert T.operator.recording.graph is None
     expected = tensor_of("gpt2")
     torch.testing.assert_close(T.apply(T.input), expected.apply(expected.input))
 
@@ -249,7 +272,7 @@ def with_activation(activation: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("activation", [Leaving, Custom])
 def test_a_model_that_fails_with_gradients_is_held_without(activation):
     T = tl.Lens(with_activation(activation()))(zoo.sample("gpt2"))
-    assert T.operator.frozen.first_graph is None
+    assert T.operator.recording.graph is None
     value = T.apply(T.input) + T.bias
     torch.testing.assert_close(value, T.output)
     with pytest.raises((tl.NotLinearError, RuntimeError)):
@@ -266,20 +289,21 @@ def test_a_factor_that_an_adapter_leaves_connected_is_cut(monkeypatch):
         return mark(plain(z) * plain(gate), live=True)
 
     T = tensor_of("gpt2")
-    first, again = T.adjoint(T.output), T.adjoint(T.output)
-    torch.testing.assert_close(first, again, rtol=1e-9, atol=1e-12)
+    assert_pulls_as_a_replay(T, tolerance=1e-9)
 
 
-def test_what_was_written_over_since_is_replayed():
+def test_what_was_written_over_since_is_replayed(replays):
     T = tensor_of("gpt2")
     expected = tensor_of("gpt2").adjoint(T.output)
-    factors = [factor for _, factor in T.operator.frozen.tape.sites("softmax")]
-    for factor in factors:
-        factor.mul_(1)
+    for site, factor in T.operator.recording.factors.items():
+        if site.operation == "softmax":
+            factor.mul_(1)
+    replays.clear()
     torch.testing.assert_close(T.adjoint(T.output), expected, rtol=1e-9, atol=1e-12)
+    assert len(replays) == 1
 
 
-# Once, and no longer than needed --------------------------------------------------------------------------------------
+# For all, and no longer than needed ----------------------------------------------------------------------------------
 
 
 def test_two_threads_ask_at_once(replays):
@@ -298,7 +322,7 @@ def test_two_threads_ask_at_once(replays):
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(found) == 2 and len(replays) == 1
+        assert len(found) == 2 and not replays
         for scores in found:
             torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
 
@@ -311,24 +335,23 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_it_goes_when_it_was_used_or_its_tensor_goes(asked):
+def test_it_goes_when_its_tensor_goes(asked):
     T = tl.Lens(with_activation(Product()))(zoo.sample("gpt2"))
-    graph = T.operator.frozen.first_graph
+    graph = T.operator.recording.graph
     assert graph is not None and graph.end is not None
     gone = [weakref.ref(tensor) for tensor in (graph.end, graph.readout, *graph.leaves)]
     del graph
     if asked:
         T.map(out_token=-1)
-    else:
-        gc.disable()  # by counting alone: the collector does not see through graphs
-        del T
-        gc.enable()
+    gc.disable()  # by counting alone: the collector does not see through graphs
+    del T
+    gc.enable()
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
 def test_the_certificate_sees_a_graph_that_is_wrong(monkeypatch):
     assert tensor_of("gpt2").certificate().passed
-    gradients = frozen_model._gradients
-    monkeypatch.setattr(frozen_model, "_gradients", lambda *arguments: 1.01 * gradients(*arguments))
+    gradients = replaying.gradients
+    monkeypatch.setattr(replaying, "gradients", lambda *arguments: 1.01 * gradients(*arguments))
     certificate = tensor_of("gpt2").certificate()
     assert certificate.failures == ("adjoint",)
