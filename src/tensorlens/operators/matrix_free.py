@@ -137,13 +137,14 @@ class FrozenOperator(TensorOperator):
 
     def _adjoint(self, u: Tensor) -> Tensor:
         if len(u) >= ENOUGH_TO_FOLD and self.folded is not None:
-            found = self._adjoint_folded(u)
+            found = self.adjoint_folded(u)
             if self._is_proved("states", lambda: (found, u)):
                 return found.to(self.dtype)
         self.engines.note(self.engines.slow)
         return self.replay.pull(u, self.span, self.heads, chunk=CHUNK)
 
-    def _adjoint_folded(self, u: Tensor) -> Tensor:
+    def adjoint_folded(self, u: Tensor) -> Tensor:
+        """Tᵀ·u by folded blocks, unproved."""
         assert self.folded is not None, "asked of an operator that folds"
         size = fitting(self.bytes_per_cotangent, len(u), self.device)
         parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
@@ -256,11 +257,15 @@ class FrozenOperator(TensorOperator):
             self.engines.give_up(proof)
         return proof.holds
 
+    @property
+    def accepted(self) -> float:
+        """How far folded answers may be from a replay's, by the types of both."""
+        is_tf32 = self.precision == "tf32" or self.precision is None and tf32_allowed() and self.device.type == "cuda"
+        return tolerance_of(self.dtype, self.compute_type, is_tf32=is_tf32)
+
     def prove(self, pulled: Tensor, u: Tensor) -> Proof:
         """Compare folded answers with the replay's; coarse products by their twins in float32 as well."""
-        is_tf32 = self.precision == "tf32" or self.precision is None and tf32_allowed() and self.device.type == "cuda"
-        accepted = tolerance_of(self.dtype, self.compute_type, is_tf32=is_tf32)
-        found = compare(pulled, u, self.pull_replayed, accepted)
+        found = compare(pulled, u, self.pull_replayed, self.accepted)
         if found.holds and self.precision in ("tf32", "bfloat16"):
             # Rounding would hide a wrong structure, which does not depend on the precision.
             twin = FoldedRows(self.recording, self.span, self.heads, "float32")
