@@ -32,11 +32,11 @@ class Source(Protocol):
 
     model: nn.Module
     rules: Rules
+
     @property
     def pad_id(self) -> int:
         """The token that fills up shorter texts."""
         ...
-
 
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""

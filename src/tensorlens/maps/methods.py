@@ -7,7 +7,7 @@ and the studies iterate over this table, so none of them can forget one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -105,7 +105,10 @@ def answer(name: str, question: Question) -> Answer:
         )
     if name != "tensor.norm" and (question.norm != "frobenius" or question.probes is not None):
         raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
-    return METHODS[name].compute(question)
+    found = METHODS[name].compute(question)
+    return (
+        replace(found, notes=question.operator.engines.notes() | found.notes) if name.startswith("tensor.") else found
+    )
 
 
 BY_COMPLETENESS = "by completeness"
@@ -139,10 +142,11 @@ def _norm(question: Question) -> Answer:
 def _in_out(question: Question) -> Answer:
     operator = question.operator
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
-    if not operator.is_streamed:
+    size = operator.output[list(question.out_tokens)].double().square().sum(-1)
+    is_single = len(question.out_tokens) == 1 and not operator.heads and _is_exact(scores, size)
+    if not operator.is_streamed and not is_single:
         return Answer(scores=scores, bias_share=_share(question))
     # A replay at zero would cost more than the map.
-    size = torch.linalg.vector_norm(operator.output[list(question.out_tokens)], dim=-1, dtype=torch.float64).square()
     return Answer(scores=scores, bias_share=not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
 
 
@@ -182,6 +186,7 @@ def _in_class(question: Question) -> Answer:
     scores = collapse.weigh(
         operator.replay.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
     )
+    operator.engines.note(operator.engines.slow_to(to_logits=True))
     named = weights.abs().sum(0).nonzero()[:, 0]
     at_x = torch.stack([logits_at(recording, i, named) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
