@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 import torch
 from strangers.models import IDS, Plain, randomised
-from strangers.oracle import Places, Witness, against, laws, passes_nothing
+from strangers.oracle import Places, Witness, against, gap, laws, passes_nothing
 from torch import Tensor, nn
 
 import tensorlens as tl
@@ -33,6 +33,7 @@ class Stranger:
         given: What the lens is called with.
         call: How the model itself is called on the same.
         places: Which of its states are X⁰ and X^N.
+        other_places: Choices of X⁰ that are as good.
         twin: Makes of the model one with plainer code and the same weights, to take the witness from.
         expect: ``exact``; ``refused``; or ``either``, where a clear error is as good.
         has_ranges: Whether ranges of blocks mean something.
@@ -44,7 +45,8 @@ class Stranger:
     build: Callable[[], nn.Module] = Plain
     given: Callable[[], Any] = lambda: list(IDS)
     call: Callable[[nn.Module], Any] = lambda model: model(ids())
-    places: Places = field(default_factory=lambda: Places(head="head"))
+    places: Places = Places()
+    other_places: tuple[Places, ...] = ()
     twin: Callable[[nn.Module], nn.Module] | None = None
     expect: Literal["exact", "refused", "either"] = "exact"
     has_ranges: bool = True
@@ -54,8 +56,9 @@ class Stranger:
     def model(self) -> nn.Module:
         return randomised(self.build())
 
-    def witness(self, model: nn.Module) -> Witness:
-        return Witness(model if self.twin is None else self.twin(model), self.call, self.places)
+    def witnesses(self, model: nn.Module) -> list[Witness]:
+        twin = model if self.twin is None else self.twin(model)
+        return [Witness(twin, self.call, places) for places in (self.places, *self.other_places)]
 
 
 def plainly(build: Callable[[], nn.Module]) -> Callable[[nn.Module], nn.Module]:
@@ -85,16 +88,17 @@ class Verdict:
 def judge(stranger: Stranger) -> Verdict:
     """Try a stranger's model through the public members, against its witness."""
     model = stranger.model()
-    witness = stranger.witness(model)
-    return judge_tensor(lambda: tl.Lens(model)(stranger.given()), witness, stranger)
+    witnesses = stranger.witnesses(model)
+    return judge_tensor(lambda: tl.Lens(model)(stranger.given()), witnesses, stranger)
 
 
-def judge_tensor(make: Callable[[], Any], witness: Witness, stranger: Stranger) -> Verdict:
+def judge_tensor(make: Callable[[], Any], witnesses: list[Witness], stranger: Stranger) -> Verdict:
     """The same for a tensor made in some other way."""
-    _ = witness.dense, witness.bias
+    for witness in witnesses:
+        _ = witness.dense, witness.bias
     try:
         T = make()
-        return _compare(T, witness, stranger)
+        return _compare(T, min(witnesses, key=lambda witness: gap(T.input, witness.input)), stranger)
     except tl.TensorLensError as error:
         return Verdict("refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # the table wants every kind of crash

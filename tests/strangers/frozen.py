@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 ACTIVATIONS = {
     "gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "exp", "elu", "mish", "hardswish", "hardsigmoid", "relu6",
     "leaky_relu", "ndtr", "special_ndtr", "threshold", "logsigmoid", "softsign", "hardtanh", "celu", "selu", "erf",
+    "cos", "_threshold", "round",
 }  # fmt: skip
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
@@ -123,8 +124,7 @@ def group_norm(
 
 
 def instance_norm(
-    x: Tensor, mean: Any = None, var: Any = None, weight: Tensor | None = None, bias: Tensor | None = None,
-    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
 ) -> Tensor:  # fmt: skip
     return group_norm(x, x.shape[1], weight, bias, eps)
 

@@ -74,13 +74,13 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Embedding, blocks, norm and head; the base of many."""
+    """Embedding, blocks and norm; the base of many."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = DEPTH) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, D), nn.Embedding(LENGTH, D)
         self.blocks = nn.ModuleList([block() for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, WORDS)
+        self.norm = nn.LayerNorm(D)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         return self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[-1]))
@@ -90,6 +90,17 @@ class Plain(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.body(input_ids)
+
+
+class WithHead(Plain):
+    """The same with an unembedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, WORDS)
 
     def forward(self, input_ids: Tensor) -> Any:
         return self.head(self.body(input_ids))

@@ -12,9 +12,10 @@ from strangers.cases import Stranger, judge
 
 
 def every_stranger() -> Iterator[Stranger]:
-    from strangers import known_layouts
+    from strangers import known_layouts, odd_operations, odd_structures
 
-    yield from known_layouts.STRANGERS
+    for module in (known_layouts, odd_structures, odd_operations):
+        yield from module.STRANGERS
 
 
 def main(wanted: str = "") -> None:
