@@ -138,10 +138,16 @@ class Witness:
 
     def between(self, start: int, stop: int) -> Tensor:
         """The operator from the state entering block `start` to the one entering `stop`."""
-        x, y = self.frozen.states[start], self.frozen.states[stop]
-        rows = [torch.autograd.grad(one, x, retain_graph=True, allow_unused=True)[0] for one in as_tokens(y).flatten()]
-        rows = [torch.zeros_like(x) if row is None else row for row in rows]
-        return torch.stack([as_tokens(row) for row in rows]).unflatten(0, as_tokens(y).shape).detach()
+        shape = as_tokens(self.plain.states[stop]).shape
+        unit = torch.eye(shape.numel(), dtype=self.output.dtype).view(-1, *shape)
+        return self.pull(unit, start, stop).unflatten(0, shape)
+
+    def pull(self, cotangents: Tensor, start: int, stop: int) -> Tensor:
+        """Tᵀu of that operator, for several u."""
+        x, y = self.frozen.states[start], as_tokens(self.frozen.states[stop])
+        pulled = torch.autograd.grad(y, x, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True)[0]
+        pulled = torch.zeros(len(cotangents), *x.shape, dtype=x.dtype) if pulled is None else pulled
+        return torch.stack([as_tokens(one) for one in pulled]).detach()
 
     def in_class(self, out_token: int, target: int) -> Tensor:
         """What each input token carries of one logit."""
@@ -283,11 +289,12 @@ def against(T: Any, witness: Witness, *, has_ranges: bool = True) -> dict[str, f
 
 
 def of_blocks(T: Any, witness: Witness) -> dict[str, float]:
-    """Block by block: the number of them, and each by itself, through few and through many cotangents."""
+    """Block by block: the number of them, and each by itself, through many cotangents."""
     errors = {"number of blocks": float(abs(T.n_blocks - witness.n_blocks))}
     for n in range(min(T.n_blocks, witness.n_blocks)):
-        part, expected = T.blocks(n, n + 1), witness.between(n, n + 1)
-        v, u = states(part, 1)[0], randn(9, *expected.shape[:2], seed=6)
-        errors[f"block {n} apply"] = gap(part @ v, torch.einsum("odic,ic->od", expected, v))
-        errors[f"block {n} adjoint"] = gap(part.T @ u, torch.einsum("nod,odic->nic", u, expected))
+        part, v = T.blocks(n, n + 1), states(T.blocks(n, n + 1), 1)[0]
+        u = randn(9, *as_tokens(witness.plain.states[n + 1]).shape, seed=6)
+        expected = witness.pull(u, n, n + 1)
+        errors[f"block {n} adjoint"] = gap(part.T @ u, expected)
+        errors[f"block {n} apply"] = gap((u * (part @ v)).sum((1, 2)), (expected * v).sum((1, 2)))
     return errors
