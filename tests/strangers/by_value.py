@@ -36,7 +36,7 @@ def layouts(state: Tensor, module: nn.Module) -> list[Callable[[Tensor], Tensor]
     if state.dim() == 4 and state.shape[0] == 1:
         sizes = {size for parameter in module.parameters() for size in parameter.shape[:2]}
         last, first = (lambda s: s[0].flatten(0, 1)), (lambda s: s[0].flatten(1).T)
-        return [last] * (state.shape[3] in sizes) + [first] * (state.shape[1] in sizes) or [last, first]
+        return [last] * (state.shape[3] in sizes) + [first] * (state.shape[1] in sizes) or [first]
     if state.dim() == 3 and state.shape[0] == 1:
         return [lambda s: s[0]]
     if state.dim() == 3 and state.shape[1] == 1:
@@ -60,7 +60,7 @@ class Watch:
         self.y: Tensor | None = None
         self.read_x: Any = None
         self.read_y: Any = None
-        self.used, self.used_within = 0, 0
+        self.used, self.used_within, self.norm_after, self.from_head = 0, 0, "", False
         hooks: list[Any] = []
         for module in model.modules():
             hooks.append(module.register_forward_pre_hook(self._entering, with_kwargs=True))
@@ -73,6 +73,9 @@ class Watch:
 
     def _entering(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.x is not None:
+            is_norm = "norm" in type(module).__name__.lower()
+            if is_norm and any(matching(one, self.last, module) for one in tensors([args, kwargs])):
+                self.norm_after = type(module).__name__
             return None
         for old in tensors([args, kwargs]):
             read = matching(old, self.first, module)
@@ -95,6 +98,8 @@ class Watch:
         for state in tensors(output):
             read = matching(state, self.last, module)
             if read is not None:
+                is_head = isinstance(module, nn.Linear) and module.in_features != module.out_features
+                self.from_head = is_head if self.y is None else self.from_head
                 self.y, self.read_y = state, read
 
 
@@ -154,6 +159,10 @@ def _against(
     within = watch.used_within / max(1, watch.used)
     if within < share:
         return Verdict("wrong", f"T {T.shape} covers {within:.0%} of the parameters that ran", passed)
+    if watch.from_head:
+        return Verdict("wrong", f"X^N of T {T.shape} is what the head gives", passed)
+    if watch.norm_after:
+        return Verdict("wrong", f"X^N of T {T.shape} is before the final {watch.norm_after}", passed)
     if not passed:
         return Verdict("wrong", f"exact, but not certified: {T.certificate().errors}", passed)
     return Verdict("exact", f"{max(errors.values()):.1e}, T {T.shape}, {T.n_blocks} blocks, {within:.0%} of parameters")

@@ -26,6 +26,10 @@ ACTIVATIONS = {
 }  # fmt: skip
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
+ARITHMETIC = {
+    "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "neg", "div",
+    "__truediv__",
+}  # fmt: skip
 
 
 class Frozen(TorchFunctionMode):
@@ -57,7 +61,13 @@ class Frozen(TorchFunctionMode):
             return self._product(*args[:2])
         if name in ("div", "__truediv__", "true_divide") and len(args) > 1 and is_live(args[1]):
             return args[0] / args[1].detach()
-        return func(*args, **kwargs)
+        if name in ("square", "pow", "__pow__") and is_live(args[0]):
+            ratio = func(*args, **kwargs) / args[0]
+            return args[0] * torch.where(args[0] == 0, 0.0, ratio).detach()
+        result = func(*args, **kwargs)
+        if name in ARITHMETIC and sum(is_live(one) for one in args) == 1 and any(id(one) in self.gates for one in args):
+            self.gates[id(result)] = result  # 1 + erf(z) is a gate as erf(z) is
+        return result
 
     def _activation(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
         """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held; z is never 0 with random weights."""
@@ -172,6 +182,15 @@ def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, 
     return F.linear(mixed, given["w_out"], given["b_out"]), None
 
 
+def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    return x / x.norm(p, dim, keepdim=True).clamp_min(eps).detach()
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * torch.sigmoid(gate).detach()
+
+
 def _standardised(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     centred = x - x.mean(axes, keepdim=True)
     return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt().detach()
@@ -190,4 +209,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "instance_norm": instance_norm,
     "scaled_dot_product_attention": attention,
     "multi_head_attention_forward": multi_head_attention,
+    "normalize": normalize,
+    "glu": glu,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from strangers.models import randomised
 FAMILIES: dict[str, tuple[str, ...]] = {
     "vit": ("test_vit", "test_vit2", "test_vit3", "test_vit4", "vit_tiny_patch16_224", "vit_small_patch32_224",
             "vit_pwee_patch16_reg1_gap_256", "vit_wee_patch16_reg1_gap_256"),
-    "vit, other blocks": ("vit_small_patch8_gap_cls_rmsnorm_224", "vit_xsmall_patch16_clip_224",
-                          "vit_base_patch32_clip_quickgelu_224", "vit_small_r26_s32_224", "vit_dpwee_patch16_reg1_gap_256"),
+    "vit, other blocks": ("vit_betwixt_patch16_rope_reg4_gap_256", "vit_xsmall_patch16_clip_224",
+                          "vit_base_patch32_clip_quickgelu_224", "vit_small_r26_s32_224",
+                          "vit_dpwee_patch16_reg1_gap_256"),
     "deit": ("deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"),
     "siglip": ("vit_base_patch16_siglip_224", "naflexvit_base_patch16_gap"),
     "beit": ("beit_base_patch16_224", "beitv2_base_patch16_224"),
@@ -55,6 +57,17 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+SMALLER: tuple[dict[str, Any], ...] = (
+    {"depth": 3, "embed_dim": 48, "num_heads": 4},
+    {"depths": (1, 1, 2, 1), "embed_dim": 16, "num_heads": (1, 2, 4, 8)},
+    {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48)},
+    {"depth": 3},
+    {"depths": (1, 1, 2, 1)},
+    {},
+)
+"""Fewer and narrower blocks, by what families call them; the first that an architecture takes."""
+
+
 def names() -> list[str]:
     return [name for family in FAMILIES.values() for name in family]
 
@@ -64,10 +77,9 @@ def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     torchvision_stub.install()
     import timm
 
-    sizes: list[dict[str, Any]] = [{"img_size": 64}, {"img_size": 128}, {}]
-    for size in sizes:
+    for size, shrunk in product(({"img_size": 64}, {"img_size": 128}, {}), SMALLER):
         try:
-            model = timm.create_model(name, pretrained=False, num_classes=11, **size)
+            model = timm.create_model(name, pretrained=False, num_classes=11, **size, **shrunk)
         except (TypeError, ValueError, AssertionError, RuntimeError):
             continue
         fixed = model.default_cfg.get("fixed_input_size", False)

@@ -1,4 +1,4 @@
-"""A stand-in for torchvision, where it is absent: packages of models import it for their pictures, not for their layers."""
+"""A stand-in for torchvision, where it is absent: packages of models import it for pictures, not for layers."""
 
 from __future__ import annotations
 
