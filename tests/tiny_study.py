@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from zoo import build
 
 import tensorlens as tl
-from tensorlens.studies.perturbation_study.run import PerturbationResult, perturbation
+from tensorlens.studies import StudyResult, perturbation
 
 WORDS = "the cat sat on a mat and saw red green birds fly over seven tall grey houses while it rained".split()  # noqa: SIM905
 TEXTS = [
@@ -49,7 +49,7 @@ def lens_on(name: str = "bert") -> tl.Lens:
     return tl.Lens(model, tokenizer(wrapped=name.startswith("bert")), name=name)
 
 
-def study(folder: Path | str, name: str = "bert", **options: Any) -> PerturbationResult:
+def study(folder: Path | str, name: str = "bert", **options: Any) -> StudyResult:
     settings: dict[str, Any] = {"methods": METHODS, "grid": (0.0, 0.2, 0.4), "n_tokens": 16, "progress": False}
     return perturbation(lens_on(name), options.pop("data", TEXTS), folder, **(settings | options))
 

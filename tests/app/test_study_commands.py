@@ -15,7 +15,7 @@ from tiny_study import TEXTS, lens_on
 from typer.testing import CliRunner, Result
 
 from tensorlens.app.cli import app
-from tensorlens.app.processes import hand_over
+from tensorlens.studies.processes import hand_over
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 ALONE = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {"OMP_NUM_THREADS": "1"}

@@ -31,6 +31,9 @@ class Outputs:
     states: Float[Tensor, "batch channel"]
     logits: Float[Tensor, "batch class"] | None
 
+    def __getitem__(self, rows: slice) -> Outputs:
+        return Outputs(states=self.states[rows], logits=None if self.logits is None else self.logits[rows])
+
 
 class PlainModel:
     """A lens's model, run as it is: no rule, no interception, no gradient.
@@ -63,6 +66,22 @@ class PlainModel:
                 continue
             start += self.batch_size
         return _join(parts)
+
+    def run_together(self, inputs: Sequence[dict[str, Tensor]], out_token: int) -> list[Outputs]:
+        """The outputs for several inputs, each a batch of its own; those of one shape run together."""
+        by_shape: dict[Any, list[int]] = {}
+        for number, one in enumerate(inputs):
+            shape = tuple((name, value.shape[1:]) for name, value in one.items())
+            by_shape.setdefault(shape, []).append(number)
+        found: dict[int, Outputs] = {}
+        for numbers in by_shape.values():
+            parts = [inputs[number] for number in numbers]
+            outputs = self.run({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, out_token)
+            start = 0
+            for number, part in zip(numbers, parts, strict=True):
+                stop = start + len(next(iter(part.values())))
+                found[number], start = outputs[start:stop], stop
+        return [found[number] for number in range(len(inputs))]
 
     def n_tokens(self, inputs: dict[str, Tensor]) -> int:
         """How many tokens the model makes of an input."""
