@@ -20,7 +20,7 @@ def fidelity(
     input: Annotated[str, typer.Argument(help="A text, the path of an image, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; started again it goes on.", show_default=False)],
     directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.")] = 4,
-    stride: Annotated[int, typer.Option(help="Properties at every so many blocks; 0 leaves them out.")] = 1,
+    stride: Annotated[int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.")] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
     seed: Annotated[int, typer.Option(help="Of directions and probes.")] = 0,
     json: Json = False,

@@ -29,9 +29,7 @@ def perturb(
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is there is continued.", show_default=False)],
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; all if not given.")] = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
-    ] = None,
+    preset: Annotated[list[str] | None, typer.Option(help="For decoders: strict, paper-like. Repeatable.")] = None,
     replacement: Annotated[
         list[str] | None,
         typer.Option(help="Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."),
@@ -43,9 +41,7 @@ def perturb(
     split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
     grid: Annotated[str, typer.Option(help="Fractions replaced.")] = ",".join(map(str, GRID)),
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
-    norm_probes: Annotated[
-        int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)
-    ] = None,
+    norm_probes: Annotated[int | None, typer.Option(help="Estimate tensor.norm by so many probes.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
     processes: NumberOfProcesses = 1,

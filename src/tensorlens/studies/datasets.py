@@ -48,7 +48,7 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
     """Read samples.
 
     Args:
-        source: A .csv, .jsonl or .txt file (one line a text), a folder of images, a list of texts or of image paths,
+        source: A .csv, .jsonl or .txt file (one text per line), a folder of images, a list of texts or of image paths,
             rows (dictionaries, such as a `datasets.Dataset` gives), or the id of a data set of the `datasets` library
             (``id:configuration`` where it has several).
         column: The column or field with the text; found by its usual names if None.

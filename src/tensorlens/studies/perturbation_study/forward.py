@@ -112,7 +112,7 @@ class PlainModel:
 
 @contextmanager
 def _without_padding(model: nn.Module) -> Iterator[None]:
-    """No token counts as padding to a decoder that classifies, for a while.
+    """Temporarily, no token counts as padding to a decoder that classifies.
 
     It reads its last token that is not padding, and takes no batch if none is named. Copies have no padding, but what
     takes a token's place may be the token that otherwise pads. Other models are left alone: some pad by themselves.

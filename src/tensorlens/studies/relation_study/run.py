@@ -63,16 +63,16 @@ class RelationOptions:
     Attributes:
         n_train: m, examples that the mean is taken over; a prompt holds the other m - 1.
         n_splits: Splits into training and test, each with a seed of its own.
-        seed: Of the first split.
+        seed: Seed of the first split.
         top_k: Test facts are kept if the object's first token is among the model's `top_k`.
-        min_test: Test facts a split needs to be scored, and half of the splits must be.
-        max_test: At most so many test facts a split, drawn at random.
+        min_test: Test facts that a split needs to be scored, and half of the splits must be.
+        max_test: Test facts per split at most, drawn at random.
         starts: Blocks to start from; 0 is the whole model.
         lre_scale: The fixed β.
         scales: The grid that a tuned β is chosen from.
         opening: What opens a prompt; see `Tokens`.
         with_lre: Whether to run LRE, which costs as much as the slices.
-        limit: Only so many relations of each category; all if None.
+        limit: Relations of each category at most; all if None.
         categories: Only these; all if None.
     """
 
