@@ -28,7 +28,7 @@ class Counted(PlainModel):
 
 def prepared(name: str, texts: list[str], n_copies: int = 5):
     subject = Texts(lens_on(name), read_dataset(texts), n_tokens=16)
-    plain = Counted(subject.lens, 8)
+    plain = Counted(subject.lens, 16)
     plain.sizes = []
     wanted = []
     for index in range(len(subject)):
@@ -50,7 +50,7 @@ def test_copies_of_several_samples_share_batches_and_change_nothing(name, replac
     plain.sizes.clear()
     alone = [changes_of(plain, subject, [one], replacement, -1)[0] for one in wanted]
     assert sum(shared) == sum(plain.sizes) == 5 * len(wanted)
-    assert len(shared) < len(plain.sizes) and max(shared) <= 8
+    assert len(shared) < len(plain.sizes) and max(shared) <= 16
     for found, expected in zip(together, alone, strict=True):
         assert set(found) == {"hs_mse", "abs_aopc"}
         for metric in found:

@@ -58,14 +58,14 @@ def perturb(
 
     Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
+    chosen = PerturbationOptions(
+        methods=_names(methods), limit=limit, presets=preset or ("strict",), replacements=replacement or None,
+        grid=_fractions(grid), n_tokens=tokens, min_tokens=min_tokens, cut="windows" if windows else "each",
+        column=column, split=split, absolute=absolute, seed=seed, norm_probes=norm_probes, batch_size=batch_size,
+    )  # fmt: skip
     if hand_over(processes):
         return
     with one_voice():
-        chosen = PerturbationOptions(
-            methods=_names(methods), limit=limit, presets=preset or ("strict",), replacements=replacement or None,
-            grid=_fractions(grid), n_tokens=tokens, min_tokens=min_tokens, cut="windows" if windows else "each",
-            column=column, split=split, absolute=absolute, seed=seed, norm_probes=norm_probes, batch_size=batch_size,
-        )  # fmt: skip
         lens = options.load_lens(
             model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=True,
             trust_remote_code=trust_remote_code,

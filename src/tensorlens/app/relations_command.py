@@ -42,13 +42,13 @@ def relations(
 
     Example: tensorlens relations smollm2-135m --data relations --out run --limit 1 --splits 1 --max-test 5 --no-lre
     """
+    chosen = RelationOptions(
+        n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre,
+        limit=limit, categories=category or None,
+    )  # fmt: skip
     if hand_over(processes):
         return
     with one_voice():
-        chosen = RelationOptions(
-            n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre,
-            limit=limit, categories=category or None,
-        )  # fmt: skip
         lens = options.load_lens(
             model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=False,
             trust_remote_code=trust_remote_code,
