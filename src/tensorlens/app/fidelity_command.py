@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, Json, Model, TrustRemoteCode
+from tensorlens.strict_json import to_json
 from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
 from tensorlens.studies.fidelity_study.run import FidelityOptions
 from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
@@ -20,7 +20,7 @@ def fidelity(
     input: Annotated[str, typer.Argument(help="A text, the path of an image, or - for standard input.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; started again it goes on.", show_default=False)],
     directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.")] = 4,
-    stride: Annotated[int, typer.Option(help="Properties at every so many blocks; 0 leaves them out.")] = 1,
+    stride: Annotated[int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.")] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
     seed: Annotated[int, typer.Option(help="Of directions and probes.")] = 0,
     json: Json = False,
@@ -35,16 +35,17 @@ def fidelity(
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """
+    chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
     lens = options.load_lens(
         model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
-    summary = run_fidelity(lens, options.read_input(input), out, options=chosen)
+    result = run_fidelity(lens, options.read_input(input), out, options=chosen)
+    summary = result.summary
     if json:
-        typer.echo(json_module.dumps(summary, ensure_ascii=False))
+        typer.echo(to_json(summary))
         return
     typer.echo(norm_table(summary) + "\n\nmedian errors relative to F(X)\n" + error_table(summary))
     if summary["properties"]:
         typer.echo("\nproperties of the slice T[i]\n" + property_table(summary))
-    typer.echo(f"\nReport: {out / 'report.html'}")
+    typer.echo(f"\nReport: {result.report}")

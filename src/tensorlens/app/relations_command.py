@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +9,13 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
-from tensorlens.app.processes import NumberOfProcesses, hand_over
+from tensorlens.app.processes import NumberOfProcesses
 from tensorlens.errors import InputError
+from tensorlens.strict_json import to_json
+from tensorlens.studies.processes import Processes, hand_over, one_voice
 from tensorlens.studies.relation_study.report import category_table, survival
 from tensorlens.studies.relation_study.run import RelationOptions
 from tensorlens.studies.relation_study.run import relations as run_relations
-from tensorlens.studies.runs import Processes
 
 
 def relations(
@@ -42,20 +42,23 @@ def relations(
 
     Example: tensorlens relations smollm2-135m --data relations --out run --limit 1 --splits 1 --max-test 5 --no-lre
     """
+    chosen = RelationOptions(
+        n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre,
+        limit=limit, categories=category or None,
+    )  # fmt: skip
     if hand_over(processes):
         return
-    lens = options.load_lens(
-        model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=False,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    chosen = RelationOptions(
-        n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre
-    )
-    summary = run_relations(lens, data, out, limit=limit, categories=category or None, options=chosen)
+    with one_voice():
+        lens = options.load_lens(
+            model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=False,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        result = run_relations(lens, data, out, options=chosen)
+    summary = result.summary
     if not Processes.from_environment().is_first:
         return
     if json:
-        typer.echo(json_module.dumps(summary, ensure_ascii=False))
+        typer.echo(to_json(summary))
         return
     typer.echo(survival(summary))
     for key, reason in summary["left_out"].items():
@@ -65,7 +68,7 @@ def relations(
             typer.echo(f"left out: {problem['path']}: {problem['place']}: {problem['message']}", err=True)
     if summary["relations"]:
         typer.echo("\nagreement with the model, mean over relations [95% interval]\n" + category_table(summary))
-    typer.echo(f"\nReport: {out / 'report.html'}")
+    typer.echo(f"\nReport: {result.report}")
 
 
 def _starts(text: str) -> tuple[int, ...]:
