@@ -13,11 +13,12 @@ from typing import IO, Annotated
 
 import typer
 
-from tensorlens.studies.runs import POLL_SECONDS
+from tensorlens.app.interrupts import SHARED
 
 NumberOfProcesses = Annotated[
     int, typer.Option(help="Processes that share the run on this machine; it takes several to fill a GPU.", min=1)
 ]
+POLL_SECONDS = 0.2
 GRACE_SECONDS = 2.0
 REFUSED = 2
 """What a command ends with that cannot be run as it stands."""
@@ -53,7 +54,13 @@ def hand_over(count: int, program: Sequence[str] = ("-m", "tensorlens")) -> bool
 
 def _start(command: list[str], rank: int, count: int, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
-    share = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": threads}
+    share = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": threads,
+        SHARED: "1",
+    }
     quiet = None if log is None else subprocess.STDOUT
     return subprocess.Popen([sys.executable, *command], env=os.environ | share, stdout=log, stderr=quiet)
 
