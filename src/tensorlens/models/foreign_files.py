@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -42,7 +43,10 @@ def foreign_reader(say: Callable[[str], str]) -> Iterator[None]:
     except BaseException as error:
         if is_no_room(error):  # not the file's fault; the cache says so
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
+        # What a refused pickle advises, to read it with the code it holds, is the last thing to do with a strange file.
+        unsafe = isinstance(error, pickle.UnpicklingError)
+        said = "damaged, or with code besides weights" if unsafe else " ".join(str(error).split())
+        said = said or type(error).__name__
         short = said if len(said) <= _SAID else f"{said[:_SAID]} …"
         raise LoadError(
             say(short if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {short}")
