@@ -115,7 +115,7 @@ def map_() -> None:
     with tempfile.TemporaryDirectory() as folder, _browser() as browser:
         found = T.map("tensor.in_class", out_token=-1, target=(" Paris", " London"))
         path = found.save(Path(folder) / "map.html")
-        tab = browser.new_page(viewport={"width": 1100, "height": 480})
+        tab = browser.new_page(viewport={"width": 1100, "height": 470})
         tab.goto(path.as_uri())
         tab.wait_for_selector("[data-ready]", state="attached")
         tab.screenshot(path=ASSETS / "map.png")

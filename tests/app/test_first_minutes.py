@@ -89,11 +89,15 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported():
     helps = [[], ["--help"], *([command.name, "--help"] for command in cli.app.registered_commands)]
     wrong = [["map", "minilm", "A cat.", *mistake.split()] for mistake in MISTAKES]
     names = [["map", "nowhere", "A cat."], ["check", "minlm"], ["fidelity", "./no", "A", "--out", "run"]]
+    run = ["minilm", "--out", "run", "--data"]
+    wrong += [["perturb", *run, "no.csv"], ["perturb", *run, "d", "--methods", "alti,rolout.attn"]]
+    wrong += [["perturb", *run, "d", "--grid", "a"], ["relations", *run, "nowhere"]]
     script = WITHOUT_TORCH.format(lines=[*helps[1:], *wrong, *names, ["map", "minilm", " "], ["models"]])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = done.stdout.splitlines()
-    for answer, expected in zip(said[len(helps) - 1 :], MISTAKES.values(), strict=False):
+    of_runs = ("a file that exists", "Did you mean rollout.attn", "0,0.1,0.2", "must be a folder")
+    for answer, expected in zip(said[len(helps) - 1 :], (*MISTAKES.values(), *of_runs), strict=False):
         assert expected in answer
     assert "no bundled model" in said[-5] and "'minilm'" in said[-4] and "it is empty" in said[-2]
 
@@ -276,7 +280,7 @@ def test_an_interrupt_is_one_line(command, continues, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(options.ModelOptions, "lens", interrupted)
-    words = {"perturb": ["--data", "x.txt", "--out", str(tmp_path)], "map": ["A cat."]}[command]
+    words = {"perturb": ["--data", "d", "--out", str(tmp_path)], "map": ["A cat."]}[command]
     found = runner.invoke(cli.app, [command, "minilm", *words])
     assert found.exit_code == 130
     assert "stopped." in found.stderr and ("the same command continues" in found.stderr) is continues

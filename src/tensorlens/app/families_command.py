@@ -18,8 +18,8 @@ def families(
     out: Annotated[Path, typer.Option(help="JSON file; the page is written beside it.")] = Path(
         "docs/compatibility.json"
     ),
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
-    limit_seconds: Annotated[float, typer.Option(help="Time for one model type.")] = 120.0,
+    workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 2,
+    limit_seconds: Annotated[float, typer.Option(help="Time for one model type.", min=1)] = 120.0,
     json: Json = False,
 ) -> None:
     """Certify a tiny random model of every type that transformers can build.

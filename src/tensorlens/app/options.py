@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -139,6 +140,20 @@ def read_input(value: str) -> str:
         where = "standard input was empty" if value == "-" else "it is empty"
         raise InputError(f"Expected a text or the path of an image as INPUT, but {where}.")
     return text
+
+
+def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse data that are not there, before a model is loaded.
+
+    Args:
+        path: What `--data` names.
+        suffixes: Of files; another name may be the id of a data set. Without any, a folder is expected.
+    """
+    place = Path(path).expanduser()
+    if not suffixes and not place.is_dir():
+        raise InputError(f"`--data` must be a folder; there is none at {str(path)!r}.")
+    if place.suffix.lower() in suffixes and not place.is_file():
+        raise InputError(f"`--data` must be a file that exists, a folder or a data set's id; got {str(path)!r}.")
 
 
 def block_range(text: str | None) -> tuple[int, int | None] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tensorlens.app.method_names import check_name
-from tensorlens.app.options import Json, Model, ModelOptions
+from tensorlens.app.options import Json, Model, ModelOptions, check_data
 from tensorlens.app.printing import print_json
 from tensorlens.app.processes import NumberOfProcesses, hand_over
 from tensorlens.errors import InputError
@@ -58,6 +58,7 @@ def perturb(
     Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
     reading.check(model)
+    check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
     fractions = None if grid is None else _fractions(grid)
     names = _names(methods)
     if hand_over(processes):

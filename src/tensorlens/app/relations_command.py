@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tensorlens.app.options import Json, Model, ModelOptions
+from tensorlens.app.options import Json, Model, ModelOptions, check_data
 from tensorlens.app.printing import print_json, print_rows
 from tensorlens.app.processes import NumberOfProcesses, hand_over
 from tensorlens.errors import InputError
@@ -17,10 +17,10 @@ def relations(
     model: Model,
     data: Annotated[Path, typer.Option(help="Folder of relation files, by category.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
-    limit: Annotated[int | None, typer.Option(help="Only so many relations of each category.")] = None,
-    splits: Annotated[int, typer.Option(help="Train-test splits of each relation.")] = 6,
-    examples: Annotated[int, typer.Option(help="m, training examples of each split.")] = 3,
-    max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.")] = 100,
+    limit: Annotated[int | None, typer.Option(help="Only so many relations of each category.", min=1)] = None,
+    splits: Annotated[int, typer.Option(help="Train-test splits of each relation.", min=1)] = 6,
+    examples: Annotated[int, typer.Option(help="m, training examples of each split.", min=1)] = 3,
+    max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.", min=1)] = 100,
     starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0",
     category: Annotated[list[str] | None, typer.Option(help="Only this category; may be given again.")] = None,
     lre: Annotated[bool, typer.Option(help="Whether to run LRE beside the tensor.")] = True,
@@ -33,10 +33,11 @@ def relations(
 
     Example: tensorlens relations smollm2-135m --data facts --out run --limit 1
     """
+    reading.check(model)
+    check_data(data)
+    first_blocks = _starts(starts)
     if hand_over(processes):
         return
-    first_blocks = _starts(starts)
-    reading.check(model)
     from tensorlens.studies.relation_study.report import category_table, survival
     from tensorlens.studies.relation_study.run import RelationOptions
     from tensorlens.studies.relation_study.run import relations as run_relations
