@@ -152,6 +152,7 @@ def test_the_sum_counts_the_bias_and_heads_left_out():
     whole = T.map("tensor.in_class", -1)
     share = float(whole.bias_share[0])
     assert f"the bias gives {share * whole.meta['logit'][0]:.2f}; the logit is" in map_questions.sum_line(whole)
+    assert "the bias gives 0.00;" in map_questions.sum_line(tiny_lens()("Red").map("tensor.in_class", -1))
     contrast = T.map("tensor.in_class", -1, target=(5, 9))
     assert "the logit difference is" in map_questions.sum_line(contrast)
     part = T.without_heads({0: [0, 1], 1: [0]}).map("tensor.in_class", -1)
@@ -235,6 +236,7 @@ def _with_words() -> PreTrainedTokenizerFast:
         ("Rome", " Rome", "' Rome' is the model's first choice; did you mean that?"),
         ("Rome", "Rome", None),
         (" Rome", " Paris", None),
+        (("Rome", " Paris"), " Paris", "' Rome' is one token; did you mean that?"),
         ("Lisbon", " Paris", None),
     ],
 )

@@ -18,6 +18,8 @@ IN_CLASS, IN_OUT = "tensor.in_class", "tensor.in_out"
 SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
 NORMS = ("frobenius", "spectral")
 N_PREDICTIONS = 3
+N_RANKED = 200
+"""How many of the model's choices are looked at for a word that was meant."""
 ROUNDING = 1e-3
 """How far, as a part of all that is added up, a sum may be from a logit and still be called it."""
 
@@ -120,8 +122,7 @@ def check_target(T: AttentionTensor, question: MapQuestion) -> str | None:
     classes = T.context.classes
     if question.target is None or classes is None:
         return None
-    targets = question.target if isinstance(question.target, tuple) else (question.target,)
-    hints = [_missing_space(T, question, one) for one in targets if isinstance(one, str)]
+    hints = [_missing_space(T, question, one) for one in _targets(question) if isinstance(one, str)]
     try:
         classes.weights(question.target)
     except InputError as error:
@@ -134,16 +135,22 @@ def check_target(T: AttentionTensor, question: MapQuestion) -> str | None:
 
 
 def _missing_space(T: AttentionTensor, question: MapQuestion, target: str) -> str:
-    """What to say of a word without its space, if with it the word is one token."""
+    """What to say of a word without its space, if with it the word is one token that is likelier to be meant."""
     tokenizer = getattr(T.context.classes, "tokenizer", None)
     spaced = f" {target}"
     if tokenizer is None or target[:1].isspace() or not _is_one_token(tokenizer, spaced):
         return ""
-    best = [one.name for one in T.predictions(k=5, out_token=-1 if question.out_token is None else question.out_token)]
-    if target in best or (spaced not in best and _is_one_token(tokenizer, target)):
+    said = T.predictions(k=N_RANKED, out_token=-1 if question.out_token is None else question.out_token)
+    rank = {one.name: place for place, one in reversed([*enumerate(said)])}
+    beside = any(str(other).startswith(" ") for other in _targets(question))
+    if _is_one_token(tokenizer, target) and not beside and rank.get(spaced, N_RANKED) >= rank.get(target, N_RANKED):
         return ""
-    rank = f"is the model's {'first' if spaced == best[0] else 'next'} choice" if spaced in best else "is one token"
-    return f"{spaced!r} {rank}; did you mean that?"
+    known = {0: "is the model's first choice", N_RANKED: "is one token"}.get(rank.get(spaced, N_RANKED))
+    return f"{spaced!r} {known or 'is likelier to the model'}; did you mean that?"
+
+
+def _targets(question: MapQuestion) -> tuple[Any, ...]:
+    return question.target if isinstance(question.target, tuple) else (question.target,)
 
 
 def _is_one_token(tokenizer: Any, text: str) -> bool:
@@ -167,7 +174,7 @@ def sum_line(found: TokenMap) -> str:
     logit, inputs = float(logits[0]), float(found.scores.sum())
     bias = float(found.bias_share[0]) * logit
     what = f"the logit{' difference' if ' − ' in str(found.meta.get('target')) else ''}"
-    line = f"The inputs sum to {inputs:.2f}; the bias gives {bias + 0:.2f}; "
+    line = f"The inputs sum to {inputs:.2f}; the bias gives {round(bias, 2) + 0.0:.2f}; "  # no minus before a zero
     size = float(found.scores.abs().sum()) + abs(bias)
     if abs(inputs + bias - logit) > ROUNDING * size:  # heads were left out
         return f"{line}together {inputs + bias:.2f}. The whole model gives {logit:.2f} as {what}."
