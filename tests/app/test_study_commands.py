@@ -139,6 +139,7 @@ def test_relations_counts_what_survives_and_names_what_does_not(decoder, tmp_pat
     options = ("--splits", "1", "--examples", "2", "--max-test", "3", "--starts", "0,1")
     result = run("relations", decoder, "--data", tmp_path / "data", "--out", tmp_path / "run", *options)
     assert "broken.json" in result.output and "{}" in result.output
+    assert " | " not in result.output  # a table, not the source of one
     assert (tmp_path / "run" / "report.html").exists()
     again = run("relations", decoder, "--data", tmp_path / "data", "--out", tmp_path / "run", *options, "--json")
     assert set(json.loads(again.stdout)) >= {"survived", "left_out", "problems"}
@@ -153,5 +154,6 @@ def test_fidelity_prints_bounds_errors_and_properties(decoder, tmp_path):
     result = run(*command)
     for word in ("norm", "tensor", "jacobian", "report.html"):
         assert word in result.output
+    assert " | " not in result.output and "direction" in result.output
     summary = json.loads(run(*command, "--json").stdout)
     assert summary["holds"] and summary["properties"]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app import options
-from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
+from tensorlens.app.method_names import check_name
+from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.printing import print_json
 from tensorlens.app.processes import NumberOfProcesses
 from tensorlens.errors import InputError
-from tensorlens.strict_json import to_json
-from tensorlens.studies.perturbation_study.measures import GRID
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.report import FEW
-from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
-from tensorlens.studies.processes import Processes, hand_over, one_voice
-from tensorlens.studies.results import StudyResult
+
+if TYPE_CHECKING:
+    from tensorlens.studies.results import StudyResult
 
 
 def perturb(
@@ -26,10 +23,12 @@ def perturb(
         str,
         typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the run; one that is there is continued.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; all if not given.")] = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="For decoders: strict, paper-like. Repeatable.")] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
+    ] = None,
     replacement: Annotated[
         list[str] | None,
         typer.Option(help="Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."),
@@ -39,45 +38,56 @@ def perturb(
     windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
-    grid: Annotated[str, typer.Option(help="Fractions replaced.")] = ",".join(map(str, GRID)),
+    grid: Annotated[
+        str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
+    ] = None,
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
-    norm_probes: Annotated[int | None, typer.Option(help="Estimate tensor.norm by so many probes.", min=1)] = None,
+    norm_probes: Annotated[
+        int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
     processes: NumberOfProcesses = 1,
     json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Is it better? Replace what each method calls relevant and see how far the output moves.
 
-    Example: tensorlens perturb minilm --data reviews.csv --out runs/minilm --limit 50
+    Example: tensorlens perturb minilm --data reviews.csv --out run --limit 50
 
     Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
-    chosen = PerturbationOptions(
-        methods=_names(methods), limit=limit, presets=preset or ("strict",), replacements=replacement or None,
-        grid=_fractions(grid), n_tokens=tokens, min_tokens=min_tokens, cut="windows" if windows else "each",
-        column=column, split=split, absolute=absolute, seed=seed, norm_probes=norm_probes, batch_size=batch_size,
-    )  # fmt: skip
+    reading.check(model)
+    check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
+    fractions = None if grid is None else _fractions(grid)
+    names = _names(methods)
+    from tensorlens.studies.processes import Processes, hand_over, one_voice
+
     if hand_over(processes):
         return
+    from tensorlens.studies.perturbation_study.measures import GRID
+    from tensorlens.studies.perturbation_study.options import PerturbationOptions
+    from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
+
     with one_voice():
-        lens = options.load_lens(
-            model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=True,
-            trust_remote_code=trust_remote_code,
+        chosen = PerturbationOptions(
+            methods=names, limit=limit, presets=preset or ("strict",), replacements=replacement or None,
+            grid=fractions or GRID, n_tokens=tokens, min_tokens=min_tokens, cut="windows" if windows else "each",
+            column=column, split=split, absolute=absolute, seed=seed, norm_probes=norm_probes, batch_size=batch_size,
         )  # fmt: skip
-        result = run_perturbation(lens, data, out, options=chosen)
+        result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=chosen)
         result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
-        typer.echo(to_json(result.summary) if json else _table(result))
+        print_json(result.summary) if json else typer.echo(_table(result))
 
 
 def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",")]
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        check_name(name)
+    return names
 
 
 def _fractions(text: str) -> list[float]:
@@ -89,6 +99,8 @@ def _fractions(text: str) -> list[float]:
 
 def _table(result: StudyResult) -> str:
     """The areas of the first condition, best first, and where the rest is."""
+    from tensorlens.studies.perturbation_study.report import FEW
+
     condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
     few = "; of so few, intervals say little" if n_measured < FEW else ""
