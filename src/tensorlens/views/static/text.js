@@ -62,7 +62,9 @@ class TokenText {
     if (!this.isColoured) return;
     const { lens } = this;
     this.spans.forEach((span, j) => {
-      const share = lens.scores.share(lens.cursor.i, j, true);
+      const isAside = lens.scores.aside.has(j);
+      span.classList.toggle("aside", isAside);
+      const share = isAside ? 0 : lens.scores.share(lens.cursor.i, j, true) * lens.rowContrast;
       span.style.backgroundColor = lens.colours.css(share);
       span.style.color = lens.colours.inkOn(share);
     });
