@@ -74,8 +74,15 @@ def _one_row(view: MapView) -> RenderableType:
 
 def _aside(view: MapView) -> RenderableType:
     """What is out of the colours and in the sum, each with a bar of its own."""
-    own = replace(view, scores=view.scores[:, list(view.set_aside)], set_aside=(),
-                  in_tokens=tuple(view.in_tokens[j] for j in view.set_aside), grid=None, image=None, signed=view.is_signed)  # fmt: skip
+    own = replace(
+        view,
+        scores=view.scores[:, list(view.set_aside)],
+        in_tokens=tuple(view.in_tokens[j] for j in view.set_aside),
+        signed=view.is_signed,
+        set_aside=(),
+        grid=None,
+        image=None,
+    )
     note = Text("Set aside: in the sum, on a scale of its own. .set_aside() puts it back.", style="dim")
     return Padding(Group(_bars(own, range(len(view.set_aside)), view.set_aside), note), (0, 0, 1, 0))
 

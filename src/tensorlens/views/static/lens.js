@@ -109,9 +109,21 @@ class MapLens {
   }
 
   buildSwitches() {
-    const isWords = this.nIn !== this.source.inTokens.length;
-    const words = this.source.words.length ? [checkbox("Whole words", isWords, (isOn) => this.useWords(isOn))] : [];
+    const words = this.source.words.length ? [checkbox("Whole words", this.isInWords, (isOn) => this.useWords(isOn))] : [];
     return [...(this.aside.control ? [this.aside.control] : []), ...words];
+  }
+
+  get isInWords() {
+    return this.nIn !== this.source.inTokens.length;
+  }
+
+  // What is known of the map's origin may grow, as by a certificate.
+  recaption(lines) {
+    this.source.caption = this.data.caption = lines;
+    const next = caption(this);
+    this.caption.node.replaceWith(next.node);
+    this.caption = next;
+    next.update();
   }
 
   // The map of the words, or of the tokens again, with the same output chosen.
