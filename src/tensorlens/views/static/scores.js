@@ -47,10 +47,11 @@ class Scores {
 
   findLimits() {
     const { values, nIn } = this;
+    const isAside = this.aside.size ? Array.from({ length: nIn }, (_, j) => this.aside.has(j)) : null;
     for (let i = 0; i < this.nOut; i++) {
       let limit = 0;
       for (let k = i * nIn; k < (i + 1) * nIn; k++) {
-        if (this.aside.size && this.aside.has(k - i * nIn)) continue;
+        if (isAside !== null && isAside[k - i * nIn]) continue;
         const size = Math.abs(values[k]);
         if (size > limit && size !== Infinity) limit = size;
         if (size !== size) this.hasMissing = true;

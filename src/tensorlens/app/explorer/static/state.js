@@ -18,7 +18,7 @@ const PICKS = ["target", "against"];
 
 function write(view) {
   const parts = new URLSearchParams();
-  for (const name of ["model", "text", "image", "method"]) if (view[name]) parts.set(name, view[name]);
+  for (const name of ["model", view.image ? "image" : "text", "method"]) if (view[name]) parts.set(name, view[name]);
   if (view.saved !== null) parts.set("saved", view.saved);
   if (view.output !== null) parts.set("output", view.output);
   if (!view.every) parts.set("only", "1");
