@@ -97,7 +97,7 @@ def first_question(T: AttentionTensor, method: str | None, out_token: int | None
     Without a method it is the first question that people have: why did the model say this? That is In+Class at the
     last output, or at the masked token, where the blocks asked for reach a head; In+Out otherwise.
     """
-    frozen, classes = T.operator.frozen, T.context.classes
+    frozen, classes = T.operator.recording, T.context.classes
     if method is None:
         reaches_head = classes is not None and T.operator.span.stop == frozen.n_blocks
         method = IN_CLASS if reaches_head or target is not None else IN_OUT
@@ -160,7 +160,7 @@ def _is_one_token(tokenizer: Any, text: str) -> bool:
 
 def predictions(T: AttentionTensor, question: MapQuestion) -> list[Prediction]:
     """What the model says at the output asked about; nothing if it has no head, or every output is asked about."""
-    frozen = T.operator.frozen
+    frozen = T.operator.recording
     if T.context.classes is None or frozen.readout is None or (question.out_token is None and not frozen.pools):
         return []
     return T.predictions(k=N_PREDICTIONS, out_token=-1 if question.out_token is None else question.out_token)
