@@ -16,6 +16,8 @@ COVERED = 0.5
 """A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
 CUT = 0.3
 """And if the whole state passes through this part of its members: around attention and its like goes a residual."""
+STEM = 0.001
+"""A first block with a smaller part of the chain's weights belongs to what comes before."""
 
 Chain = list[ModuleCall]
 
@@ -28,7 +30,7 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
     """
     for sound in (True, False):
         search = _Search(evidence, sound)
-        chain = search.chain(within or evidence.root)
+        chain = search.without_stem(search.chain(within or evidence.root))
         if len(chain) > 1:
             return chain
     return []
@@ -87,6 +89,12 @@ class _Search:
         self.modules = dict(evidence.root.module.named_modules())
         self._sizes: dict[int, list[int]] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
+
+    def without_stem(self, chain: Chain) -> Chain:
+        """A chain from the first block on that is no mere stem: small convolutions over pixels may be alike too."""
+        least = STEM * self._size(chain)
+        first = next((n for n, call in enumerate(chain) if self._size([call]) >= least), 0)
+        return chain[first:]
 
     def chain(self, call: ModuleCall) -> Chain:
         """The best chain among the parts of a call."""
