@@ -15,6 +15,7 @@ import zoo
 from torch import nn
 
 import tensorlens as tl
+from tensorlens.freezing.interception import current_fingerprint
 from tensorlens.models.fingerprint import Samples, fingerprint, moved, what_changed
 
 
@@ -115,7 +116,7 @@ def test_a_pass_changes_nothing_even_while_it_runs() -> None:
     before, during = fingerprint(model), []
 
     def look(*_: object) -> None:
-        thread = threading.Thread(target=lambda: during.append(fingerprint(model)))
+        thread = threading.Thread(target=lambda: during.append(current_fingerprint(model)))
         thread.start()
         thread.join()
 
@@ -179,3 +180,10 @@ def test_a_write_through_data_is_seen_by_the_samples() -> None:
     block(model, 1).mlp.c_fc.weight.data.mul_(1.1)
     assert before == fingerprint(model), "torch keeps no version of it"
     assert not samples.same()
+
+
+def test_states_collected_by_transformers_change_nothing() -> None:
+    model = zoo.build("gpt2")
+    before = fingerprint(model)
+    model(torch.tensor([zoo.sample("gpt2")]), output_hidden_states=True)
+    assert fingerprint(model) == before

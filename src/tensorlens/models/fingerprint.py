@@ -27,8 +27,9 @@ _NO_STATE = frozenset(
     (*_HOOKS, "training", "_parameters", "_buffers", "_modules", "_compiled_call_impl", "_non_persistent_buffers_set")
     + ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
     + ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    + ("_is_full_backward_hook", "_is_hf_initialized")
+    + ("_is_full_backward_hook", "_is_hf_initialized", "_output_capturing_hooks_installed")
 )
+_NO_HOOKS = ((),) * len(_HOOKS)
 _HEAD = ("identity", "class", "training mode", "hooks")
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _PLAIN = frozenset((nn.Parameter, Tensor))
@@ -168,10 +169,15 @@ def _add_state(
 
 
 def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
-    """The numbers of the hooks, which torch never gives again."""
+    """The numbers of the hooks, which torch never gives again; those that only look on are left out."""
     if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
-        return tuple([tuple(inside[name]) for name in _HOOKS])
-    return tuple(inside["_backward_pre_hooks"])
+        return tuple([tuple([n for n, hook in inside[name].items() if not _looks_on(hook)]) for name in _HOOKS])
+    return (*_NO_HOOKS[:-1], tuple(inside["_backward_pre_hooks"])) if inside["_backward_pre_hooks"] else _NO_HOOKS
+
+
+def _looks_on(hook: Any) -> bool:
+    """Whether it is one of those with which transformers collects hidden states, put there by the first such call."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _tensor(tensor: Tensor) -> tuple[int, int]:
