@@ -29,8 +29,8 @@ from tensorlens.models.fingerprint import Fingerprint, fingerprint
 ABSENT = object()
 
 NO_RECOMPUTING = (
-    "The model packs the tensors that its graph saves, and recomputes or moves them later, where no rule applies. Switch "
-    "that off at inference."
+    "The model packs the tensors that its graph saves, and recomputes or moves them later, where no rule applies. "
+    "Switch that off at inference."
 )
 
 
