@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from importlib import metadata
 from typing import Any
 
@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from tensorlens.batch import Batch
 from tensorlens.errors import InputError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import Replay
 from tensorlens.maps.targets import Classes
-from tensorlens.models.anatomy import find_anatomy
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
@@ -44,14 +46,16 @@ class Lens:
             raise InputError(
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
             )
+        if rules is not None and not isinstance(rules, Rules):
+            raise InputError(f"`rules` must be a `tensorlens.Rules`; got {rules!r}.")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
-        self.anatomy = find_anatomy(model, blocks)
+        self.anatomies, self._blocks = Anatomies(model, blocks), blocks
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
     def __repr__(self) -> str:
         """One line: model and number of blocks."""
-        return f"Lens({self.name}: {type(self.model).__name__}, blocks in `{self.anatomy.stack}`)"
+        return f"Lens({self.name}: {type(self.model).__name__})"
 
     def __call__(self, value: Any) -> Any:
         """The attention tensor at an input, or a list of them for a batch.
@@ -67,13 +71,51 @@ class Lens:
             return [self(one) for one in split_batch(value)]
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, np.integer)):
             return [self(one) for one in value]
-        prepared = make_input(value, self.model, self.processor)
-        arguments = prepared.arguments | _constant_arguments(self.model)
-        replay = replay_of(self.anatomy, arguments, self.rules)
-        return AttentionTensor(FrozenOperator(replay), self._context(prepared, replay.recording))
+        prepared = self.prepare(value)
+        return self.tensor(prepared, replay_of(*self.recording_arguments(prepared.arguments), self.rules))
 
-    def _context(self, prepared: ModelInput, recording: Recording) -> Context:
-        n_tokens = recording.states[0].shape[1]
+    def batch(self, inputs: Sequence[Any]) -> Batch:
+        """Attention tensors of several inputs that share one recording.
+
+        Args:
+            inputs: Each as for a call; texts of different lengths are padded at their end.
+        """
+        return Batch(self, [self.prepare(value) for value in inputs])
+
+    def prepare(self, value: Any) -> ModelInput:
+        """What the model takes, of anything that a call takes."""
+        return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
+
+    def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
+        """Where the model's parts are for such arguments, and the arguments with the constant ones."""
+        arguments = arguments | _constant_arguments(self.model)
+        return self.anatomies.at(arguments), arguments
+
+    def tensor(self, prepared: ModelInput, replay: Replay) -> AttentionTensor:
+        """The attention tensor of an input that was recorded."""
+        return AttentionTensor(FrozenOperator(replay), self.context(prepared, replay.recording))
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
+        return find_anatomy(self.model, blocks=self._blocks)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up the shorter texts of a batch; it is masked, so that any would do."""
+        found = getattr(tokenizer_of(self.processor), "pad_token_id", None)
+        found = getattr(getattr(self.model, "config", None), "pad_token_id", None) if found is None else found
+        return found if isinstance(found, int) and found >= 0 else 0
+
+    def context(self, prepared: ModelInput, recording: Recording, n_tokens: int | None = None) -> Context:
+        """What maps should say of an input.
+
+        Args:
+            prepared: The input.
+            recording: Its recording, or that of a batch with it.
+            n_tokens: Its number of tokens, where the recording is of longer ones too.
+        """
+        n_tokens = n_tokens or recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": dict(_versions())}
         if prepared.text is not None:
             meta["text"] = prepared.text
@@ -82,7 +124,9 @@ class Lens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
             meta["image"] = prepared.image
         tokens = prepared.labels(n_tokens, self.model, self.processor)
-        out_tokens = _out_labels(tokens, recording.states[-1].shape[1], is_decoder=recording.n_encoder_blocks > 0)
+        n_out = recording.states[-1].shape[1]
+        n_out = n_tokens if n_out == recording.states[0].shape[1] else n_out
+        out_tokens = _out_labels(tokens, n_out, is_decoder=recording.n_encoder_blocks > 0)
         return Context(tokens=tokens, classes=self._classes(recording), meta=meta, out_tokens=out_tokens)
 
     def _classes(self, recording: Recording) -> Classes | None:
@@ -132,7 +176,9 @@ def _constant_arguments(model: nn.Module) -> dict[str, Any]:
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {"use_cache": False} if "use_cache" in parameters else {}
     return arguments | (
-        {"return_dict": True} if "return_dict" in parameters or open_ended and hasattr(model, "config") else {}
+        {"return_dict": True}
+        if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix")
+        else {}
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -62,6 +61,7 @@ class AttentionTensor(TensorOperator):
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:
         self.operator, self.context = operator, context
+        self._certified: tuple[tuple[str, ...], Certificate] | None = None
 
     def __repr__(self) -> str:
         """One line: model, sizes, blocks, and blocks whose heads are not all there."""
@@ -249,7 +249,7 @@ class AttentionTensor(TensorOperator):
         return tuple(maps)
 
     def _meta(self, out_tokens: tuple[int, ...]) -> dict[str, Any]:
-        certificate = self.__dict__.get("_certificate")
+        certificate = None if self._certified is None else self._certified[1]
         heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}
         verdict = None if certificate is None else {"passed": certificate.passed, "errors": certificate.errors}
         return {
@@ -282,13 +282,20 @@ class AttentionTensor(TensorOperator):
         """Cotangents that live on one output each, pulled to the input a piece at a time."""
         return self.operator.pull_outputs(out_tokens, starts)
 
-    def certificate(self) -> Certificate:
-        """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied."""
-        return self._certificate
+    def certificate(self, engines: Literal["answered", "all"] = "answered") -> Certificate:
+        """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied.
 
-    @cached_property
-    def _certificate(self) -> Certificate:
-        return certify(self.operator)
+        Kept, and measured again when another engine has answered since.
+
+        Args:
+            engines: Which engines it proves: those that answered so far, or every one there is.
+        """
+        if engines not in ("answered", "all"):
+            raise InputError(f"`engines` must be 'answered' or 'all'; got {engines!r}.")
+        state = (engines, *self.operator.engines.answered, *self.operator.engines.ways)
+        if self._certified is None or self._certified[0] != state:
+            self._certified = (state, certify(self.operator, engines=engines))
+        return self._certified[1]
 
     def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
         """The `k` classes or next tokens that the model ranks highest at one output, with its own logits.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,15 +36,24 @@ MIXED_TOGETHER = {"cuda": 0, "cpu": 64}
 SCALED_BYTES = {"cuda": 2**29, "cpu": 2**25}
 """Memory for the scaled weights of as many tokens as are folded at a time."""
 
+CAPTURES = ("cuda",)
+"""Devices on which a pull that comes again is replayed as one graph of kernels."""
+
 GRAIN = {"cuda": 8, "cpu": 1}
 """Ranges of tokens begin and end at multiples of this: the matrix units want aligned sizes."""
 
 
+Way = Literal["states", "many", "matrices", "few", "captured"]
+"""How cotangents went through the blocks: as whole states, or as rows by products, by matrices formed for each token, in
+buffers made once, or by a graph of kernels. Each is proved by itself."""
+
+
 class Rows(NamedTuple):
-    """Cotangents (token, cotangent, channel) at some block; zero for all other tokens."""
+    """Cotangents (token, cotangent, channel) at some block, zero for all other tokens, and how they got there."""
 
     values: Tensor
     tokens: Range
+    way: Way = "many"
 
 
 class FoldedRows:
@@ -74,20 +83,24 @@ class FoldedRows:
         return max(inner_width(self.recording, parts) for parts in self.parts.values())
 
     @torch.no_grad()
-    def pull(self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False) -> Rows:
+    def pull(
+        self, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool = False, few: bool | None = None
+    ) -> Rows:
         """Cotangents `starts` (output, cotangent, out_channel) of the given outputs, all pulled to the input together.
 
         Args:
             out_tokens: The outputs, one for each entry of `starts`.
             starts: What to pull.
             keep_matrices: Whether the token-wise matrices stay in memory for another call.
+            few: Whether they count as few; by their number if None.
         """
         with matmul_mode(self.precision):
             last = self.span.stop - 1
             pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
             before = range(last - 1, self.span.start - 1, -1)
-            if pulled.values.shape[1] <= FEW_COTANGENTS and self._is_closed(before, pulled.tokens):
-                return Rows(self._pull_few(before, pulled), pulled.tokens)
+            is_few = pulled.values.shape[1] <= FEW_COTANGENTS if few is None else few
+            if is_few and self._is_closed(before, pulled.tokens):
+                return self._pull_few(before, pulled)
             for n in before:
                 pulled = self._through(n, pulled, keep_matrices=keep_matrices)
             return pulled
@@ -128,11 +141,12 @@ class FoldedRows:
             self._live[n, tokens] = Range(first, min(last, self.n_tokens))
         return self._live[n, tokens]
 
-    def _pull_few(self, blocks: Sequence[int], pulled: Rows) -> Tensor:
+    def _pull_few(self, blocks: Sequence[int], pulled: Rows) -> Rows:
         is_small = pulled.tokens.size * pulled.values.shape[1] <= MOST_ROWS_KEPT
-        if self.device.type == "cuda" and is_small and all(n in self._blocks for n in blocks):
-            return self._kept_pulls.pull(pulled.values, pulled.tokens.start)
-        return pull_few(map(self.block, blocks), pulled.values, pulled.tokens.start)
+        if self.device.type in CAPTURES and is_small and all(n in self._blocks for n in blocks):
+            found, is_graph = self._kept_pulls.pull_noted(pulled.values, pulled.tokens.start)
+            return Rows(found, pulled.tokens, "captured" if is_graph else "few")
+        return Rows(pull_few(map(self.block, blocks), pulled.values, pulled.tokens.start), pulled.tokens, "few")
 
     @cached_property
     def _kept_pulls(self) -> KeptPulls:
@@ -189,22 +203,23 @@ class FoldedRows:
     # All other blocks ------------------------------------------------------------------------------------------------
 
     def _through(self, n: int, pulled: Rows, *, keep_matrices: bool) -> Rows:
-        block, (c, tokens), live = self.block(n), pulled, self.live(n, pulled.tokens)
+        block, (c, tokens, way), live = self.block(n), pulled, self.live(n, pulled.tokens)
         whole = c.new_empty if live == tokens else c.new_zeros
         y = whole(live.size, c.shape[1], len(block.value))
         inside = y[tokens.start - live.start :][: tokens.size]
-        self._pass_tokens(n, block, c, tokens, inside, keep_matrices=keep_matrices)
+        if self._pass_tokens(n, block, c, tokens, inside, keep_matrices=keep_matrices):
+            way = "matrices"
         u = torch.mm((c if block.is_parallel else inside).flatten(0, 1), block.transposed.out).view(*c.shape[:2], -1)
         del c, pulled
         mixed = _mix(block, u, tokens, live)
         del u
         y.flatten(0, 1).addmm_(mixed.flatten(0, 1), block.transposed.value)
-        return Rows(y, live)
+        return Rows(y, live, way)
 
     def _pass_tokens(
         self, n: int, block: FoldedBlock, c: Tensor, tokens: Range, into: Tensor, *, keep_matrices: bool
-    ) -> None:
-        """$P_l c_l$, with P from an earlier call, formed now, or not at all."""
+    ) -> bool:
+        """$P_l c_l$, with P from an earlier call, formed now, or not at all; whether P was used."""
         matrices = self._token_matrices.get(n)
         if matrices is None and keep_matrices:
             matrices = self._token_matrices[n] = token_matrices(block, Range(0, self.n_tokens))
@@ -214,6 +229,8 @@ class FoldedRows:
             torch.bmm(c, token_matrices(block, tokens), out=into)
         else:
             _token_wise(block, c, slice(*tokens), into)
+            return False
+        return True
 
 
 def inner_width(recording: Recording, parts: BlockParts) -> int:

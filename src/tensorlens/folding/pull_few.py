@@ -127,6 +127,10 @@ class KeptPulls:
 
     def pull(self, rows: Tensor, first: int) -> Tensor:
         """As `pull_few`; `rows` may be overwritten."""
+        return self.pull_noted(rows, first)[0]
+
+    def pull_noted(self, rows: Tensor, first: int) -> tuple[Tensor, bool]:
+        """As `pull`, and whether a graph was replayed."""
         stream = torch.cuda.current_stream(rows.device)
         key = (*rows.shape, first, tf32_allowed(), stream.cuda_stream)
         # The kernels of one replay follow each other on the stream, so holding the lock while they are sent is enough.
@@ -135,7 +139,9 @@ class KeptPulls:
                 self._capture(key, rows, first)
             self._seen.add(key)
             captured = self._graphs.get(key)
-            return pull_few(self.blocks, rows, first) if captured is None else captured.replay(rows)
+            if captured is None:
+                return pull_few(self.blocks, rows, first), False
+            return captured.replay(rows), True
 
     def _capture(self, key: tuple[object, ...], rows: Tensor, first: int) -> None:
         if len(self._graphs) >= MOST_GRAPHS:

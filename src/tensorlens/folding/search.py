@@ -23,6 +23,7 @@ from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.observe import BlockSteps, Mixed, Step, by_token, watch_block
 from tensorlens.freezing.places import Place
 from tensorlens.freezing.recording import Recording
+from tensorlens.models.fingerprint import Fingerprint
 from tensorlens.models.precision import tf32
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -33,11 +34,15 @@ NORM_OPERATIONS = ("layer_norm", "rms_norm", "rsqrt")
 Found = BlockParts | NormPart | None | str
 """Parts, a final norm or the absence of one, or the message of what went wrong."""
 
-Key = tuple[Rules, bool, int]
-"""Rules, whether the input has one token alone, and the block; -1 stands for the final norm."""
+State = tuple[Fingerprint | None, Rules, bool, int]
+"""What the wiring depends on: the state of the model, the rules, whether the input has one token alone, which proves
+too little, and the way the input took."""
 
-_known: WeakKeyDictionary[nn.Module, dict[Key, Found]] = WeakKeyDictionary()
-"""What a survey found, by model: the wiring does not depend on the input, but one token alone proves too little."""
+MOST_STATES = 8
+"""States of a model whose parts are remembered."""
+
+_known: WeakKeyDictionary[nn.Module, dict[State, dict[int, Found]]] = WeakKeyDictionary()
+"""What a survey found, by model, by its state and by block; -1 stands for the final norm."""
 
 
 def block_parts(recording: Recording, n: int) -> BlockParts:
@@ -46,13 +51,10 @@ def block_parts(recording: Recording, n: int) -> BlockParts:
     Raises:
         AnatomyError: the block is made of something else, such as experts or a recurrence; says what was missing.
     """
-    known, key = _known.setdefault(recording.anatomy.model, {}), _key(recording, n)
-    if key not in known:
-        try:
-            known[key] = _survey(recording, n)
-        except AnatomyError as error:
-            known[key] = str(error)
-    return _or_raise(known[key])
+    known = _found(recording)
+    if n not in known:
+        _learn(recording, n, known)
+    return _or_raise(known[n])
 
 
 def final_norm(recording: Recording) -> NormPart | None:
@@ -61,14 +63,35 @@ def final_norm(recording: Recording) -> NormPart | None:
     Raises:
         AnatomyError: there is something else.
     """
-    known, key = _known.setdefault(recording.anatomy.model, {}), _key(recording, -1)
-    if key not in known:
-        block_parts(recording, recording.n_blocks - 1)
-    return _or_raise(known[key])
+    known = _found(recording)
+    if -1 not in known:
+        _learn(recording, recording.n_blocks - 1, known)
+    return _or_raise(known[-1])
 
 
-def _key(recording: Recording, n: int) -> Key:
-    return recording.rules, recording.states[0].shape[1] == 1, n
+def state_of(recording: Recording) -> State:
+    """Everything that a reading of the blocks is valid for."""
+    return recording.fingerprint, recording.rules, recording.states[0].shape[1] == 1, recording.signature
+
+
+def _found(recording: Recording) -> dict[int, Found]:
+    """What is known of a model in the state it was recorded in; nothing where it may change unseen."""
+    state = state_of(recording)
+    if recording.fingerprint is None:
+        return {}
+    states = _known.setdefault(recording.model, {})
+    if state not in states and len(states) >= MOST_STATES:
+        states.pop(next(iter(states)), None)  # the oldest
+    return states.setdefault(state, {})
+
+
+def _learn(recording: Recording, n: int, known: dict[int, Found]) -> None:
+    try:
+        known[n], tail = _survey(recording, n)
+    except AnatomyError as error:
+        known[n] = tail = str(error)
+    if n == recording.n_blocks - 1:
+        known[-1] = tail
 
 
 def _or_raise(found: Found) -> Any:
@@ -80,7 +103,8 @@ def _or_raise(found: Found) -> Any:
 # From what was seen to parts -----------------------------------------------------------------------------------------
 
 
-def _survey(recording: Recording, n: int) -> BlockParts:
+def _survey(recording: Recording, n: int) -> tuple[BlockParts, NormPart | str | None]:
+    """The parts of block n, and what lies between it and the output if it is the last."""
     name = type(recording.anatomy.model).__name__
     instead = "Rows and norms go by backward passes instead; methods that need the weights do not apply."
     if recording.n_encoder_blocks or recording.side_channels or recording.starts_at_embedding:
@@ -95,17 +119,16 @@ def _survey(recording: Recording, n: int) -> BlockParts:
         raise AnatomyError(f"Block {n} of `{name}` cannot be taken apart: {error}. {instead}") from None
 
 
-def _search(recording: Recording, n: int) -> BlockParts:
+def _search(recording: Recording, n: int) -> tuple[BlockParts, NormPart | str | None]:
     seen = watch_block(recording, n)
-    search = _Search(recording, n, seen)
-    if n == recording.n_blocks - 1:
-        known = _known.setdefault(recording.anatomy.model, {})
-        known[_key(recording, -1)] = _tail(recording, n, seen)
+    search, is_last = _Search(recording, n, seen), n == recording.n_blocks - 1
+    if not is_last and not (seen.end is not None and _agrees(seen.end[0], seen.y)):
+        raise search.error(f"something between it and block {n + 1}, such as a hook, changes the state")
     with torch.no_grad():
         for parts in search.candidates():
             rebuilt = rebuild(parts, held_factors(recording, parts), seen.x[0])
             if _agrees(rebuilt, seen.y):
-                return parts
+                return parts, _tail(recording, n, seen) if is_last else None
     raise search.error("no wiring of its norms, attention and feed-forward rebuilds it")
 
 
@@ -124,7 +147,7 @@ def _tail(recording: Recording, n: int, seen: BlockSteps) -> NormPart | str | No
         return None
     for step in seen.tail:
         norm = find_norm(recording, Place(n), step, 0)
-        if norm is not None and _agrees(step.output, state[0]):
+        if norm is not None and _agrees(step.output, state[0]) and _agrees(step.input, seen.y):
             return norm
     found = ", ".join(step.path for step in seen.tail) or "something that is no module"
     return (

@@ -91,3 +91,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _tensors(part)
+
+
+def refuse_custom_nodes(*ends: Tensor | None) -> None:
+    """Raise for a derivative that no rule has seen, anywhere in the graph of a recording."""
+    waiting = [end.grad_fn for end in ends if end is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise NotLinearError(
+                f"The custom autograd function `{type(node).__name__}` brings a derivative of its own, which no rule "
+                "has seen. Switch to the model's plain implementation, or register an adapter for the module's class "
+                "with `tensorlens.adapter`."
+            )
+        waiting += [parent for parent, _ in node.next_functions]

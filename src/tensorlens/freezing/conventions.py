@@ -1,4 +1,4 @@
-"""The conventions a user may choose, as one record."""
+"""The conventions a user may choose, as one record: which affine function stands for each kind of nonlinear step."""
 
 from __future__ import annotations
 
@@ -7,27 +7,86 @@ from typing import Literal, get_args
 
 from tensorlens.errors import InputError
 
-Gate = Literal["freeze_gate", "freeze_up", "half"]
+Attention = Literal["hold", "half", "taylor"]
+Gate = Literal["freeze_gate", "freeze_up", "half", "taylor"]
+Norm = Literal["hold", "taylor"]
+Activation = Literal["gain", "taylor"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     r"""Choices that exactness alone does not make, because every one of them reproduces F(X).
 
+    The frozen model may be any affine function of its input with the value F(X) at X. Each nonlinear step is replaced
+    by such a function of its live arguments; with $a^0$ the value at X,
+
+    - ``hold``: $a \odot b \to a^0 \odot b$; a norm's statistic and the attention matrix are constants;
+    - ``half``: $a \odot b \to \tfrac12 a^0 \odot b + \tfrac12 a \odot b^0$;
+    - ``taylor``: $f(x) \to f(x^0) + J_f(x^0)(x - x^0)$, for a product $a^0 \odot b + a \odot b^0 - a^0 \odot b^0$;
+    - ``gain``: $\varphi(z) \to \varphi(0) + \frac{\varphi(z^0) - \varphi(0)}{z^0}\, z$.
+
+    Constants go into B. Decisions (top-k, maxima, the piece of a clamp) are held in every member.
+
     Attributes:
-        gate: What is held fixed in a gated feed-forward $W_d(\varphi(W_g x) \odot (W_u x))$:
-            ``"freeze_gate"`` holds $\varphi(W_g x)$ and stays linear in the up branch (the default),
-            ``"freeze_up"`` holds $W_u x$ and stays linear in the gate through $\varphi(z)/z$,
-            ``"half"`` is the mean of the two.
+        attention: The attention matrix $A = \mathrm{softmax}(S)$ and matrix products of live tensors: ``"hold"`` holds
+            A (of other products, the left factor); with ``"half"`` and ``"taylor"`` $A = A^0 + J(S - S^0)$ is live, and
+            both $AV$ and the scores $QK^\top$ follow the choice.
+        gate: Elementwise products of live tensors. In a gated feed-forward $W_d(\varphi(W_g x) \odot (W_u x))$,
+            ``"freeze_gate"`` holds $\varphi(W_g x)$ and stays linear in the up branch (the default) and
+            ``"freeze_up"`` holds $W_u x$ and stays linear in the gate; both hold a sigmoid and its kin where they meet
+            a live tensor (output gates, routers, the gates of recurrences). ``"half"`` and ``"taylor"`` hold neither.
+        norm: Statistics ($1/\sigma$, norms, logarithms) and division by a live tensor.
+        activation: Activations, score soft-caps among them. Powers are Taylor's where `norm` or `activation` is.
         include_final_norm: Whether the output state $X^N$ is taken after the model's final norm.
     """
 
+    attention: Attention = "hold"
     gate: Gate = "freeze_gate"
+    norm: Norm = "hold"
+    activation: Activation = "gain"
     include_final_norm: bool = True
 
     def __post_init__(self) -> None:
-        if self.gate not in get_args(Gate):
-            raise InputError(f"`gate` must be one of {', '.join(get_args(Gate))}; got {self.gate!r}.")
+        for field, kind in (("attention", Attention), ("gate", Gate), ("norm", Norm), ("activation", Activation)):
+            if getattr(self, field) not in get_args(kind):
+                raise InputError(f"`{field}` must be one of {', '.join(get_args(kind))}; got {getattr(self, field)!r}.")
+
+    @classmethod
+    def paper(cls, *, include_final_norm: bool = True) -> Rules:
+        """The paper's operator: attention, norms and the gate held, activations by their gain."""
+        return cls(include_final_norm=include_final_norm)
+
+    @classmethod
+    def cp_lrp(cls, *, include_final_norm: bool = True) -> Rules:
+        """CP-LRP (Ali et al. 2022), which is the paper's operator."""
+        return cls.paper(include_final_norm=include_final_norm)
+
+    @classmethod
+    def attn_lrp(cls, *, include_final_norm: bool = True) -> Rules:
+        """AttnLRP (Achtibat et al. 2024): products halved, attention live."""
+        return cls(attention="half", gate="half", include_final_norm=include_final_norm)
+
+    @classmethod
+    def jacobian(cls, *, include_final_norm: bool = True) -> Rules:
+        """The model's own derivative: T = J and B = F(X) - J X."""
+        return cls(
+            attention="taylor", gate="taylor", norm="taylor", activation="taylor",
+            include_final_norm=include_final_norm,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str | None:
+        """Name of the member: ``"paper"`` (CP-LRP too), ``"attn_lrp"`` or ``"jacobian"``; None for any other."""
+        chosen = (self.attention, self.gate, self.norm, self.activation)
+        for member in (Rules.paper(), Rules.attn_lrp(), Rules.jacobian()):
+            if chosen == (member.attention, member.gate, member.norm, member.activation):
+                return {"hold": "paper", "half": "attn_lrp", "taylor": "jacobian"}[member.attention]
+        return None
+
+    @property
+    def holds_factors(self) -> bool:
+        """Whether every step is a product with held factors, so that a block can be written as matrices of them."""
+        return self.attention == "hold" and self.norm == "hold" and self.activation == "gain" and self.gate != "taylor"
 
     def as_dict(self) -> dict[str, str | bool]:
         """The choices as plain data, for certificates and saved maps."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens.errors import AnatomyError
 from tensorlens.freezing.traced import constant
+from tensorlens.models.evidence import main_tensor, tensors_in
 
 
-class Layout(NamedTuple):
+class AxisLayout(NamedTuple):
     """Which axes of a model's own state count samples, and which are channels; all others count tokens.
 
     A state is (batch, token, channel) in most models; images are (batch, channel, row, column), some models put the
@@ -51,41 +52,35 @@ class Layout(NamedTuple):
         return x.reshape(sizes).permute(back)
 
 
-def layout_of(state: Tensor, module: nn.Module | None, n_tokens: int | None, like: Layout | None = None) -> Layout:
-    """How the state of one sample is laid out.
+def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None, n_samples: int = 1) -> AxisLayout:
+    """How a state is laid out.
 
     Args:
-        state: What enters a block, or leaves the model.
-        module: The block, whose weights tell channels first from channels last.
-        n_tokens: The number of tokens of a text, where it is known: axes of other sizes are then channels.
-        like: The layout of the states before, for a state without a block of its own.
+        state: What enters a block, or leaves the body.
+        channel: The axis that the weights read as channels, from `Anatomy.channels`; the last one if None.
+        n_tokens: The number of tokens of a text, where it is known: in a state of four axes or more, axes of other
+            sizes are then streams, which are channels.
+        n_samples: How many samples there are.
     """
     shape = tuple(state.shape)
+    last = len(shape) - 1
+    if len(shape) < 2:
+        raise AnatomyError(f"Expected a state with tokens and channels; got one of shape {shape}.")
     if len(shape) == 2:
         # One vector for the whole input, or a sequence without a batch axis.
-        return Layout(shape, 0, (1,)) if shape[0] == 1 else Layout(shape, None, (1,))
-    batch = next((axis for axis in (0, 1) if shape[axis] == 1), None)
-    last = len(shape) - 1
-    if len(shape) == 3:
-        return Layout(shape, batch, (last,))
-    if n_tokens is not None:
-        candidates = [axis for axis in range(len(shape)) if axis != batch and shape[axis] == n_tokens]
-        after = [axis for axis in candidates if batch is not None and axis == batch + 1]
-        if candidates:
-            token = (after or candidates)[0]
-            return Layout(shape, batch, tuple(a for a in range(len(shape)) if a not in (batch, token)))
-    first = like.channels == (1,) if like is not None and module is None else _channels_first(module, shape)
-    return Layout(shape, batch, (1,) if first else (last,))
+        return AxisLayout(shape, 0 if shape[0] == n_samples else None, (1,))
+    batch = next((axis for axis in (0, 1) if shape[axis] == n_samples and axis != channel), None)
+    token = _text_axis(shape, batch, channel, n_tokens) if len(shape) > 3 else None
+    if token is not None:
+        return AxisLayout(shape, batch, tuple(axis for axis in range(len(shape)) if axis not in (batch, token)))
+    return AxisLayout(shape, batch, (last if channel is None else channel,))
 
 
-def _channels_first(module: nn.Module | None, shape: tuple[int, ...]) -> bool:
-    """Whether the first layer of a block that fits the state reads axis 1 as channels."""
-    for layer in module.modules() if module is not None else ():
-        if isinstance(layer, (nn.Conv2d, nn.Conv3d, nn.BatchNorm2d)):
-            return True
-        if isinstance(layer, (nn.Linear, nn.LayerNorm)):
-            return False
-    return True
+def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n_tokens: int | None) -> int | None:
+    """The one axis that counts the tokens of a text, right behind the samples if several might."""
+    fitting = [axis for axis in range(len(shape)) if axis not in (batch, channel) and shape[axis] == n_tokens]
+    behind = [axis for axis in fitting if batch is not None and axis == batch + 1]
+    return (behind or fitting or [None])[0]
 
 
 # In what modules take and give ---------------------------------------------------------------------------------------
@@ -111,22 +106,21 @@ def put_state(args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor) -> t
     )
 
 
-def first_tensor(output: Any) -> Tensor:
-    """The first tensor in what a module returned."""
-    if isinstance(output, Tensor):
-        return output
-    values = list(output.values()) if isinstance(output, dict) else output
-    if not isinstance(values, (tuple, list)) or not values:
-        raise AnatomyError(f"Expected a module that returns tensors; got {type(output).__name__}.")
-    return first_tensor(values[0])
+def state_of(output: Any, place: int = 0) -> Tensor:
+    """The state in what a module or a model returned.
 
-
-def state_of(output: Any, *names: str) -> Tensor:
-    """The hidden state, or failing that the logits, in what a model returned; or what has the first of `names`."""
-    for name in names or ("last_hidden_state", "logits"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name)
-    return first_tensor(output)
+    Args:
+        output: A tensor, or tensors in tuples, lists and dictionaries. Logits or a last hidden state that are named as
+            such come before others; numbers, as a loss, and whatever is no tensor are passed over.
+        place: Which of the tensors it is, from `Anatomy.state_place`; the first if there are fewer.
+    """
+    found = main_tensor(output) if place == 0 else None
+    if found is None:
+        states = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim() >= 2]
+        found = states[place if place < len(states) else 0] if states else None
+    if found is None:
+        raise AnatomyError(f"Expected a module that returns a state or logits; got {type(output).__name__}.")
+    return found
 
 
 def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:

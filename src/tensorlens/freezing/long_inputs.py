@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import own_precision, running
 from tensorlens.freezing.interpreter import Forward, Heads, Interpreter
-from tensorlens.freezing.layouts import constants, find_state, first_tensor, put_state, replace_state
+from tensorlens.freezing.layouts import constants, find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Site, Span
-from tensorlens.freezing.recording import Call, Recorder, Recording, StartAtEmbedding, record
+from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding, record
+from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay, check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
 from tensorlens.memory import clear_memory, free_bytes
@@ -194,7 +195,7 @@ class LongInput(Replay):
         module, args, kwargs = self.calls[n]
         with running(run, model), torch.set_grad_enabled(grad):
             args, kwargs = put_state(args, kwargs, mark(x.view_as(x), live=True))
-            return first_tensor(module(*args, **kwargs))
+            return state_of(module(*args, **kwargs))
 
 
 class _Straight:
@@ -243,7 +244,7 @@ def record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = 
 
 def _record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool) -> LongInput | None:
     blocks, factors = _BlockGraphs(anatomy, keeps_graphs=keeps_graphs), SomeFactors()
-    recorder = Recorder(anatomy, inputs, rules, grad=True, factors=factors, blocks=blocks)
+    recorder = Recorder(anatomy, inputs, rules, RecordOptions(), grad=True, factors=factors, blocks=blocks)
     with own_precision(), without_weight_gradients(anatomy.model), torch.enable_grad():
         try:
             recording = recorder.go()
@@ -284,12 +285,12 @@ class _BlockGraphs:
         args = tuple(state if value is old else value for value in call.args)
         kwargs = {name: state if value is old else value for name, value in call.kwargs.items()}
         self.calls.append(Call(call.module, constants(args), constants(kwargs)))
-        self.edges[n] = get_gradient_edge(plain(first_tensor(output)))
+        self.edges[n] = get_gradient_edge(plain(state_of(output)))
 
     def _close(self, recorder: Recorder, n: int, state: Tensor) -> None:
         """The block before is over: its output is the state that entered here, and its graph stays if memory lasts."""
         output = recorder.block_outputs[n]
-        recorder.block_outputs[n] = replace_state(output, first_tensor(output), state)
+        recorder.block_outputs[n] = replace_state(output, state_of(output), state)
         to_come = (self.n_blocks - n) * state.nbytes + self.widest * state.shape[1] * WORKING_BYTES
         if not self.keeps_graphs or free_bytes(state.device) < max(RESERVE * self.free_at_start, to_come):
             self.edges.pop(n, None)

@@ -6,6 +6,7 @@ replay reads them off wherever attention and values meet, whatever the kernel: a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from tensorlens.axes import Attention, Hidden
 from tensorlens.errors import MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
-from tensorlens.freezing.layouts import first_tensor, state_of
+from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import check_unchanged, replayed
@@ -31,21 +32,30 @@ from tensorlens.models.plain_pass import evaluating
 
 def plain_output(recording: Recording) -> Tensor:
     """$X^N$ (sample, token, channel) from the model left to itself, no rule applied: what must be reproduced."""
-    anatomy, seen = recording.anatomy, []
-    if not recording.rules.include_final_norm:
-        module = anatomy.blocks[-1]
-        handle = module.register_forward_hook(lambda m, args, output: seen.append(first_tensor(output)))
-    elif recording.body == "" and anatomy.unembedding is not None:
-        handle = anatomy.unembedding.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    else:
-        module = recording.model.get_submodule(recording.body)
-        handle = module.register_forward_hook(lambda m, args, output: seen.append(state_of(output)))
-    with own_precision(), torch.no_grad(), evaluating(recording.model):
+    anatomy, model, seen, n_left = recording.anatomy, recording.model, [], Counter[str]()
+
+    def leave_block(module: nn.Module, args: Any, output: Any) -> None:
+        n_left["blocks"] += 1
+        is_end = anatomy.body_end is None or not recording.rules.include_final_norm
+        if is_end and n_left["blocks"] == recording.n_blocks:
+            seen.append(state_of(output, anatomy.state_place))
+
+    def leave_body(module: nn.Module, args: Any, output: Any) -> None:
+        if n_left["blocks"] == recording.n_blocks:
+            seen.append(state_of(output))
+
+    handles = [block.register_forward_hook(leave_block) for block in dict.fromkeys(anatomy.blocks)]
+    if anatomy.body_end:
+        handles.append(model.get_submodule(anatomy.body_end).register_forward_hook(leave_body))
+    elif anatomy.body_end == "" and anatomy.unembedding is not None:
+        handles.append(anatomy.unembedding.register_forward_pre_hook(lambda m, args: seen.append(args[0])))
+    with own_precision(), torch.no_grad(), evaluating(model):
         try:
-            recording.model(**recording.inputs)
+            output = model(**recording.inputs)
         finally:
-            handle.remove()
-    return recording.layouts[-1].to_tokens(seen[-1])
+            for handle in handles:
+                handle.remove()
+    return recording.layouts[-1].to_tokens(seen[0] if seen else state_of(output))
 
 
 def plain_logits(recording: Recording, out_token: int) -> Tensor:
@@ -55,7 +65,7 @@ def plain_logits(recording: Recording, out_token: int) -> Tensor:
     keeps = recording.anatomy.unembedding is not None and "logits_to_keep" in signature(model.forward).parameters
     chosen = {"logits_to_keep": torch.tensor([out_token], device=recording.states[-1].device)} if keeps else {}
     with own_precision(), torch.no_grad(), evaluating(model):
-        logits = state_of(model(**recording.inputs, **chosen), "logits")[0]
+        logits = state_of(model(**recording.inputs, **chosen))[0]
     return logits if logits.dim() == 1 else logits[0 if keeps else out_token]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError, TensorLensError
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Heads, Interpreter, Observer
-from tensorlens.freezing.layouts import find_state, first_tensor, put_state, replace_state, state_of
+from tensorlens.freezing.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Site, Span
 from tensorlens.freezing.prologue import Prologue
 from tensorlens.freezing.recording import Reached, Recording
@@ -298,7 +298,7 @@ class _ReplayRoute:
         if id(module) in self._blocks and run.block is None:
             return self._run_block(run, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
-            if recording.body == "":
+            if anatomy.body_end == "":
                 self._leave_body(args[0])
             if self.to_logits:
                 raise Reached(args[0])
@@ -307,8 +307,11 @@ class _ReplayRoute:
             return self._embed(run, output)
         if self._n_encoder and run.module == anatomy.encoder and run.block is None:
             return self._leave_encoder(run, output)
-        if self.n_entered > self._n_encoder and run.module == recording.body and run.block is None:
-            self._leave_body(state_of(output))
+        if self.n_entered == recording.n_blocks and run.block is None:
+            if anatomy.body_end and run.module == anatomy.body_end:
+                self._leave_body(state_of(output))
+            if self.to_logits and anatomy.readout is not None and run.module == anatomy.readout:
+                raise Reached(state_of(output))
         return output
 
     def _run_block(self, run: Interpreter, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,9 +332,10 @@ class _ReplayRoute:
         run.place = Place(n, inside=True)
         output = forward(*args, **kwargs)
         run.place = Place(n)
-        last = n == self.recording.n_blocks - 1
-        if last and not (self.recording.rules.include_final_norm or self.to_logits):
-            raise Reached(self._as_tokens(first_tensor(output)))
+        recording = self.recording
+        is_end = recording.anatomy.body_end is None or not recording.rules.include_final_norm
+        if n == recording.n_blocks - 1 and is_end:
+            self._leave_body(state_of(output, recording.anatomy.state_place))
         return output
 
     def _begins(self, n: int) -> bool:

@@ -39,6 +39,9 @@ class Interpreter(Protocol):
         """Told of a product of two live tensors whose roles are a convention and not a consequence."""
 
 
+FACTORS = frozenset(["gate", "factor", "statistic", "attention"])
+"""Roles of what multiplies other live tensors and is held, or not, as the rules say."""
+
 _threads = threading.local()
 _running: dict[int, Any] = {}
 """Interpreters whose pass is under way, in any thread, by identity."""
@@ -66,7 +69,8 @@ class Traced(Tensor):
 
     `live`: it depends on the input, linearly. Otherwise it was computed from the input and then held fixed.
     `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation),
-    ``"attention"`` (out of a softmax), ``"gate"`` (out of a sigmoid), ``"entry"`` (stands for the operator's input
+    ``"attention"`` (out of a softmax), ``"gate"`` (straight out of a sigmoid), ``"factor"`` (made of activations with
+    φ(0) ≠ 0 alone: what gates in a product), ``"statistic"`` (of a norm), ``"entry"`` (stands for the operator's input
     wherever the model's code still has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
     `generation`: how many blocks had been left when it was made; an older one that is read later went past a block.
     `owner`: identity of the interpreter it belongs to.

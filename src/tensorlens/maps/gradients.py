@@ -144,7 +144,7 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
             output = anatomy.model(**inputs)
         except _Done as done:
             return done.state
-    return state_of(output, "logits") if recording.has_head else state_of(output)
+    return state_of(output)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ and the studies iterate over this table, so none of them can forget one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -105,16 +105,19 @@ def answer(name: str, question: Question) -> Answer:
         )
     if name != "tensor.norm" and (question.norm != "frobenius" or question.probes is not None):
         raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
-    return METHODS[name].compute(question)
+    found = METHODS[name].compute(question)
+    return (
+        replace(found, notes=question.operator.engines.notes() | found.notes) if name.startswith("tensor.") else found
+    )
 
 
 BY_COMPLETENESS = "by completeness"
 """What the notes say of a bias whose share is no finding of its own."""
 
 
-def _not_carried(scores: Tensor, total: Tensor) -> Tensor:
+def not_carried(scores: Tensor, total: Tensor) -> Tensor:
     """What the inputs do not carry of each row's total is the bias's."""
-    return (1 - scores.sum(1, dtype=torch.float64) / total).to(scores)
+    return (1 - scores.double().sum(1) / total).to(scores)
 
 
 def _share(question: Question) -> Tensor:
@@ -139,11 +142,12 @@ def _norm(question: Question) -> Answer:
 def _in_out(question: Question) -> Answer:
     operator = question.operator
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
-    if not operator.is_streamed:
+    size = operator.output[list(question.out_tokens)].double().square().sum(-1)
+    is_single = len(question.out_tokens) == 1 and not operator.heads and _is_exact(scores, size)
+    if not operator.is_streamed and not is_single:
         return Answer(scores=scores, bias_share=_share(question))
     # A replay at zero would cost more than the map.
-    size = torch.linalg.vector_norm(operator.output[list(question.out_tokens)], dim=-1, dtype=torch.float64).square()
-    return Answer(scores=scores, bias_share=_not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
+    return Answer(scores=scores, bias_share=not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
 
 
 @method("tensor.contribution", "Length of what each input contributes to the output")
@@ -182,13 +186,14 @@ def _in_class(question: Question) -> Answer:
     scores = collapse.weigh(
         operator.replay.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
     )
+    operator.engines.note(operator.engines.slow_to(to_logits=True))
     named = weights.abs().sum(0).nonzero()[:, 0]
     at_x = torch.stack([logits_at(recording, i, named) for i in positions])
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
     logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
     if not operator.heads and _is_exact(scores, logits):
-        bias_share, notes["bias"] = _not_carried(scores, logits), BY_COMPLETENESS
+        bias_share, notes["bias"] = not_carried(scores, logits), BY_COMPLETENESS
     else:  # without all of its heads, the model gives other logits than these
         at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
         bias_share = (weights * at_zero).sum(1) / logits

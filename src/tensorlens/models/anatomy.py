@@ -1,17 +1,21 @@
-"""Where the parts of a model are, found by structure."""
+"""Where the parts of a model are: by its module tree, and by what was seen of one plain pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-
-BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
+from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_encoder, is_in_list, leaving
+from tensorlens.models.channels import reading_axis, writing_axis
+from tensorlens.models.endings import Ending, find_ending, find_readout
+from tensorlens.models.evidence import Evidence, ModuleCall, watch
+from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +24,25 @@ class Anatomy:
 
     Attributes:
         model: The model as the user gave it, with its head.
-        body: The part without the head, whose output is the state $X^N$.
-        stack: Path of the module list that holds the blocks.
-        blocks: The modules of that list. Shared weights make one module several blocks: blocks are counted by call.
+        body: The part without the head, as far as the model names one.
+        stack: Paths of the lists that hold the blocks, or of the blocks themselves, with commas between them.
+        blocks: The modules in question. Shared weights make one module several blocks: blocks are counted by call.
         unembedding: The linear layer from a token's state to the logits of a language model, if there is one.
         embedding: The layer from token ids to embeddings, if there is one.
         encoder: Path of the encoder, in a model that also has a decoder.
         encoder_blocks: Those of the blocks that are the encoder's.
         other_stacks: Paths of other lists that might hold the blocks, for inputs that do not go through `stack`.
+        body_end: Path of the module whose first output after the last block is $X^N$; None for the output of the last
+            block itself; empty for what the model returns, or for the input of its unembedding where it has one.
+        has_head: Whether anything follows $X^N$; None if that was not seen.
+        reads_state: Whether the unembedding takes tokens of $X^N$ as they are, all or some of them.
+        head_linear: Path of the last linear layer before the model's output, if it is no unembedding.
+        readout: Path of the module whose output are the logits, where a softmax or its like follows; None if the model
+            returns them itself.
+        ends_in: That softmax or its like, if there is one.
+        channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
+            told.
+        state_place: Which of the floating-point tensors that a block returns is the state.
     """
 
     model: nn.Module
@@ -39,6 +54,14 @@ class Anatomy:
     encoder: str | None = None
     encoder_blocks: tuple[nn.Module, ...] = ()
     other_stacks: tuple[str, ...] = ()
+    body_end: str | None = None
+    has_head: bool | None = None
+    reads_state: bool = False
+    head_linear: str | None = None
+    readout: str | None = None
+    ends_in: str | None = None
+    channels: tuple[int | None, ...] = ()
+    state_place: int = 0
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -54,111 +77,276 @@ class Anatomy:
             yield replace(self, stack=stack, blocks=blocks, other_stacks=(), encoder=None, encoder_blocks=())
 
 
-def find_anatomy(model: nn.Module, blocks: str | None = None) -> Anatomy:
-    """Find the blocks of a model: the list of modules that holds most of its parameters.
+class Anatomies:
+    """The anatomy of a model at each kind of input, found by one plain pass the first time.
+
+    Args:
+        model: The model.
+        blocks: As for `find_anatomy`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
+        self._model, self._blocks = model, blocks
+        self._known: dict[Any, Anatomy] = {}
+
+    def at(self, arguments: Mapping[str, Any]) -> Anatomy:
+        """The anatomy for a forward pass with these keyword arguments."""
+        key = structure_of(self._model), kind_of(arguments)
+        if key not in self._known:
+            found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
+            self._known = {known: value for known, value in self._known.items() if known[0] == key[0]} | {key: found}
+        return self._known[key]
+
+
+def structure_of(model: nn.Module) -> tuple[Any, ...]:
+    """What an anatomy depends on in a model: its modules, their hooks and their modes of work."""
+    return tuple(
+        (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
+         tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
+        for path, module in model.named_modules()
+    )  # fmt: skip
+
+
+def _hooks(module: nn.Module) -> tuple[Any, Any]:
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def kind_of(value: Any) -> Any:
+    """What an anatomy depends on in an input: its names, types, axes and which of them are single."""
+    if isinstance(value, Mapping):
+        return tuple((name, kind_of(item)) for name, item in sorted(value.items(), key=lambda pair: str(pair[0])))
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(size == 1 for size in value.shape)
+    if isinstance(value, (tuple, list)):
+        return tuple(kind_of(item) for item in value)
+    return value if isinstance(value, (bool, int, str, torch.dtype, type(None))) else type(value)
+
+
+def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
+    """Find the blocks of a model, where its body ends, and its head.
+
+    Types that say of themselves where their encoder, decoder and head are (as in transformers) are believed, if that
+    is what ran. In all others the blocks are the calls alike that follow each other, that one state flows through and
+    that hold most of the weights. Without evidence the largest list of modules is taken.
+
+    Args:
+        model: Any model.
+        evidence: What was seen of a pass; see `watch`.
+        blocks: Path of the list of blocks, or several paths with commas between them, where the guess is wrong.
+    """
+    model = getattr(model, "_orig_mod", model)  # the model inside of a compiled one
+    named = _by_tree(model, blocks)
+    if evidence is None:
+        if named is None:
+            raise _not_found(model)
+        return named
+    chain = [] if blocks is not None else find_chain(evidence)
+    is_named = (
+        blocks is not None or _is_known_type(model) or named is not None and _is_entered_directly(named, evidence)
+    )
+    if chain and not is_named:
+        return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
+    for candidate in () if named is None else (named, *named.alternatives()):
+        calls = _calls_of(candidate, evidence)
+        if calls:
+            return _with_ending(candidate, calls, evidence)
+        if _is_entered_directly(candidate, evidence):
+            return candidate
+    if chain:
+        return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
+    if named is None:
+        raise _not_found(model)
+    raise AnatomyError(
+        f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
+        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
+    )
+
+
+def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
+    """Whether blocks ran by their `forward` itself, so that only what is in them was seen."""
+    paths = {id(module): path for path, module in evidence.root.module.named_modules()}
+    called = {call.path for call in evidence.calls}
+    steps = [path.split(".") for path in called]
+    inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
+    return any(paths[id(block)] in inside and not isinstance(block, LISTS) for block in anatomy.blocks)
+
+
+def _not_found(model: nn.Module) -> AnatomyError:
+    return AnatomyError(
+        f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
+        "modules alike that follow each other; found neither. "
+        'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`.'
+    )
+
+
+# By what ran ---------------------------------------------------------------------------------------------------------
+
+
+def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
+    _refuse_several_states(chain, evidence)
+    found = find_encoder(chain, evidence)
+    encoder, of_encoder = (None, []) if found is None else found
+    return Anatomy(
+        model=model,
+        body=getattr(model, "base_model", model),
+        stack=", ".join(dict.fromkeys(_paths(chain, evidence))),
+        blocks=tuple({id(call.module): call.module for call in (*of_encoder, *chain)}.values()),
+        unembedding=None,
+        embedding=ask(model, "get_input_embeddings") or _embedding_before(chain[0], evidence),
+        encoder=None if encoder is None else encoder.path,
+        encoder_blocks=tuple(call.module for call in of_encoder),
+    )
+
+
+def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
+    """Where the blocks are: a list by its path if all that ran of it are blocks, others by their own."""
+    own = {call.path for call in chain}
+    for call in chain:
+        path = call.path.rpartition(".")[0]
+        beside = {other.path for other in evidence.calls if other.path.rpartition(".")[0] == path}
+        yield path if is_in_list(call, evidence) and beside <= own else call.path
+
+
+def _refuse_several_states(chain: Chain, evidence: Evidence) -> None:
+    """A model that carries several states at once has no chain through which all of the input goes."""
+    through = {seen.node for call in chain for seen in call.given}
+    for holder in chain[-1].holders():
+        sources = {seen.node for seen in holder.taken}
+        around = [s for s in holder.given if evidence.reaches(sources, s.node, past=through, since=holder.start)]
+        if holder.several_states and around:
+            raise AnatomyError(
+                f"`{holder.path}` takes {len(holder.taken)} states at once, of shapes "
+                f"{', '.join(str(seen.shape) for seen in holder.taken)}; expected one state that goes from block to "
+                "block. Look at one of its parts by itself."
+            )
+
+
+def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:
+    """The layer that made the tokens' embeddings: of those that lead to the first block, the one with most entries."""
+    found = [
+        call.module
+        for call in evidence.calls[: first.number]
+        if isinstance(call.module, nn.Embedding) and call.given and len(call.given[0].shape) > 2
+        and evidence.reaches({call.given[0].node}, entering(first).node)
+    ]  # fmt: skip
+    return max(found, key=lambda layer: layer.num_embeddings, default=None)
+
+
+def _calls_of(anatomy: Anatomy, evidence: Evidence) -> Chain:
+    """The calls of an anatomy's blocks, those of the encoder apart, and none that is part of another."""
+    encoder = {id(block) for block in anatomy.encoder_blocks}
+    return _outermost({id(block) for block in anatomy.blocks} - encoder, evidence)
+
+
+def _encoder_calls(anatomy: Anatomy, evidence: Evidence) -> Chain:
+    return _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
+
+
+def _outermost(modules: set[int], evidence: Evidence) -> Chain:
+    calls = [call for call in evidence.calls if id(call.module) in modules and call.taken and call.given]
+    return [call for call in calls if not any(id(holder.module) in modules for holder in call.holders())]
+
+
+def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
+    ending = find_ending(chain, evidence, _known_body(anatomy, chain))
+    linear = ending.head_linear
+    unembedding = anatomy.unembedding or _as_unembedding(linear, ending, anatomy, evidence)
+    readout, ends_in = find_readout(evidence, linear)
+    taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
+    return replace(
+        anatomy,
+        unembedding=unembedding,
+        body_end=ending.body_end,
+        has_head=ending.has_head or unembedding is not None,
+        reads_state=bool(taken) and evidence.is_same(taken[-1].node, ending.state.node),
+        head_linear=None if linear is None or linear.module is unembedding else linear.path,
+        readout=readout,
+        ends_in=ends_in,
+        channels=_channels(_encoder_calls(anatomy, evidence), chain, ending, evidence),
+        state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
+    )
+
+
+def _known_body(anatomy: Anatomy, chain: Chain) -> str | None:
+    """The outermost module around the blocks that the head is not part of, for types that name their parts."""
+    if not _is_known_type(anatomy.model):
+        return None
+    if anatomy.body is anatomy.model and anatomy.unembedding is None:
+        return ""
+    for holder in reversed(list(chain[0].holders())):
+        if holder.path and all(part is not anatomy.unembedding for part in holder.module.modules()):
+            return holder.path
+    return ""
+
+
+def _as_unembedding(
+    linear: ModuleCall | None, ending: Ending, anatomy: Anatomy, evidence: Evidence
+) -> nn.Linear | None:
+    """A linear layer that makes logits of a vocabulary for tokens one by one."""
+    if linear is None or not isinstance(linear.module, nn.Linear):
+        return None
+    size = getattr(anatomy.embedding, "num_embeddings", None)
+    taken, state = linear.taken[0], ending.state
+    is_per_token = len(taken.shape) == len(state.shape) > 2 and (
+        taken.shape[:-1] == state.shape[:-1] or evidence.is_same(taken.node, state.node)
+    )
+    return linear.module if is_per_token and size is not None and linear.module.out_features >= 0.9 * size else None
+
+
+def _channels(encoder: Chain, chain: Chain, ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
+    found = [reading_axis(entering(call), call.walk(), evidence) for call in (*encoder, *chain)]
+    end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), chain[-1])
+    last = None
+    if end is not chain[-1] and end.taken and end.taken[0].shape == ending.state.shape:
+        last = reading_axis(end.taken[0], end.walk(), evidence)
+    return (*found, writing_axis(ending.state, end.walk()) if last is None else last)
+
+
+# By the tree ---------------------------------------------------------------------------------------------------------
+
+
+def _is_known_type(model: nn.Module) -> bool:
+    """Whether a model says of itself where its parts are, as those of transformers do."""
+    return hasattr(model, "base_model_prefix") and hasattr(model, "config")
+
+
+def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
+    """The blocks by the module tree: the list of modules that holds most of the parameters.
 
     With an encoder and a decoder, there is such a list in each. In a model of several towers the one of the language
     model is taken, if its input goes through it.
-
-    Args:
-        model: Any model whose blocks are in lists of modules.
-        blocks: Path of the list, for a model where the guess is wrong.
     """
-    model = getattr(model, "_orig_mod", model)  # the model inside of a compiled one
-    unembedding = _ask(model, "get_output_embeddings")
+    unembedding = ask(model, "get_output_embeddings")
     common: dict[str, Any] = {
         "model": model,
         "body": getattr(model, "base_model", model),
         "unembedding": unembedding if isinstance(unembedding, nn.Linear) else None,
-        "embedding": _ask(model, "get_input_embeddings"),
+        "embedding": ask(model, "get_input_embeddings"),
     }
     if blocks is not None:
-        stack = _named_stack(model, blocks)
-        return Anatomy(**common, stack=stack, blocks=blocks_in(model.get_submodule(stack)))
-    pair = _encoder_and_decoder(model)
+        return Anatomy(**common, stack=blocks, blocks=named_blocks(model, blocks))
+    pair = encoder_and_decoder(model)
     if pair is not None:
         encoder, encoder_stack, decoder_stack = pair
         of_encoder = blocks_in(model.get_submodule(encoder_stack))
         of_decoder = blocks_in(model.get_submodule(decoder_stack))
         return Anatomy(
             **common, stack=decoder_stack, blocks=of_encoder + of_decoder, encoder=encoder, encoder_blocks=of_encoder,
-            other_stacks=tuple(stack for stack in _stacks(model) if stack != decoder_stack),
+            other_stacks=tuple(stack for stack in stacks(model) if stack != decoder_stack),
         )  # fmt: skip
-    stacks = _stacks(model)
-    if not stacks:
-        raise AnatomyError(
-            f"Could not find the blocks of `{type(common['body']).__name__}`: expected an `nn.ModuleList` of "
-            "Transformer blocks, found none. "
-            'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`.'
-        )
+    found = stacks(model)
+    if not found:
+        return _of_attributes(common)
     return Anatomy(
-        **common, stack=stacks[0], blocks=blocks_in(model.get_submodule(stacks[0])), other_stacks=tuple(stacks[1:])
+        **common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])), other_stacks=tuple(found[1:])
     )
 
 
-def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules of a list that are called: lists within it are opened, and so are stages made of one list."""
-    found: list[nn.Module] = []
-    for child in stack.children():
-        found += blocks_in(child) if isinstance(child, nn.ModuleList) else [child]
-    return tuple(found)
-
-
-def _ask(model: nn.Module, method: str) -> Any:
-    try:
-        return getattr(model, method)()
-    except (AttributeError, NotImplementedError, TypeError):
-        return None
-
-
-def _named_stack(model: nn.Module, path: str) -> str:
-    try:
-        found = model.get_submodule(path)
-    except AttributeError:
-        found = None
-    if not isinstance(found, BLOCK_LISTS):
-        lists = ", ".join(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-        raise AnatomyError(
-            f"`blocks` must be the path of a list of modules; got {path!r}, "
-            f"which is {'absent' if found is None else type(found).__name__}. Lists in this model: {lists or 'none'}."
-        )
-    return path
-
-
-def _encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
-    """Paths of the encoder, its blocks and the decoder's blocks, for a model that runs one after the other."""
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    names = {id(module): name for name, module in model.named_modules()}
-    encoder, decoder = _ask(model, "get_encoder"), _ask(model, "get_decoder")
-    if encoder is None or decoder is None or encoder is decoder or decoder is model or encoder is model:
-        return None
-    if id(encoder) not in names or id(decoder) not in names:
-        return None
-    inner = [[f"{names[id(part)]}.{stack}" for stack in _stacks(part)[:1]] for part in (encoder, decoder)]
-    return (names[id(encoder)], inner[0][0], inner[1][0]) if all(inner) else None
-
-
-def _stacks(model: nn.Module) -> list[str]:
-    """Lists that may hold the blocks: the language model's before others, the largest before the smaller."""
-    for kind in BLOCK_LISTS:
-        sizes = {
-            name: sum(parameter.numel() for parameter in module.parameters())
-            for name, module in model.named_modules()
-            if name and isinstance(module, kind) and len(module) and not _inside(module, model, kind)
-        }
-        found = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
-        if found:
-            decoder = _ask(model, "get_decoder")
-            inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-            return sorted(found, key=lambda name: id(model.get_submodule(name)) not in inside)
-    return []
-
-
-def _inside(stack: nn.Module, model: nn.Module, kind: type) -> bool:
-    """Whether a list lies within another list: heads of experts, sub-layers of a block."""
-    return any(
-        stack is not outer and any(stack is inner for inner in outer.modules())
-        for outer in model.modules()
-        if isinstance(outer, kind)
-    )
+def _of_attributes(common: dict[str, Any]) -> Anatomy | None:
+    """For a model without lists, until it was seen to run: its parts that hold several weights."""
+    parts = {
+        name: part
+        for name, part in common["model"].named_children()
+        if sum(weight.dim() > 1 for weight in part.parameters()) > 1
+    }
+    return Anatomy(**common, stack=", ".join(parts), blocks=tuple(parts.values())) if parts else None

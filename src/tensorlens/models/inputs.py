@@ -7,7 +7,6 @@ arguments of one forward pass on one sample, and what is known of its tokens.
 from __future__ import annotations
 
 import base64
-import inspect
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError, missing_extra
+from tensorlens.models.forward_signature import (
+    begins_with_pixels,
+    device_of,
+    dtype_of,
+    embedding_width,
+    first_parameter,
+    ids_parameter,
+    takes_mapping,
+    token_ids,
+    vocabulary_size,
+)
+from tensorlens.models.forward_signature import forward_parameters as forward_parameters
+from tensorlens.models.forward_signature import max_tokens as max_tokens
 from tensorlens.models.labels import patch_labels, token_labels, with_patches
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -29,8 +41,8 @@ class ModelInput:
     """One sample, ready for a forward pass.
 
     Attributes:
-        arguments: Keyword arguments of the model's forward, with a batch axis of 1.
-        kind: What it was: ``text``, ``ids``, ``embeddings``, ``image`` or ``processed``.
+        arguments: Keyword arguments of the model's forward, by its own names, with a batch axis of 1.
+        kind: What it was: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
         text: The text, if there was one.
         image: The picture as a data URI, if there was one.
     """
@@ -42,7 +54,7 @@ class ModelInput:
 
     def labels(self, n_tokens: int, model: nn.Module, processor: Any) -> tuple[str, ...]:
         """A label for each of the `n_tokens` tokens that entered the first block."""
-        ids = self.arguments.get("input_ids")
+        ids = token_ids(self.arguments)
         decoder_ids = self.arguments.get("decoder_input_ids")
         if decoder_ids is not None and n_tokens > decoder_ids.shape[-1]:
             n_encoder = n_tokens - decoder_ids.shape[-1]
@@ -95,9 +107,11 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
     if _is_image(value):
         return _from_image(value, model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
-        return _from_array(torch.as_tensor(value), model)
+        return _from_array(_checked(torch.as_tensor(value), "input"), model)
     if isinstance(value, Sequence) and all(isinstance(item, (int, np.integer)) for item in value):
         return _from_ids(torch.tensor(list(value), dtype=torch.long), model)
+    if isinstance(value, float):
+        raise InputError(f"Token ids must be whole numbers; got {value}.")
     raise InputError(
         "Expected a text, a list of token ids, an image (PIL image, path or pixel array), embeddings of shape "
         "(token, channel), "
@@ -117,7 +131,7 @@ def _decoder_start(arguments: dict[str, Any], model: nn.Module) -> dict[str, Ten
         start = getattr(config, "bos_token_id", None)
     if start is None:
         raise InputError("The decoder needs an input: pass `decoder_input_ids` together with the encoder's input.")
-    return {"decoder_input_ids": torch.tensor([[start]], device=_device(model))}
+    return {"decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -147,38 +161,60 @@ def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:
     return ModelInput(arguments=_id_arguments(ids, model), kind="ids")
 
 
-def _id_arguments(ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
+def _id_arguments(ids: Tensor, model: nn.Module) -> dict[str, Any]:
+    name, ids = ids_parameter(model), _checked_ids(ids, model)
+    return {name: {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if takes_mapping(model) else ids}
+
+
+def _checked_ids(ids: Tensor, model: nn.Module) -> Tensor:
+    """Token ids as (1, token), all of them in the model's vocabulary."""
+    if ids.is_floating_point() or ids.dtype is torch.bool:
+        raise InputError(f"Token ids must be whole numbers; got {ids.dtype}.")
     ids = ids.reshape(1, -1)
     if ids.numel() == 0:
         raise InputError("Expected at least one token; got an empty list of ids.")
-    vocabulary = _embedding_size(model)
+    vocabulary = vocabulary_size(model)
     if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         bad = next(int(i) for i in ids[0] if not 0 <= int(i) < vocabulary)
         raise InputError(f"Token ids must be from 0 to {vocabulary - 1}, the model's vocabulary; got {bad}.")
     _check_length(ids.shape[1], model)
-    return {"input_ids": ids.to(_device(model))}
+    return ids.to(device_of(model))
 
 
 def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
-    if (
-        not array.is_floating_point()
-        and array.dim() == 1
-        or array.dim() == 2
-        and array.shape[0] == 1
-        and not array.is_floating_point()
-    ):
+    is_row = array.dim() == 1 or array.dim() == 2 and array.shape[0] == 1
+    if is_row and not array.is_floating_point():
         return _from_ids(array.long(), model)
-    if array.dim() in (3, 4) and "pixel_values" in forward_parameters(model):
+    parameters = forward_parameters(model)
+    if array.dim() in (3, 4) and "pixel_values" in parameters:
         pixels = array if array.dim() == 4 else array[None]
         _check_numbers(pixels, "pixels")
-        return ModelInput(arguments={"pixel_values": pixels.to(_device(model), _dtype(model))}, kind="image")
-    return _from_embeddings(array, model)
+        return ModelInput(arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))}, kind="image")
+    if hasattr(model, "config") or {"inputs_embeds", "input_ids"} & parameters:
+        return _from_embeddings(array, model)
+    return _from_values(array, model)
+
+
+def _from_values(values: Tensor, model: nn.Module) -> ModelInput:
+    """Numbers for the first argument of a plain module, as they are: only its own code knows what its axes are."""
+    name = first_parameter(model)
+    if values.dim() == 3 and begins_with_pixels(model):
+        values = values[None]
+    if not values.is_floating_point() or values.dim() < 2:
+        raise InputError(
+            f"`{name}` of `{type(model).__name__}` takes token ids (a list of whole numbers) or numbers with tokens "
+            f"and channels; got {values.dtype} of shape {tuple(values.shape)}."
+        )
+    if values.dim() > 2 and 1 not in values.shape[:2]:
+        raise InputError(f"Expected one sample; got shape {tuple(values.shape)}. Pass several as a list.")
+    _check_numbers(values, name)
+    return ModelInput(arguments={name: values.to(device_of(model), dtype_of(model))}, kind="values")
 
 
 def _from_embeddings(embeddings: Tensor, model: nn.Module) -> ModelInput:
     if embeddings.dim() == 3 and embeddings.shape[0] == 1:
         embeddings = embeddings[0]
-    width = _embedding_width(model)
+    width = embedding_width(model)
     if embeddings.dim() != 2 or embeddings.shape[0] == 0 or width is not None and embeddings.shape[1] != width:
         raise InputError(
             f"Embeddings must have shape (token, {width or 'channel'}); got {tuple(embeddings.shape)}. "
@@ -191,7 +227,7 @@ def _from_embeddings(embeddings: Tensor, model: nn.Module) -> ModelInput:
     if "inputs_embeds" not in forward_parameters(model):
         raise InputError(f"`{type(model).__name__}` does not take embeddings; pass what its processor makes.")
     return ModelInput(
-        arguments={"inputs_embeds": embeddings[None].to(_device(model), _dtype(model))}, kind="embeddings"
+        arguments={"inputs_embeds": embeddings[None].to(device_of(model), dtype_of(model))}, kind="embeddings"
     )
 
 
@@ -258,23 +294,32 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
                 f"`{name}` holds what earlier tokens left behind, whose influence would be lost. "
                 "Pass the whole input instead."
             )
-    device = _device(model)
-    arguments: dict[str, Any] = {
-        name: torch.as_tensor(value).to(device) if isinstance(value, (Tensor, np.ndarray, list)) else value
-        for name, value in processed.items()
-        if name != "labels"
-    }
-    arguments = drop_padding(arguments)
+    if not processed:
+        raise InputError("Expected the output of a processor; got an empty dictionary.")
+    arguments = drop_padding(_as_tensors(processed, device_of(model)))
     ids = arguments.get("input_ids")
-    if ids is not None:
-        arguments["input_ids"] = _id_arguments(ids, model)["input_ids"] if ids.dim() == 1 or len(ids) == 1 else ids
+    if ids is not None and (ids.dim() == 1 or len(ids) == 1):
+        arguments["input_ids"] = _checked_ids(ids, model)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.dim() == 1 and name != "input_ids" and ids is not None:
             arguments[name] = value[None]
         if isinstance(value, Tensor) and value.is_floating_point():
             _check_numbers(value, name)
-            arguments[name] = arguments[name].to(_dtype(model))
+            arguments[name] = arguments[name].to(dtype_of(model))
+    if takes_mapping(model) and first_parameter(model) not in arguments:
+        mask = {} if ids is None else {"attention_mask": torch.ones_like(arguments["input_ids"])}
+        arguments = {first_parameter(model): mask | arguments}
     return ModelInput(arguments=arguments, kind="processed")
+
+
+def _as_tensors(processed: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: _checked(torch.as_tensor(value), name).to(device)
+        if isinstance(value, (Tensor, np.ndarray, list))
+        else value
+        for name, value in processed.items()
+        if name != "labels"
+    }
 
 
 # Images --------------------------------------------------------------------------------------------------------------
@@ -311,7 +356,7 @@ def _from_image(image: Any, model: nn.Module, processor: Any) -> ModelInput:
     image = image.convert("RGB")
     pixels = processor(images=image, return_tensors="pt")["pixel_values"]
     return ModelInput(
-        arguments={"pixel_values": pixels.to(_device(model), _dtype(model))}, kind="image", image=_data_uri(image)
+        arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))}, kind="image", image=_data_uri(image)
     )
 
 
@@ -333,30 +378,7 @@ def _special_patches(model: nn.Module) -> tuple[str, ...]:
     return ("[CLS]", "[DIST]") if distilled else ("[CLS]",)
 
 
-# What a model says of itself -----------------------------------------------------------------------------------------
-
-
-def forward_parameters(model: nn.Module) -> set[str]:
-    """Names of the arguments that a model's forward takes."""
-    return set(inspect.signature(model.forward).parameters)
-
-
-def max_tokens(model: nn.Module) -> int | None:
-    """The longest input that the model has positions for."""
-    config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit is None or limit <= 0:
-        return None
-    # RoBERTa and its kin count positions from the padding index on.
-    offset = getattr(config, "pad_token_id", None) if _positions_are_offset(model) else None
-    return limit - (offset + 1) if offset is not None else limit
-
-
-def _positions_are_offset(model: nn.Module) -> bool:
-    return any(
-        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
-        for name, module in model.named_modules()
-    )
+# What is refused -----------------------------------------------------------------------------------------------------
 
 
 def _check_length(n_tokens: int, model: nn.Module) -> None:
@@ -366,34 +388,18 @@ def _check_length(n_tokens: int, model: nn.Module) -> None:
 
 
 def _check_numbers(values: Tensor, name: str) -> None:
-    if not bool(torch.isfinite(values).all()):
+    # A mask that is added to attention scores holds minus infinity where nothing may be read.
+    is_mask = "mask" in name or "bias" in name
+    if not bool((~values.isnan() & (values != torch.inf) if is_mask else torch.isfinite(values)).all()):
         raise InputError(f"The {name} must be finite numbers; found NaN or infinity.")
 
 
-def _input_embedding(model: nn.Module) -> nn.Module | None:
-    try:
-        return model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _embedding_size(model: nn.Module) -> int | None:
-    return getattr(_input_embedding(model), "num_embeddings", None)
-
-
-def _embedding_width(model: nn.Module) -> int | None:
-    return getattr(_input_embedding(model), "embedding_dim", None)
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs; weights that are off-loaded are on no device."""
-    for module in (_input_embedding(model), model):
-        hook = getattr(module, "_hf_hook", None)
-        for part in getattr(hook, "hooks", (hook,)):
-            if getattr(part, "execution_device", None) is not None:
-                return torch.device(part.execution_device)  # type: ignore[union-attr]
-    return getattr(model, "device", None) or next(model.parameters()).device
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return getattr(model, "dtype", None) or next(model.parameters()).dtype
+def _checked(value: Tensor, name: str) -> Tensor:
+    """A tensor that holds numbers in the ordinary way."""
+    if value.is_meta or value.layout is not torch.strided or value.is_nested or value.is_complex():
+        kind = "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout).split(".")[-1]
+        kind = "complex" if value.is_complex() else kind
+        raise InputError(f"The {name} must be an ordinary dense tensor of real numbers; got a {kind} one.")
+    if value.numel() == 0 and value.dim() != 1:
+        raise InputError(f"The {name} must hold at least one sample and one token; got shape {tuple(value.shape)}.")
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from tensorlens.freezing.observe import plain_output
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import tf32_allowed
+from tensorlens.operators.laws import Probes, engine_errors, relative, threshold, value_with_heads
+from tensorlens.operators.laws_in_float32 import HALF, errors_in_float32
 from tensorlens.operators.matrix_free import FrozenOperator
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -28,16 +30,24 @@ TOLERANCE_FLOAT32_INSIDE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """Errors of an attention tensor, relative, with the verdict.
+    r"""Errors of an attention tensor, relative, with the verdict.
 
     Attributes:
-        errors: By law: `value`, `linearity`, `adjoint`, `completeness`, `composition`.
+        errors: By law: `value`, `linearity`, `adjoint`, `completeness`, `composition`. For a model in half precision
+            `linearity` and `adjoint` are those of its blocks in float32, and `rounded` has them as the model computes.
         tolerance: What is accepted for this type of numbers.
         rules: The modules in which each rule fired.
         conventions: Products of two live tensors that carry gradient and whose roles are a choice: the modules, by
             convention.
         options: The user's `Rules`.
         dtype: Type of the hidden states.
+        engines: How far each engine that answered, or could, is from a replay.
+        engine_tolerance: What is accepted of them.
+        carried: $\lVert T X \rVert / \lVert F(X) \rVert$: the part of the output that is not in B.
+        moves: $\lVert T V \rVert / \lVert V \rVert$ at a random V.
+        passing: The same for each block.
+        rounded: Errors in the model's own half precision, which the verdict does not go by.
+        reservations: What a plain "passed" would hide.
     """
 
     errors: dict[str, float]
@@ -46,16 +56,25 @@ class Certificate:
     conventions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    engines: dict[str, float] = field(default_factory=dict)
+    engine_tolerance: float = 1e-3
+    carried: float = 1.0
+    moves: float = 1.0
+    passing: tuple[float, ...] = ()
+    rounded: dict[str, float] = field(default_factory=dict)
+    reservations: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether every error is a number within the tolerance."""
-        return all(error <= self.tolerance for error in self.errors.values())
+        """Whether every error is a number within its tolerance, and the operator moves something at all."""
+        return not self.failures
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The laws that do not hold."""
-        return tuple(law for law, error in self.errors.items() if not error <= self.tolerance)
+        """The laws that do not hold, and the engines that are wrong."""
+        laws = [law for law, error in self.errors.items() if not error <= self.tolerance]
+        engines = [name for name, error in self.engines.items() if not error <= self.engine_tolerance]
+        return (*laws, *engines, *(() if self.moves > 0 else ("T is zero",)))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -63,6 +82,13 @@ class Certificate:
             "passed": self.passed,
             "errors": self.errors,
             "tolerance": self.tolerance,
+            "engines": self.engines,
+            "engine_tolerance": self.engine_tolerance,
+            "carried": self.carried,
+            "moves": self.moves,
+            "passing": list(self.passing),
+            "rounded": self.rounded,
+            "reservations": list(self.reservations),
             "dtype": self.dtype,
             "options": self.options,
             "rules": {rule: list(modules) for rule, modules in self.rules.items()},
@@ -70,50 +96,60 @@ class Certificate:
         }
 
     def __str__(self) -> str:
-        """The verdict, the numbers, and the rules with the number of modules each."""
+        """The verdict, the numbers, what was held, and the rules with the number of modules each."""
         lines = [f"{'exact and linear' if self.passed else 'NOT CERTIFIED: ' + ', '.join(self.failures)}"]
+        lines += [f"  but: {reservation}" for reservation in self.reservations]
         lines += [f"  {law:<13}{error:9.1e}" for law, error in self.errors.items()]
-        lines += [f"  tolerance    {self.tolerance:9.1e}  ({self.dtype})", "rules:"]
+        lines += [f"  tolerance    {self.tolerance:9.1e}  ({self.dtype})"]
+        lines += [f"  {law}, rounded{error:9.1e}" for law, error in self.rounded.items()]
+        lines += [f"  engine {name}: {error:.1e} (accepted: {self.engine_tolerance:.0e})"
+                  for name, error in self.engines.items()]  # fmt: skip
+        lines += [f"  |T X| / |F(X)| = {self.carried:.3g}", "rules:"]
         lines += [f"  {rule}: {len(modules)} modules, such as {modules[0]}" for rule, modules in self.rules.items()]
         return "\n".join(lines)
 
 
-def certify(operator: FrozenOperator, *, n_probes: int = 4, seed: int = 0) -> Certificate:
-    r"""Measure the laws of an attention tensor.
+def certify(
+    operator: FrozenOperator, *, engines: Literal["answered", "all"] = "answered", n_probes: int = 4, seed: int = 0
+) -> Certificate:
+    r"""Measure the laws of an attention tensor, and the engines behind it.
 
-    - value: $\tilde F_X(X)$ against the model left to itself;
+    - value: $\tilde F_X(X)$ against the model left to itself; with heads chosen, each such block against what its
+      weights and attention matrices give;
     - linearity: $\tilde F_X(aU + bV) - B$ against $a(\tilde F_X(U) - B) + b(\tilde F_X(V) - B)$ at random U, V of the
       size of X;
-    - adjoint: $⟨u, T·V⟩$ against $⟨T^\top u, V⟩$, and $T^\top u$ from the recording itself, which a first map uses,
+    - adjoint: $⟨u, T·V⟩$ against $⟨T^\top u, V⟩$, and $T^\top u$ from the recording itself, which single maps use,
       against the replay's;
     - completeness: $⟨u, F(X) - B⟩$ against $⟨T^\top u, X⟩$, with B the replay at zero;
     - composition: blocks in two steps against all at once, away from X.
 
     Inner products are with `n_probes` standard normal u, so that the root mean square of their differences estimates
     the norm of the whole difference.
+
+    Args:
+        operator: The operator.
+        engines: Which engines to prove: those that answered, or every one there is.
+        n_probes: How many cotangents.
+        seed: Of the probes.
     """
-    recording, span = operator.recording, operator.span
-    probes = _Probes(operator, n_probes, seed)
-    full = span == Span(0, recording.n_blocks) and not operator.heads
-    expected = (
-        plain_output(recording)[0]
-        if full
-        else operator.output
-        if not operator.heads
-        else operator.push(operator.input[None])[0]
-    )
+    recording = operator.recording
+    probes = Probes(operator, n_probes, seed)
+    at_x = operator.push(operator.input[None])[0]
+    expected = _expected(operator, at_x)
     pulled, conventions = _pull_and_watch(operator, probes.u)
+    of_v = operator.apply(probes.v)
+    by_engine = engine_errors(operator, probes, pulled, every=engines == "all")
     errors = {
-        "value": _relative(operator.push(operator.input[None])[0] - expected, expected),
+        "value": value_with_heads(operator) if operator.heads else relative(at_x - expected, expected),
         "linearity": probes.linearity(),
-        "adjoint": probes.mismatch(operator.apply(probes.v), pulled, probes.v),
+        "adjoint": max(probes.mismatch(of_v, pulled, probes.v), by_engine.get("recorded graph", 0.0)),
         "completeness": probes.mismatch(expected - operator.bias, pulled, operator.input, scale=expected),
     }
-    if full and recording.graph is not None:
-        first = operator.replay.pull(probes.u[:1], span)
-        errors["adjoint"] = max(errors["adjoint"], _relative(first - pulled[:1], pulled[:1]))
     if not recording.side_channels:  # else a range in the middle is no function of its state alone
         errors["composition"] = probes.composition()
+    errors, rounded, reservations = _without_rounding(operator, errors)
+    moves, passing = relative(of_v, probes.v), probes.passing()
+    moves = moves if moves > threshold(recording) else 0.0
     return Certificate(
         errors=errors,
         tolerance=tolerance(recording),
@@ -121,7 +157,50 @@ def certify(operator: FrozenOperator, *, n_probes: int = 4, seed: int = 0) -> Ce
         conventions={name: tuple(sorted(modules)) for name, modules in conventions.items()},
         options=recording.rules.as_dict(),
         dtype=str(operator.dtype).removeprefix("torch."),
+        engines=by_engine
+        if "replayed" not in operator.engines.answered
+        else {"replayed": errors["adjoint"]} | by_engine,
+        engine_tolerance=operator.accepted,
+        carried=relative(at_x - operator.bias, expected),
+        moves=moves,
+        passing=passing,
+        rounded=rounded,
+        reservations=reservations + _reservations(operator, moves, passing),
     )
+
+
+def _expected(operator: FrozenOperator, at_x: Tensor) -> Tensor:
+    """What the operator should give at X; with heads chosen no other way gives it."""
+    if operator.heads:
+        return at_x
+    is_whole = operator.span == Span(0, operator.recording.n_blocks)
+    return plain_output(operator.recording)[0] if is_whole else operator.output
+
+
+def _without_rounding(
+    operator: FrozenOperator, errors: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
+    """For a model in half precision, its laws in float32, and apart from them those in its own type."""
+    recording = operator.recording
+    if operator.dtype not in HALF or operator.is_streamed or recording.side_channels:
+        return errors, {}, ()
+    try:
+        exact = errors_in_float32(recording, operator.span, operator.heads)
+    except RuntimeError as error:
+        return errors, {}, (f"the laws could not be measured in float32 ({error}); rounding may hide a fault",)
+    exact = {f"{law}, float32": error for law, error in exact.items()}
+    rounded = {law: errors[law] for law in ("linearity", "adjoint")}
+    return errors | exact, rounded, ()
+
+
+def _reservations(operator: FrozenOperator, moves: float, passing: tuple[float, ...]) -> tuple[str, ...]:
+    found = [] if moves else ["T V is zero at a random V: everything is held, and B is all of F(X)"]
+    dead = [n for n, part in enumerate(passing, operator.span.start) if part <= threshold(operator.recording)]
+    if dead:
+        found.append(f"block {', '.join(map(str, dead))} passes nothing of its input on")
+    if operator.engines.fallback is not None:
+        found.append(operator.engines.fallback)
+    return tuple(found)
 
 
 def tolerance(recording: Recording) -> float:
@@ -133,52 +212,11 @@ def tolerance(recording: Recording) -> float:
     return TOLERANCE_FLOAT32_INSIDE if dtype == torch.float64 and casts else TOLERANCES[dtype]
 
 
-class _Probes:
-    """Random states and cotangents, and the laws that need them."""
-
-    def __init__(self, operator: FrozenOperator, n_probes: int, seed: int) -> None:
-        self.operator = operator
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(operator.input)
-
-        n_out, d_out, n_in, d_in = operator.shape
-        size = operator.input.square().mean().sqrt()
-        self.u = normal(n_probes, n_out, d_out)
-        self.v, self.w = size * normal(n_in, d_in), size * normal(n_in, d_in)
-
-    def linearity(self) -> float:
-        a, b, bias = 2.0, -3.0, self.operator.bias
-        of_v, of_w, of_both = self.operator.push(torch.stack([self.v, self.w, a * self.v + b * self.w])) - bias
-        return _relative(of_both - a * of_v - b * of_w, of_both)
-
-    def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
-        differences = (self.u * y).sum((1, 2)) - (pulled * x).sum((1, 2))
-        norm = (y if scale is None else scale).norm()
-        return float(differences.square().mean().sqrt() / norm.clamp_min(torch.finfo(norm.dtype).tiny))
-
-    def composition(self) -> float:
-        replay, (start, stop), heads = self.operator.replay, self.operator.span, self.operator.heads
-        if stop - start < 2:
-            return 0.0
-        middle = (start + stop) // 2
-        halfway = replay.push(self.v[None], Span(start, middle), heads)
-        in_two_steps = replay.push(halfway, Span(middle, stop), heads)
-        at_once = replay.push(self.v[None], self.operator.span, heads)
-        return _relative(in_two_steps - at_once, at_once)
-
-
 def _pull_and_watch(operator: FrozenOperator, u: Tensor) -> tuple[Tensor, dict[str, set[str]]]:
     """Tᵀu one by one, through a pass that notes which conventions carry gradient."""
     with operator.replay.graph(operator.span, operator.heads) as (x, y, run):
         pulled = [torch.autograd.grad(y, x, one[None], retain_graph=True)[0] for one in u]
     return torch.cat(pulled), run.conventions
-
-
-def _relative(difference: Tensor, scale: Tensor) -> float:
-    error = difference.double().norm() / scale.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return float(error)
 
 
 def _by_rule(recording: Recording) -> dict[str, tuple[str, ...]]:

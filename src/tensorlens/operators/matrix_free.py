@@ -6,7 +6,7 @@ matrix products where the blocks can be folded, and by batched backward passes w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -15,13 +15,16 @@ from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.folding.pull import FoldedRows
+from tensorlens.folding.proof import Proof, compare, known_proof, remember_proof, tolerance_of
+from tensorlens.folding.pull import FoldedRows, Way
+from tensorlens.folding.search import state_of
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.replay import FactorReplay, Replay, read_logits
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
-from tensorlens.models.precision import Precision, compute_type, tf32
+from tensorlens.models.precision import Precision, compute_type, tf32, tf32_allowed
 from tensorlens.operators.base import Pulled, TensorOperator
+from tensorlens.operators.engines import Engines, inner_width_by_sizes
 
 CHUNK = 32
 """Cotangents pulled by backward passes at a time."""
@@ -57,6 +60,7 @@ class FrozenOperator(TensorOperator):
         self.precision: Precision | None = precision
         self.span = Span(0, replay.recording.n_blocks) if span is None else span
         self.compute_type = compute_type(precision, self.dtype)
+        self.engines = Engines(self.replay, self.span, self.heads)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -132,11 +136,24 @@ class FrozenOperator(TensorOperator):
         return self.push(x) - self.bias
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        if len(u) < ENOUGH_TO_FOLD or self.folded is None:
-            return self.replay.pull(u, self.span, self.heads, chunk=CHUNK)
+        if len(u) >= ENOUGH_TO_FOLD and self.folded is not None:
+            found = self.adjoint_folded(u)
+            if self._is_proved("states", lambda: (found, u)):
+                return found.to(self.dtype)
+        self.engines.note(self.engines.slow)
+        return self.replay.pull(u, self.span, self.heads, chunk=CHUNK)
+
+    def adjoint_folded(self, u: Tensor) -> Tensor:
+        """Tᵀ·u by folded blocks, unproved."""
+        assert self.folded is not None, "asked of an operator that folds"
         size = fitting(self.bytes_per_cotangent, len(u), self.device)
         parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
-        return torch.cat([part.transpose(0, 1) for part in parts]).to(self.dtype)
+        return torch.cat([part.transpose(0, 1) for part in parts])
+
+    def pull_replayed(self, u: Tensor) -> Tensor:
+        """Tᵀ·u one by one through the graph of a replay: shares nothing with the fast ways but the held factors."""
+        with self.replay.graph(self.span, self.heads) as (x, y, _):
+            return torch.cat([torch.autograd.grad(y, x, one[None].to(y), retain_graph=True)[0] for one in u])
 
     def _rows(self, out_token: int) -> TensorSlice:
         n_out, d_out, n_in, d_in = self.shape
@@ -168,10 +185,10 @@ class FrozenOperator(TensorOperator):
         """Whether no factors are kept, because the input is long."""
         return not self.replay.keeps_factors
 
-    @property
+    @cached_property
     def bytes_per_cotangent(self) -> int:
         """Memory for one cotangent on its way: it, what attention and feed-forward make of it, and their sum."""
-        inner = 0 if self.folded is None else self.folded.n_inner
+        inner = inner_width_by_sizes(self.recording)
         return (4 * self.n_channels + inner) * self.n_tokens * self.compute_type.itemsize
 
     def pull_outputs(
@@ -189,7 +206,7 @@ class FrozenOperator(TensorOperator):
         keep = folded is not None and self._matrices_fit(pieces.n_passes)
         for outputs, cotangents in pieces:
             tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
-            pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
+            pull = self._pull_back if folded is None else partial(self._pull_folded, folded, keep_matrices=keep)
             pulled = pieces.attempt(partial(pull, tokens, part))
             if pulled is not None:
                 rows, seen = pulled
@@ -201,6 +218,63 @@ class FrozenOperator(TensorOperator):
         if folded is not None:
             folded.forget_matrices()
 
+    def _pull_folded(
+        self, folded: FoldedRows, out_tokens: Sequence[int], starts: Tensor, *, keep_matrices: bool
+    ) -> tuple[Tensor, Range]:
+        """By matrix products, if they prove right; else by backward passes."""
+        rows, seen, way = folded.pull(out_tokens, starts, keep_matrices=keep_matrices)
+        if self._is_proved(way, lambda: self.as_states(rows, seen, out_tokens, starts)):
+            return rows, seen
+        return self._pull_back(out_tokens, starts)
+
+    def as_states(
+        self, rows: Tensor, tokens: Range, out_tokens: Sequence[int], starts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What was pulled as (1, token, channel), cotangents added up at random, and the cotangent it belongs to."""
+        weights = torch.randn(starts.shape[:2], generator=torch.Generator().manual_seed(0)).to(starts)
+        whole = rows.new_zeros(1, self.n_tokens, rows.shape[2])
+        whole[0, slice(*tokens)] = torch.einsum("tcd,c->td", rows, weights.flatten().to(rows))
+        u = starts.new_zeros(1, *self.shape[:2])
+        for i, some, start in zip(out_tokens, weights, starts, strict=True):
+            u[0, i] += some @ start
+        return whole, u
+
+    def _is_proved(self, way: Way, answer: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+        """Whether folded answers of this kind agree with the replay; found out the first time one is given.
+
+        Args:
+            way: How the cotangents went.
+            answer: What was pulled and from which cotangents, as (cotangent, token, channel).
+        """
+        key = (*state_of(self.recording), way, self.span, tuple(self.heads), self.precision, self.device.type)
+        proof = None if self.recording.fingerprint is None else known_proof(self.recording.model, key)
+        if proof is None:
+            proof = self.prove(*answer())
+            remember_proof(self.recording.model, key, proof)
+        if proof.holds:
+            self.engines.note("captured" if way == "captured" else "folded", way)
+        else:
+            self.engines.give_up(proof)
+        return proof.holds
+
+    @property
+    def accepted(self) -> float:
+        """How far folded answers may be from a replay's, by the types of both."""
+        is_tf32 = self.precision == "tf32" or self.precision is None and tf32_allowed() and self.device.type == "cuda"
+        return tolerance_of(self.dtype, self.compute_type, is_tf32=is_tf32)
+
+    def prove(self, pulled: Tensor, u: Tensor) -> Proof:
+        """Compare folded answers with the replay's; coarse products by their twins in float32 as well."""
+        found = compare(pulled, u, self.pull_replayed, self.accepted)
+        if found.holds and self.precision in ("tf32", "bfloat16"):
+            # Rounding would hide a wrong structure, which does not depend on the precision.
+            twin = FoldedRows(self.recording, self.span, self.heads, "float32")
+            one = u[:1].transpose(0, 1).to(twin.dtype)
+            exact = twin.pull_states(one).transpose(0, 1)
+            tight = compare(exact, u[:1], self.pull_replayed, tolerance_of(self.dtype, twin.dtype, is_tf32=False))
+            return found if tight.holds else tight
+        return found
+
     def _matrices_fit(self, n_passes: int) -> bool:
         """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
         n_bytes = (self.span.stop - self.span.start) * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
@@ -208,6 +282,7 @@ class FrozenOperator(TensorOperator):
 
     def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
         """By backward passes: (token, cotangent, in_channel), for all tokens."""
+        self.engines.note(self.engines.slow)
         pulled = [
             self.replay.pull(
                 start.to(self.dtype), self.span, self.heads, read=lambda y, i=i: y[0, i], chunk=CHUNK

@@ -48,7 +48,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
     """
     if not isinstance(n_probes, int) or n_probes < 1:
         raise InputError(f"`probes` must be a whole number of at least 1; got {n_probes!r}. 16 is a good start.")
-    probes = _probes(n_probes, T.shape[1], seed, T.device, T.dtype)
+    probes = probe_vectors(n_probes, T.shape[1], seed, T.device, T.dtype)
     squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1))
     if n_probes == 1:
         return Sketch(squares[:, 0].sqrt(), torch.full_like(squares[:, 0], torch.nan))
@@ -58,7 +58,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
 
 
 @lru_cache(maxsize=8)
-def _probes(n: int, n_channels: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def probe_vectors(n: int, n_channels: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Drawn on the CPU, so that a seed means the same everywhere; kept, since the copy would wait for the device."""
     return torch.randn(n, n_channels, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 

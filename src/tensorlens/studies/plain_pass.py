@@ -85,10 +85,10 @@ def true_function(recording: Recording, span: Span, x: Float[Tensor, "token chan
         read=(span.stop,) if inside else (),
         n_blocks=recording.n_blocks,
         grad=grad,
-        body=recording.anatomy.model.get_submodule(recording.body),
+        body=recording.model.get_submodule(recording.anatomy.body_end or ""),
     )
     found = states.entering.get(span.stop) if inside else states.final
-    if not inside and not recording.rules.include_final_norm:
+    if not inside and (recording.anatomy.body_end is None or not recording.rules.include_final_norm):
         found = states.leaving
     assert found is not None, "a pass through the blocks meets these states"
     return found[0]

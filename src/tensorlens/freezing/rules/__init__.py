@@ -1,5 +1,14 @@
 """What each kind of operation becomes once its factors are held fixed: one file per kind. Importing fills the table."""
 
-from tensorlens.freezing.rules import activations, attention, choices, in_place, linear, norms, products
+from tensorlens.freezing.rules import (
+    activations,
+    attention,
+    choices,
+    in_place,
+    linear,
+    norms,
+    products,
+    recurrent_cells,
+)
 
-__all__ = ["activations", "attention", "choices", "in_place", "linear", "norms", "products"]
+__all__ = ["activations", "attention", "choices", "in_place", "linear", "norms", "products", "recurrent_cells"]

@@ -1,4 +1,4 @@
-"""Values held as they are, and choices held while the chosen values stay live."""
+"""Decisions held as they are, and choices held while the chosen values stay live."""
 
 from __future__ import annotations
 
@@ -6,42 +6,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.activations import scale
 from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.rules.table import name_of, rules_for
-from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw
+from tensorlens.freezing.traced import FACTORS, Interpreter, Traced, constant, is_live, mark, plain, raw, type_of
 
 
 @rules_for(
-    "sigmoid logsigmoid log_sigmoid softplus exp exp2 log log2 log10 cos tan acos asin cosh hardsigmoid erfc erfinv "
-    "rsqrt sqrt reciprocal var std norm vector_norm linalg_vector_norm linalg_norm frobenius_norm cosine_similarity "
-    "log_softmax logsumexp sign sgn floor ceil frac floor_divide remainder fmod rpow rdiv "
+    "sign sgn floor ceil frac floor_divide remainder fmod "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
     "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "
-    "histc bucketize searchsorted amax amin aminmax cdist multinomial one_hot softmin "
-    "quantile nanquantile isin isreal linalg_inv inverse pinverse cumprod prod"
+    "histc bucketize searchsorted multinomial one_hot isin isreal"
 )
 def frozen(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result is a number the pass arrived at: a statistic, a gate with φ(0) ≠ 0, a decision. It is held."""
+    """The result is a decision that the pass arrived at. It is held."""
     name = name_of(function)
     run.note_rule(f"held: {name}")
-    role = "gate" if name in ("sigmoid", "hardsigmoid") else None
-    return held(run, name, lambda: _constants(raw(function, *args, **kwargs)), role=role)
+    return held(run, name, lambda: constants(raw(function, *args, **kwargs)))
 
 
-def _constants(value: Any) -> Any:
+def constants(value: Any) -> Any:
+    """The values alone, in nested tuples and lists."""
     if isinstance(value, (tuple, list)):
-        return type(value)([_constants(part) for part in value])
+        return type(value)([constants(part) for part in value])
     return constant(value) if isinstance(value, Tensor) else value
 
 
-@rules_for("item tolist python_value numpy")
+@rules_for("item python_value")
 def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A value that leaves for Python: always the recorded one."""
+    """One value that leaves for Python, to decide something: always the recorded one."""
     run.note_rule(f"held: {name_of(function)}")
     return raw(function, run.keep_factor(name_of(function), lambda: constant(args[0])), *args[1:], **kwargs)
+
+
+@rules_for("tolist numpy array")
+def leave(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values that leave torch: what comes back from there would be taken for constants."""
+    if type_of(args[0]).is_floating_point and args[0].numel() > 1:
+        raise NotLinearError(
+            f"`{name_of(function)}` takes {args[0].numel()} values that depend on the input out of torch, where no "
+            "rule sees what becomes of them. Expected torch functions all the way; write the step in torch, or "
+            "register an adapter for the module's class with `tensorlens.adapter`."
+        )
+    return escape(run, function, args, kwargs)
 
 
 @rules_for("format", also_held=True)
@@ -51,19 +62,12 @@ def write(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
     return raw(format, plain(value), *args[1:])
 
 
-@rules_for("softmax")
-def softmax(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The attention matrix A (Eq. 7), held."""
-    run.note_rule("attention: softmax")
-    return held(run, "softmax", lambda: constant(raw(function, *args, **kwargs)), role="attention")
-
-
 @rules_for("abs")
 def absolute(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """|x| as x ⊙ sign(x) with the sign held; of complex numbers, the real part of x ⊙ conj(x/|x|)."""
     run.note_rule("sign: abs")
     aligned = scale(args[0], run.keep_factor("abs", lambda: constant(args[0]).sgn().conj().resolve_conj()))
-    return mark(aligned.real.clone() if aligned.is_complex() else aligned, live=True)
+    return mark(aligned.real.clone() if aligned.is_complex() else aligned, live=True, role=_role(args[0]))
 
 
 @rules_for("clamp clamp_min clamp_max")
@@ -74,38 +78,100 @@ def clamp(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
     cut = raw(function, *args, **kwargs)
     passed = run.keep_factor("clamp.passed", lambda: constant(cut) == constant(x))
     bound = run.keep_factor("clamp.bound", lambda: constant(cut))
-    return mark(torch.where(passed, x, bound), live=True, role=args[0].role)
+    return mark(torch.where(passed, x, bound), live=True, role=_role(args[0]) or args[0].role)
 
 
-@rules_for("maximum minimum")
+@rules_for("maximum minimum fmax fmin")
 def choose(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """The larger or smaller of two, the choice held."""
     run.note_rule(f"piece: {name_of(function)}")
-    first, second = (plain(value) for value in (*args, *kwargs.values())[:2])
+    both = (*args, *kwargs.values())[:2]
+    first, second = (plain(value) for value in both)
     chosen = run.keep_factor(
         name_of(function), lambda: raw(function, constant(first), constant(second)) == constant(first)
     )
-    return mark(torch.where(chosen, first, second), live=True)
+    return mark(torch.where(chosen, first, second), live=True, role=_role(*both))
+
+
+def _role(*sources: Any) -> str | None:
+    """What is chosen among factors is a factor."""
+    roles = {source.role for source in sources if is_live(source)}
+    return None if not roles or not roles <= FACTORS else "statistic" if "statistic" in roles else "factor"
 
 
 @rules_for("sort topk kthvalue max min median mode cummax cummin")
 def select(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values gathered at the recorded places; without a dimension, the extreme value is held."""
+    """Values gathered at the recorded places."""
     name = name_of(function)
-    run.note_rule(f"decision: {name}")
     if name in ("max", "min") and isinstance((*args, *kwargs.values(), None)[1], Tensor):
         return choose(run, torch.maximum if name == "max" else torch.minimum, args, kwargs)
+    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
+    if name in ("max", "min", "median") and not rest and "dim" not in kwargs:
+        return _of_all(run, function, x)
+    run.note_rule(f"decision: {name}")
     result = raw(function, *args, **kwargs)
-    if isinstance(result, Tensor):
-        return held(run, name, lambda: constant(result))
     places = run.keep_factor(name, lambda: constant(result[1]))
     dim = _dimension(name, args, kwargs)
-    index = places if places.dim() == args[0].dim() else places.unsqueeze(dim)
-    values = raw(torch.gather, args[0], dim, index).reshape(places.shape)
-    return type(result)((mark(values, live=True), places))
+    keeps_dim = places.dim() == x.dim()
+    values = raw(torch.take_along_dim, x, places if keeps_dim else places.unsqueeze(dim), dim)
+    values = values if keeps_dim else values.squeeze(dim)
+    return type(result)((mark(values, live=True, role=_role(x)), places))
 
 
 def _dimension(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The `dim` of a selection; topk and kthvalue take k before it."""
     position = 2 if name in ("topk", "kthvalue") else 1
     return kwargs.get("dim", args[position] if len(args) > position else -1)
+
+
+def _of_all(run: Interpreter, function: Any, x: Tensor) -> Traced:
+    """The one value that a function chooses of all, by its recorded place."""
+    run.note_rule(f"decision: {name_of(function)}")
+    place, size = run.keep_factor(
+        name_of(function), lambda: (raw(function, constant(x).reshape(-1), 0)[1], constant(x).numel())
+    )
+    samples = plain(x).reshape(-1, size)[:, place]
+    # Of a batch of states each has its own, which must meet the others sample by sample.
+    shape = () if len(samples) == 1 else (-1,) + (1,) * (x.dim() - 1)
+    return mark(samples.reshape(shape), live=True, role=_role(x))
+
+
+@rules_for("amax amin aminmax")
+def extreme(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest or smallest value over dimensions, gathered at its recorded place; the first one of equals."""
+    name = name_of(function)
+    if name == "aminmax":
+        pair = (extreme(run, which, args, kwargs) for which in (torch.amin, torch.amax))
+        return torch.return_types.aminmax(tuple(pair))  # type: ignore[attr-defined]
+    x, rest = args[0], args[1:]
+    dims = kwargs.get("dim", rest[0] if rest else ())
+    keepdim = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
+    dims = (dims,) if isinstance(dims, int) else () if dims is None else tuple(dims)
+    chosen = sorted(dim % x.dim() for dim in dims) or list(range(x.dim()))
+    if len(chosen) == x.dim():
+        value = _of_all(run, torch.max if name == "amax" else torch.min, x)
+        return value.reshape((1,) * x.dim()) if keepdim and value.dim() == 0 else value
+    run.note_rule(f"decision: {name}")
+    kept = [dim for dim in range(x.dim()) if dim not in chosen]
+    rows = plain(x).permute(*kept, *chosen).flatten(len(kept))
+    places = run.keep_factor(name, lambda: (constant(rows) if name == "amax" else -constant(rows)).argmax(-1, True))
+    values = torch.take_along_dim(rows, places, -1)[..., 0]
+    for dim in chosen if keepdim else ():
+        values = values.unsqueeze(dim)
+    return mark(values, live=True, role=_role(x))
+
+
+@rules_for("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
+def max_pool(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest value of each window, gathered at its recorded place."""
+    name = name_of(function)
+    run.note_rule(f"decision: {name}")
+    x, n_axes = args[0] if args else kwargs["input"], int(name[-2])
+    gives_places = kwargs.get("return_indices", False) or "indices" in function.__name__
+    options = {key: value for key, value in kwargs.items() if key not in ("input", "return_indices")}
+    rest = args[1:2] if name.startswith("adaptive") else args[1:6]  # kernel, stride, padding, dilation, ceil_mode
+    pool = getattr(F, f"{name}_with_indices")
+    places = run.keep_factor(name, lambda: raw(pool, constant(x), *rest, **options)[1])
+    values = torch.take_along_dim(plain(x).flatten(-n_axes), places.flatten(-n_axes), -1)
+    values = mark(values.unflatten(-1, places.shape[-n_axes:]), live=True, role=_role(x))
+    return (values, places) if gives_places else values

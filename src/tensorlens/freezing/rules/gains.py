@@ -1,8 +1,8 @@
 r"""Activation gains $\varphi(z)/z$ in closed form (Eq. 13).
 
 No division by z: the forms below are finite everywhere and give the limit $\varphi'(0)$ at zero, so
-that a zero pre-activation is neither NaN nor wrong. Only activations with $\varphi(0) = 0$ belong
-here; the others (sigmoid, softplus, exp) have no finite ratio and are held as frozen gates.
+that a zero pre-activation is neither NaN nor wrong. Activations with $\varphi(0) \ne 0$ (sigmoid,
+softplus, exp) have no finite ratio; `secant` is theirs.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     return ratio
 
 
+def secant(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    r"""$(\varphi(z) - \varphi(0))/z$, for any φ(0)."""
+    at_zero = activation(torch.zeros((), dtype=z.dtype, device=z.device))
+    return quotient(lambda v: activation(v) - at_zero, z)
+
+
 def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     with torch.enable_grad():
         zero = torch.zeros_like(z, requires_grad=True)
@@ -99,6 +105,7 @@ ODD_ACTIVATIONS = frozenset(
         "hardshrink",
         "softshrink",
         "threshold",
+        "_threshold",
         "prelu",
         "rrelu",
         "atan",
@@ -111,6 +118,20 @@ ODD_ACTIVATIONS = frozenset(
         "log1p",
         "round",
         "trunc",
+        "tan",
+        "asin",
+        "arcsin",
+        "atanh",
+        "arctanh",
+        "erfinv",
+        "i1",
+        "i1e",
     ]
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
+
+FACTORS = frozenset([
+    "sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid", "softplus", "exp", "exp2", "cos", "cosh", "acos",
+    "arccos", "erfc", "ndtr", "log_ndtr", "sinc", "i0", "i0e", "erfcx",
+])  # fmt: skip
+"""Torch functions with φ(0) ≠ 0, whose gain is taken by `secant`; in products they gate."""

@@ -1,14 +1,16 @@
-"""Writes in place: linear in the target and what is written together."""
+"""Writes: linear in the target and what is written together, and seen by all who look at the same memory."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.linear import linear
-from tensorlens.freezing.rules.table import IN_PLACE, RULES, name_of, rules_for
+from tensorlens.freezing.rules.table import IN_PLACE, RULES, find_rule, name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, is_live, mark, raw, traced_in
 
 
@@ -42,6 +44,25 @@ def overwrite(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
     return linear(run, function, args, kwargs)
 
 
+def write_out(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`f(…, out=y)` as `y.copy_(f(…))` by the rule of f."""
+    target = kwargs["out"]
+    rule = find_rule(name_of(function))
+    if not isinstance(target, Tensor) or rule is None:
+        raise NotLinearError(
+            f"`{name_of(function)}` writes into `out=`, which no rule can follow here. Expected one tensor and a "
+            "function with a rule; take the function's result instead."
+        )
+    rest = {key: value for key, value in kwargs.items() if key != "out"}
+    live = any(source.live for source in traced_in(args, rest))
+    result = rule(run, function, args, rest) if live else raw(function, *args, **rest)
+    _own(target)
+    if target.shape != result.shape:
+        raw(Tensor.resize_, target, result.shape)
+    raw(Tensor.copy_, target, result)
+    return _spread(target, live=is_live(result))
+
+
 def _own(target: Tensor) -> Tensor:
     """Before a write, a frozen tensor gets memory of its own: it may be a view of a factor on the tape."""
     if isinstance(target, Traced) and not target.live:
@@ -50,10 +71,33 @@ def _own(target: Tensor) -> Tensor:
 
 
 def _spread(target: Tensor, *, live: bool) -> Tensor:
-    """After a write, the target is live, and so is the tensor that it is a view of."""
-    if live:
+    """After a write, the target is live, and so is every tensor that looks at the same memory."""
+    if live and not is_live(target):
         base = raw(getattr, target, "_base")
-        for tensor in (target, base):
-            if tensor is not None and not is_live(tensor):
+        known = [target] if base is None else [target, base]
+        for tensor in known if _n_sharing(target) <= len(known) else (*known, *_sharing(target)):
+            if not is_live(tensor):
                 mark(tensor, live=True)
+    elif live:
+        base = raw(getattr, target, "_base")
+        if base is not None and not is_live(base):
+            mark(base, live=True)
     return target
+
+
+def _n_sharing(tensor: Tensor) -> int:
+    """How many tensors share the memory, less the handle that asks."""
+    storage = raw(Tensor.untyped_storage, tensor)
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def _sharing(tensor: Tensor) -> list[Tensor]:
+    """Views that were made before the write: nobody keeps a list of them, so they are looked for."""
+    address = raw(Tensor.untyped_storage, tensor).data_ptr()
+    return [
+        one
+        for one in gc.get_objects()
+        if type(one) in (Tensor, Traced)
+        and raw(getattr, one, "layout") is torch.strided
+        and raw(Tensor.untyped_storage, one).data_ptr() == address
+    ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.freezing.rules.table import ATTRIBUTE, name_of, rules_for
-from tensorlens.freezing.traced import Interpreter, Traced, constant, mark, raw, traced_in, type_of
+from tensorlens.freezing.traced import FACTORS, Interpreter, Traced, constant, mark, raw, traced_in, type_of
 
 
 @rules_for(
@@ -70,6 +70,13 @@ KEEPS_ROLE = frozenset(
 CARRIED_ROLES = ("activated", "attention")
 """Roles that such a function hands on."""
 
+CONTRACTIONS = frozenset([
+    "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "grouped_mm", "_grouped_mm", "matmul", "bmm", "mm", "mv", "dot", "inner", "outer", "ger", "tensordot", "kron",
+    "einsum", "addmm", "baddbmm", "addbmm", "addmv",
+])  # fmt: skip
+"""Functions by which a weight reads a factor as the input of another layer."""
+
 CASTS = frozenset(["to", "type", "type_as", "float", "half", "bfloat16"])
 """Functions by which a model may leave the precision it was given."""
 
@@ -105,8 +112,21 @@ def linear(
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
         run.note_rule("cast: float32")
-    role = next((s.role for s in sources if s.role in CARRIED_ROLES), None) if name in KEEPS_ROLE else None
-    return _label(run, name, result, sources, live=live, role=role)
+    return _label(run, name, result, sources, live=live, role=_role(name, sources, args))
+
+
+def _role(name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
+    """What the result of a linear function is: a factor, if it is made of nothing else, until a weight reads it."""
+    live = {source.role for source in sources if source.live}
+    if live and live <= FACTORS and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
+        return "statistic" if "statistic" in live else "attention" if live == {"attention"} else "factor"
+    return next((s.role for s in sources if s.role in CARRIED_ROLES), None) if name in KEEPS_ROLE else None
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_is_weight(part) for part in value)
+    return isinstance(value, Tensor) and not isinstance(value, Traced)
 
 
 def _label(run: Interpreter, name: str, result: Any, sources: list[Traced], *, live: bool, role: str | None) -> Any:

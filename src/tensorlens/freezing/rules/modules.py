@@ -69,7 +69,9 @@ def _activation(gain: Callable[[Tensor], Tensor]) -> Adapter:
 
 def _quotient_activation(run: Interpreter, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
     """An element-wise activation module with φ(0) = 0 and no closed form."""
-    return activate(run, type(module).__name__, z, partial(gains.quotient, forward)) if is_live(z) else forward(z)
+    return (
+        activate(run, type(module).__name__, z, partial(gains.quotient, forward), forward) if is_live(z) else forward(z)
+    )
 
 
 # The GELUs that transformers spells out in Python: products of primitives, which the rules for torch functions would
@@ -90,6 +92,8 @@ for _name, _gain in {
 @adapter("transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextAltUp.modality_router")
 def gate_layer(run: Interpreter, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
     """A layer whose output only says how much of each stream to take: held."""
+    if run.rules.gate in ("half", "taylor"):
+        return forward(x)
     run.note_rule("gate: layer held")
     return held(run, "gate layer", lambda: forward(constant(x)))
 
@@ -102,6 +106,8 @@ def gated_convolution(
     run: Interpreter, module: Any, forward: Callable[..., Any], hidden_states: Tensor, **_: Any
 ) -> Any:
     """C ⊙ conv(B ⊙ x): both gates are held, the convolution stays linear."""
+    if run.rules.gate in ("half", "taylor"):
+        return forward(hidden_states, **_)
     run.note_rule("gate: convolution, B and C held")
     before, after, x = module.in_proj(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
     before, after = (held(run, name, partial(constant, gate)) for name, gate in (("B", before), ("C", after)))

@@ -1,17 +1,49 @@
-"""Norms (Eq. 10, 11): the statistic is held, centring and gains stay linear."""
+"""Norms (Eq. 10, 11): the statistic is held, centring and gains stay linear; or all of it by its derivative."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tensorlens.freezing.rules.activations import scale
+from tensorlens.freezing.rules.choices import constants
 from tensorlens.freezing.rules.linear import held, linear
+from tensorlens.freezing.rules.replacements import taylor
 from tensorlens.freezing.rules.table import name_of, rules_for
-from tensorlens.freezing.traced import Interpreter, Traced, constant, mark, plain, raw
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw
 from tensorlens.models.precision import at_least_float32
+
+
+@rules_for(
+    "rsqrt sqrt reciprocal log log2 log10 var std norm vector_norm linalg_vector_norm linalg_norm frobenius_norm "
+    "cosine_similarity log_softmax logsumexp softmin cdist quantile nanquantile rpow rdiv linalg_inv inverse pinverse "
+    "cumprod prod"
+)
+def statistic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A number that the pass arrived at, by which others are scaled: held, or by its derivative."""
+    name = name_of(function)
+    if run.rules.norm == "hold":
+        run.note_rule(f"held: {name}")
+        return held(run, name, lambda: constants(raw(function, *args, **kwargs)))
+    run.note_rule(f"derivative: {name}")
+    places = [i for i, value in enumerate(args) if is_live(value)]
+
+    def compute(*values: Tensor) -> Any:
+        given = [plain(value) if isinstance(value, Tensor) else value for value in args]
+        for i, value in zip(places, values, strict=True):
+            given[i] = value
+        return function(*given, **kwargs)
+
+    return mark(taylor(run, name, compute, *(args[i] for i in places)), live=True, role="statistic")
+
+
+def _by_derivative(run: Interpreter, name: str, x: Tensor, function: Callable[[Tensor], Tensor]) -> Traced:
+    run.note_rule(f"norm: {name}, derivative")
+    return mark(taylor(run, name, function, x), live=True)
 
 
 @rules_for("layer_norm")
@@ -22,6 +54,8 @@ def layer_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: d
 
 def _layer_norm(run: Interpreter, input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
                 bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Traced:  # fmt: skip
+    if run.rules.norm == "taylor":
+        return _by_derivative(run, "layer_norm", input, lambda x: F.layer_norm(x, normalized_shape, weight, bias, eps))
     run.note_rule("norm: layer_norm")
     dims = tuple(range(-len(normalized_shape), 0))
     inverse_std = run.keep_factor(
@@ -42,6 +76,8 @@ def rms_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
 
 def _rms_norm(run: Interpreter, input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
               eps: float | None = None) -> Traced:  # fmt: skip
+    if run.rules.norm == "taylor":
+        return _by_derivative(run, "rms_norm", input, lambda x: F.rms_norm(x, normalized_shape, weight, eps))
     run.note_rule("norm: rms_norm")
     dims = tuple(range(-len(normalized_shape), 0))
     eps = torch.finfo(input.dtype).eps if eps is None else eps
@@ -60,6 +96,8 @@ def group_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: d
 
 def _group_norm(run: Interpreter, input: Tensor, num_groups: int, weight: Tensor | None = None,
                 bias: Tensor | None = None, eps: float = 1e-5) -> Traced:  # fmt: skip
+    if run.rules.norm == "taylor":
+        return _by_derivative(run, "group_norm", input, lambda x: F.group_norm(x, num_groups, weight, bias, eps))
     run.note_rule("norm: group_norm")
     x = at_least_float32(plain(input))
     grouped = x.reshape(x.shape[0], num_groups, -1)
@@ -67,17 +105,16 @@ def _group_norm(run: Interpreter, input: Tensor, num_groups: int, weight: Tensor
         "group_norm", lambda: (constant(grouped).var(-1, correction=0, keepdim=True) + eps).rsqrt()
     )
     y = ((grouped - grouped.mean(-1, keepdim=True)) * inverse_std).reshape(x.shape)
-    channels = (1, -1) + (1,) * (x.dim() - 2)
-    y = y if weight is None else y * weight.reshape(channels)
-    y = y if bias is None else y + bias.reshape(channels)
-    return mark(y.to(input.dtype), live=True)
+    return mark(_affine(y, weight, bias).to(input.dtype), live=True)
 
 
 @rules_for("normalize")
 def normalize(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x/‖x‖ with the norm held."""
-    run.note_rule("norm: normalize")
     x = args[0]
+    if run.rules.norm == "taylor":
+        return _by_derivative(run, "normalize", x, lambda x: F.normalize(x, *args[1:], **kwargs))
+    run.note_rule("norm: normalize")
     inverse = run.keep_factor("normalize", lambda: _inverse_norm(constant(x), *args[1:], **kwargs))
     return mark(scale(x, inverse), live=True)
 
@@ -88,13 +125,61 @@ def _inverse_norm(x: Tensor, p: float | int = 2.0, dim: int = 1, eps: float = 1e
 
 @rules_for("batch_norm")
 def batch_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """At inference the statistics are constants, and the norm is linear."""
-    return linear(run, function, args, kwargs)
+    """With statistics of its own the norm is linear; with those of the input they are held."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if options.get("running_mean") is not None and not options.get("training"):
+        return linear(run, function, args, kwargs)
+    return _channel_norm(run, "batch_norm", options, samples_apart=False)
+
+
+@rules_for("instance_norm")
+def instance_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `group_norm` with one channel per group; linear where the statistics are the norm's own."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if not options.get("use_input_stats", True):
+        return linear(run, function, args, kwargs)
+    return _channel_norm(run, "instance_norm", options, samples_apart=True)
+
+
+def _channel_norm(run: Interpreter, name: str, options: dict[str, Any], *, samples_apart: bool) -> Traced:
+    """One statistic per channel, over all positions and, unless `samples_apart`, over the rows of the recording."""
+    x, eps = options["input"], options.get("eps", 1e-5)
+    n_rows = 1 if samples_apart else run.keep_factor(f"{name}.rows", lambda: x.shape[0])
+
+    def grouped(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        rows = at_least_float32(x).unflatten(0, (-1, n_rows))  # one group of rows for each state of a replay
+        return rows, tuple(axis for axis in range(1, rows.dim()) if axis != 2)
+
+    def inverse_std(x: Tensor) -> Tensor:
+        rows, axes = grouped(x)
+        return (rows.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+
+    def normalised(x: Tensor, factor: Tensor) -> Tensor:
+        rows, axes = grouped(x)
+        y = ((rows - rows.mean(axes, keepdim=True)) * factor).flatten(0, 1)
+        return _affine(y, options.get("weight"), options.get("bias")).to(x.dtype)
+
+    if run.rules.norm == "taylor":
+        return _by_derivative(run, name, x, lambda x: normalised(x, inverse_std(x)))
+    run.note_rule(f"norm: {name}")
+    return mark(normalised(plain(x), run.keep_factor(name, lambda: inverse_std(constant(x)))), live=True)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    channels = (1, -1) + (1,) * (x.dim() - 2)
+    x = x if weight is None else x * weight.reshape(channels)
+    return x if bias is None else x + bias.reshape(channels)
 
 
 @rules_for("var_mean std_mean")
 def spread_and_mean(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple:
-    """The spread is held, the mean is linear."""
+    """The spread is a statistic, the mean is linear."""
+    of_spread = torch.var if name_of(function) == "var_mean" else torch.std
+    if run.rules.norm == "taylor":
+        spread = statistic(run, of_spread, args, kwargs)
+        return spread, mark(raw(function, *args, **kwargs)[1], live=True)
     run.note_rule(f"held: {name_of(function)}")
     spread, mean = raw(function, *args, **kwargs)
     return held(run, name_of(function), lambda: constant(spread)), mark(mean, live=True)

@@ -26,7 +26,8 @@ _OPERATORS = dict(
 _ALIASES = dict(
     true_divide="div", divide="div", multiply="mul", subtract="sub", rsub="sub", clip="clamp", absolute="abs",
     concat="cat", concatenate="cat", negative="neg", swapaxes="transpose", _softmax="softmax", greater="gt", less="lt",
-    greater_equal="ge", less_equal="le", not_equal="ne",
+    greater_equal="ge", less_equal="le", not_equal="ne", expit="sigmoid", max_pool1d_with_indices="max_pool1d",
+    max_pool2d_with_indices="max_pool2d", max_pool3d_with_indices="max_pool3d", inv="linalg_inv",
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def name_of(function: Any) -> str:
             name = f"{name[2:5]}:{function.__self__.__name__}"
         elif name.startswith("__") and name.endswith("__"):
             name = _OPERATORS.get(name[2:-2], name[2:-2])
+        name = name.removeprefix("special_")
         name = _NAMES[function] = _ALIASES.get(name, name)
     return name
 

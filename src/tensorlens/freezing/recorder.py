@@ -1,0 +1,465 @@
+"""`record`: run a model once and keep what holds it still."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import AnatomyError, NotLinearError
+from tensorlens.freezing.audit import LeakAudit, refuse_custom_nodes
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.interception import current_fingerprint, own_precision, running
+from tensorlens.freezing.interpreter import Forward, Interpreter
+from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find_state, put_state, state_of
+from tensorlens.freezing.places import Place, Site
+from tensorlens.freezing.prologue import Prologue
+from tensorlens.freezing.recording import Graph, Reached, Recording
+from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
+from tensorlens.memory import free_bytes
+from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.fingerprint import fingerprint, moved
+
+GRAPH_SHARE = 0.02
+"""Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
+used, and lies beside the factors and graphs of other inputs; each that is kept leaves less to the next."""
+
+
+class Call(NamedTuple):
+    """How a block was called."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@runtime_checkable
+class BlockGraphs(Protocol):
+    """Gives every block of a recording a graph of its own, for inputs too long for one graph."""
+
+    def enter(self, recorder: Recorder, n: int) -> Tensor:
+        """The live state that enters block n in place of the model's."""
+        ...
+
+    def leave(self, recorder: Recorder, n: int, call: Call, output: Any) -> None:
+        """Block n returned."""
+
+
+class KeptFactors(dict[Site, Any]):
+    """Factors of a recording: computed once and kept."""
+
+    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
+        """Compute the factor of a site and keep it.
+
+        Detached: a gradient through a factor would be no part of T, and the factor would keep its graph.
+        """
+        self[site] = factor = constants(compute())
+        return factor
+
+
+class NoFactors(dict[Site, Any]):
+    """For a recording that is asked for its graph alone: factors are computed, used and let go."""
+
+    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
+        """Compute the factor of a site."""
+        return constants(compute())
+
+
+class StartAtEmbedding(BaseException):
+    """Asks for a new recording that starts at the embeddings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """How a recording is made.
+
+    Attributes:
+        n_samples: How many samples the inputs hold.
+        graph_share: Part of the free memory that the graph may take; beyond it the graph is not kept.
+        keeps_factors: Whether factors are kept; without them only the graph can be asked.
+    """
+
+    n_samples: int = 1
+    graph_share: float = GRAPH_SHARE
+    keeps_factors: bool = True
+
+
+def record(
+    anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, options: RecordOptions | None = None
+) -> Recording:
+    """Run the model once on `inputs` and hold every factor.
+
+    Args:
+        anatomy: The model and where its parts are.
+        inputs: Keyword arguments for the model's forward.
+        rules: The conventions; the defaults of `Rules` if None.
+        options: How to record; one sample, all factors kept, if None.
+    """
+    with own_precision():
+        inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
+    for candidate in (anatomy, *anatomy.alternatives()):
+        recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
+        if recording is not None:
+            return recording
+    raise AnatomyError(
+        f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
+        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
+    )
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
+
+
+def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: RecordOptions) -> Recording | None:
+    """One anatomy tried: with gradients if they pass, from the embeddings if need be; None if no block ran."""
+    grad, at_embedding = gradients_pass(anatomy.model), False
+    while True:
+        factors = KeptFactors() if options.keeps_factors else NoFactors()
+        recorder = Recorder(anatomy, inputs, rules, options, grad=grad, at_embedding=at_embedding, factors=factors)
+        try:
+            return recorder.go()
+        except StartAtEmbedding:
+            at_embedding = True
+        except Exception:
+            # Code may fail for its gradients alone: a write in place, a custom derivative. Without them it is held.
+            if not grad or recorder.has_leak:
+                raise
+            grad = False
+        del recorder  # and the graph it began
+
+
+def gradients_pass(model: nn.Module) -> bool:
+    """Whether a graph can keep the weights: off-loaded ones come and go, and inference tensors are kept by none."""
+    return not any(parameter.is_meta or parameter.is_inference() for parameter in model.parameters())
+
+
+_audited: dict[tuple[Any, ...], None] = {}
+"""States of models whose recording was audited, with the shapes of their inputs; the newest last."""
+
+MAX_AUDITED = 256
+
+
+class Recorder:
+    """One recording under way: the route of its pass, and what it has learnt so far.
+
+    Args:
+        anatomy: The model and where its parts are.
+        inputs: Keyword arguments of its forward.
+        rules: The conventions.
+        options: How to record.
+        grad: Whether to build the graph while recording.
+        at_embedding: Whether to start at the token embeddings.
+        factors: Where held factors go.
+        blocks: Makes a graph for each block instead of one for all.
+    """
+
+    def __init__(
+        self, anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: RecordOptions, *, grad: bool,
+        factors: dict[Site, Any], at_embedding: bool = False, blocks: BlockGraphs | None = None,
+    ) -> None:  # fmt: skip
+        self.anatomy, self.inputs, self.rules, self.at_embedding = anatomy, inputs, rules, at_embedding
+        self.options, self.factors, self.blocks = options, factors, blocks
+        self.states: list[Tensor] = []
+        self.layouts: list[AxisLayout] = []
+        self.splits: list[int] = []
+        self.block_outputs: list[Any] = []
+        self.side_channels: list[str] = []
+        self.n_encoder_blocks: int | None = None
+        self.embedding_layout: AxisLayout | None = None
+        self.memory: Tensor | None = None
+        self.embedded: Tensor | None = None
+        self.leaves: list[Tensor] = []
+        self.end: Tensor | None = None
+        self.n_entered = 0
+        self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
+        self._blocks = {id(block) for block in anatomy.blocks}
+        self._encoder = {id(block) for block in anatomy.encoder_blocks}
+        self.prologue = Prologue()
+        self.run = Interpreter(anatomy.model, rules=rules, factors=self.factors, route=self, recording=True, grad=grad)  # type: ignore[arg-type]
+
+    @property
+    def has_leak(self) -> bool:
+        """Whether a live value was seen to leave, which it would without gradients too."""
+        return self.run.refused is not None or self.run.audit is not None and self.run.audit.leak is not None
+
+    def go(self) -> Recording | None:
+        """Run the model and give what was learnt; None if no block ran."""
+        self.found = current_fingerprint(self.anatomy.model)
+        audit_key = (self.found, self.rules, _shapes(self.inputs))
+        if self.found is not None and audit_key not in _audited:
+            self.run.audit = LeakAudit(lambda: f"`{self.run.module or 'the model'}` ({self.run.place})")
+        readout = self._run()
+        if self.block_outputs and len(self.states) <= len(self.block_outputs):
+            raise AnatomyError(
+                f"`{type(self.anatomy.model).__name__}` ended without a state after its last block in "
+                f"`{self.anatomy.stack}`. Pass the path of the list of blocks that leads to the output as `blocks=`."
+            )
+        if not self.block_outputs:
+            return None
+        if self.run.audit is not None:
+            refuse_custom_nodes(readout, self.end)
+        _audited[audit_key] = None
+        while len(_audited) > MAX_AUDITED:
+            del _audited[next(iter(_audited))]
+        return self._finished(readout)
+
+    def _run(self) -> Tensor:
+        """The readout: what enters the unembedding, or what the model gave."""
+        model, inputs = self.anatomy.model, dict(self.inputs)
+        try:
+            with own_precision(), torch.set_grad_enabled(self.run.grad), running(self.run, model):
+                if not self.at_embedding:
+                    self.prologue.start()
+                if "inputs_embeds" in inputs:
+                    inputs["inputs_embeds"] = self._embed(inputs["inputs_embeds"])
+                output = model(**inputs)
+        except Reached as reached:
+            return plain(reached.state)
+        except Exception as error:
+            if self.run.audit is not None and self.run.audit.leak and not isinstance(error, NotLinearError):
+                raise NotLinearError(self.run.audit.leak) from error
+            raise
+        finally:
+            self.prologue.stop()
+            self.run.forget_entries()
+        state = state_of(output)
+        if self.anatomy.body_end == "" and self.end is None and self.n_entered:
+            self._leave_body(state)
+        return plain(state)
+
+    def _finished(self, readout: Tensor) -> Recording:
+        run, rules = self.run, self.rules
+        if not rules.include_final_norm:
+            last = state_of(self.block_outputs[-1], self.anatomy.state_place)
+            self.layouts[-1] = self._layout(last, -2)
+            self.states[-1] = self.layouts[-1].to_tokens(last)
+        now = current_fingerprint(self.anatomy.model)  # now, since a first pass may cast weights for good
+        ignored = moved(self.found, now, self.anatomy.model)
+        graph = None
+        if run.grad and (self.leaves or self.blocks):
+            graph = Graph(tuple(self.leaves), self.end if rules.include_final_norm else None, readout)
+        return Recording(
+            anatomy=self.anatomy, inputs=self.inputs, rules=rules, factors=self.factors, states=tuple(self.states),
+            layouts=tuple(self.layouts), splits=tuple(self.splits), block_outputs=tuple(self.block_outputs),
+            n_encoder_blocks=self.n_encoder_blocks or 0, embedding_layout=self.embedding_layout,
+            side_channels=tuple(self.side_channels), readout=constant(readout) if self.anatomy.has_head else None,
+            n_heads=run.n_heads, rules_applied=run.rules_applied, signature=run.signature, graph=graph,
+            fingerprint=fingerprint(self.anatomy.model, ignored) if ignored else now, ignored=ignored,
+        )  # fmt: skip
+
+    # The route --------------------------------------------------------------------------------------------------------
+
+    def run_module(
+        self, run: Interpreter, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
+        anatomy = self.anatomy
+        if id(module) in self._blocks and run.block is None:
+            return self._run_block(module, forward, args, kwargs)
+        if module is anatomy.unembedding and self.n_entered and run.block is None:
+            if self.end is None and anatomy.body_end == "":
+                self._leave_body(args[0])
+            raise Reached(args[0])
+        output = forward(*args, **kwargs)
+        if module is anatomy.embedding and not self.n_entered and isinstance(output, Tensor):
+            return self._embed(output)
+        if self._encoder and run.module == anatomy.encoder and run.block is None:
+            return self._leave_encoder(output)
+        if self.n_entered >= self.n_calls and run.block is None:
+            if self.end is None and anatomy.body_end and run.module == anatomy.body_end:
+                self._leave_body(state_of(output))
+            if anatomy.readout is not None and run.module == anatomy.readout:
+                raise Reached(state_of(output))
+        return output
+
+    def note_sources(self, run: Interpreter, live: list[Traced]) -> None:
+        """A live tensor from before the last block left, not through it, is a side channel."""
+        if any(source.generation < run.generation for source in live):
+            self._note_side_channel()
+
+    def _note_side_channel(self) -> None:
+        if self.run.module not in self.side_channels:
+            self.side_channels.append(self.run.module)
+
+    def _run_block(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run, n, call = self.run, self.n_entered, None
+        self.n_entered += 1
+        state = find_state(args, kwargs, run.module)
+        with self._explained():
+            self._learn_entry(n, state, module)
+            if self.blocks is not None:
+                live = self._noted(self.blocks.enter(self, n))
+                call = Call(module, args, kwargs)
+                args, kwargs = put_state(args, kwargs, live)
+            elif n == self.n_encoder_blocks if n else not self.at_embedding:  # a stream of the input enters here
+                live = self._substitute(state)
+                self._find_twins(state, live, (*args, *kwargs.values()))
+                args, kwargs = put_state(args, kwargs, live)
+                self.prologue.repeat(state, live, run.remember_entry)
+            else:
+                self._note_other_streams(state, (args, kwargs))
+        run.place = Place(n, inside=True)
+        output = forward(*args, **kwargs)
+        run.place = Place(n)
+        self.block_outputs.append(constants(output))
+        run.generation = n + 1
+        for traced in traced_in(output):
+            traced.generation = n + 1
+        if self.blocks is not None and call is not None:
+            self.blocks.leave(self, n, call, output)
+        if self.n_entered == self.n_calls and self.anatomy.body_end is None:
+            self._leave_body(state_of(output, self.anatomy.state_place))
+        return output
+
+    def _noted(self, live: Tensor) -> Tensor:
+        if self.run.audit is not None:
+            self.run.audit.note_live(live)
+        return live
+
+    def _explained(self) -> Any:
+        return nullcontext() if self.run.audit is None else self.run.audit.explained()
+
+    # What it learns ---------------------------------------------------------------------------------------------------
+
+    def _learn_entry(self, n: int, state: Tensor, module: nn.Module) -> None:
+        layout = self._layout(state, n)
+        tokens = layout.to_tokens(constant(state)).clone()
+        in_encoder = id(module) in self._encoder
+        if n == 0 and not in_encoder:
+            self._check_start(state, layout)
+        if not in_encoder and self.n_encoder_blocks is None:
+            self.n_encoder_blocks = self.run.generation = n
+            if n:
+                self._join_streams(tokens)
+        self.layouts.append(layout)
+        self.splits.append(0 if self.memory is None else self.memory.shape[1])
+        self.states.append(tokens if self.memory is None else torch.cat([constant(self.memory), tokens], 1))
+        if n == 0 and self.at_embedding:
+            assert self.embedded is not None, "a recording that starts at the embeddings has met them"
+            self.embedding_layout = self._embedded_layout(self.embedded)
+            self.states[0] = self.embedding_layout.to_tokens(constant(self.embedded)).clone()
+
+    def _layout(self, state: Tensor, n: int) -> AxisLayout:
+        """How the state entering block n is laid out, or the last one."""
+        channels = self.anatomy.channels
+        channel = channels[n] if channels and n < len(channels) else None
+        return axis_layout(state, channel, self._n_text_tokens, self.options.n_samples)
+
+    def _embedded_layout(self, state: Tensor) -> AxisLayout:
+        return axis_layout(state, None, None, self.options.n_samples)
+
+    @property
+    def _n_text_tokens(self) -> int | None:
+        """Number of tokens of a text, as far as the inputs say."""
+        for name, axis in (("input_ids", -1), ("inputs_embeds", 1), ("decoder_input_ids", -1)):
+            if isinstance(self.inputs.get(name), Tensor):
+                return self.inputs[name].shape[axis]
+        return None
+
+    def _substitute(self, state: Tensor) -> Tensor:
+        """The recorder's own copy of the state in place of the model's, which stays known: other code may read it.
+
+        With a graph it comes from one of `leaves`. How large the graph will be is known from here on, and one that is
+        too large is given up.
+        """
+        run = self.run
+        with torch.set_grad_enabled(run.grad):
+            layout = self.layouts[-1] if self.layouts else self._embedded_layout(state)
+            tokens = layout.to_tokens(constant(state)).clone()
+            if run.grad:
+                n_tokens = sum(part.shape[0] * part.shape[1] for part in (*self.leaves, tokens))
+                run.grad = n_tokens * self.anatomy.bytes_per_token <= self.options.graph_share * free_bytes(
+                    tokens.device
+                )
+            if run.grad:
+                self.leaves.append(tokens.requires_grad_())
+            x = layout.to_native(tokens)
+            live = mark(x.view_as(x), live=True)  # the model may write into it, but into no leaf
+        run.remember_entry(state, live)
+        return self._noted(live)
+
+    def _check_start(self, state: Tensor, layout: AxisLayout) -> None:
+        """Start again at the embeddings if they are the state and also used elsewhere, or if the state has streams."""
+        embedded = self.embedded
+        if self.at_embedding or embedded is None or embedded.dim() != 3:
+            return
+        same = embedded.shape == state.shape and torch.equal(constant(embedded), constant(state))
+        if len(layout.channels) > 1 or same and self.run.n_reads:
+            raise StartAtEmbedding
+
+    def _join_streams(self, decoder_state: Tensor) -> None:
+        """What entered the encoder's blocks, with what waits at the decoder."""
+        if self.memory is None:
+            raise AnatomyError(
+                f"The encoder of `{type(self.anatomy.model).__name__}` gave no state to the decoder. "
+                "Pass inputs for both, and no `encoder_outputs`."
+            )
+        for n, state in enumerate(self.states):
+            if state.shape[-1] != decoder_state.shape[-1]:
+                raise AnatomyError(
+                    f"The encoder of `{type(self.anatomy.model).__name__}` has {state.shape[-1]} channels, its "
+                    f"decoder {decoder_state.shape[-1]}; one operator from both needs equal numbers."
+                )
+            self.splits[n] = state.shape[1]
+            self.states[n] = torch.cat([state, decoder_state.to(state)], 1)
+
+    def _find_twins(self, state: Tensor, live: Tensor, arguments: tuple[Any, ...]) -> None:
+        """Copies of the state that enter beside it (two residual streams begin alike) stand for the input too."""
+        for value in arguments:
+            is_like = isinstance(value, Tensor) and value is not state and value.shape == state.shape
+            if is_like and torch.equal(constant(value), constant(state)):
+                self.run.remember_entry(value, live)
+
+    def _note_other_streams(self, state: Tensor, arguments: Any) -> None:
+        """Live tensors beside the state, except what the encoder gave: no range can begin here with the state alone."""
+        if any(t.live and t is not state and t.generation < math.inf for t in traced_in(arguments)):
+            self._note_side_channel()
+
+    # The ends ---------------------------------------------------------------------------------------------------------
+
+    def _embed(self, output: Tensor) -> Tensor:
+        """Token embeddings: where the recording begins in models that use them more than once."""
+        if self.embedded is not None:
+            return output
+        if self.at_embedding:
+            self.embedded = self._substitute(output)
+            return self.embedded
+        if type(output) is Tensor:
+            self.embedded = output
+            self.run.watch_reads(output)
+        return output
+
+    def _leave_encoder(self, output: Any) -> Any:
+        memory = state_of(output)
+        if memory.dim() != 3:
+            raise AnatomyError(
+                f"The encoder gave a state of shape {tuple(memory.shape)}; expected (batch, token, channel)."
+            )
+        self.memory = memory
+        # Until the decoder begins, whatever is made of the encoder's output is part of the state of every block in it.
+        self.run.generation = math.inf
+        for traced in traced_in(output):
+            traced.generation = math.inf
+        return output
+
+    def _leave_body(self, state: Tensor) -> None:
+        with self._explained():
+            self.layouts.append(self._layout(state, -1))
+            self.splits.append(0)
+            with torch.set_grad_enabled(self.run.grad):
+                self.end = self.layouts[-1].to_tokens(plain(state))
+            self.states.append(constant(self.end))
+
+
+def _shapes(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """The kind of an input: which arguments, of which shape and type."""
+    return tuple(
+        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
+        for name, value in sorted(inputs.items())
+    )

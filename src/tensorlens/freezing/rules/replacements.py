@@ -1,0 +1,115 @@
+r"""Affine functions that stand for nonlinear steps, each with the right value at X.
+
+One function for products, one for everything smooth. Both are exact affine functions of the live arguments, wherever
+they are evaluated; their constants come out by themselves in the replay at zero, which is B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tensorlens.freezing.traced import Interpreter, constant, plain, raw
+
+Weights = tuple[float, float]
+"""How much of a product follows the first factor, and how much the second."""
+
+WEIGHTS: dict[str, Weights] = {
+    "first held": (0.0, 1.0),
+    "second held": (1.0, 0.0),
+    "half": (0.5, 0.5),
+    "taylor": (1.0, 1.0),
+}
+
+
+def hold_value(run: Interpreter, operation: str, x: Tensor) -> Tensor:
+    """The value of `x` in the recording."""
+    return run.keep_factor(operation, lambda: constant(x))
+
+
+def product(
+    run: Interpreter, names: tuple[str, str], multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor,
+    choice: str,
+) -> Tensor:  # fmt: skip
+    r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
+
+    Args:
+        run: The running pass.
+        names: Under which the two factors are kept.
+        multiply: The bilinear function.
+        a: The first factor.
+        b: The second factor.
+        choice: A key of `WEIGHTS`.
+    """
+    of_a, of_b = WEIGHTS[choice]
+    first = hold_value(run, names[0], a) if of_b else None
+    second = hold_value(run, names[1], b) if of_a else None
+    if second is None:
+        return multiply(first, plain(b))  # type: ignore[arg-type]
+    if first is None:
+        return multiply(plain(a), second)
+    both = multiply(plain(a), second) + multiply(first, plain(b))
+    return 0.5 * both if choice == "half" else both - multiply(first, second)
+
+
+def pinned(x: Tensor, x0: Tensor) -> Tensor:
+    """`x0` with the gradient of `x`: where a function of it is differentiated is the recording, wherever x is."""
+    return x0 + (x - x.detach())
+
+
+def scaled_gradient(x: Tensor, weight: float) -> Tensor:
+    """`x` itself, whose gradient counts `weight` times."""
+    if weight == 1 or not x.requires_grad:
+        return x
+    alias = x.view_as(x)
+    alias.register_hook(partial(torch.mul, weight))
+    return alias
+
+
+def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+    r"""$f(x^0) + J_f(x^0)(x - x^0)$ for a smooth function of live tensors, which may give several tensors.
+
+    With a graph only the derivative counts: f is evaluated at the recorded point, and autograd has its Jacobian there.
+    Without one, forward-mode differentiation gives the product with the Jacobian.
+    """
+    at = run.keep_factor(operation, lambda: tuple(constant(x) for x in inputs))
+    live = [plain(x) for x in inputs]
+    with torch._C.DisableTorchFunctionSubclass():
+        if run.recording:
+            return function(*live)
+        if run.grad:
+            return function(*(pinned(x, x0) for x, x0 in zip(live, at, strict=True)))
+        at = [x0.expand(x.shape).contiguous() for x, x0 in zip(live, at, strict=True)]
+        return _first_order(function, at, [x - x0 for x, x0 in zip(live, at, strict=True)])
+
+
+def _first_order(function: Callable[..., Any], at: list[Tensor], steps: list[Tensor]) -> Any:
+    with forward_ad.dual_level():
+        result = function(*(forward_ad.make_dual(x0, step) for x0, step in zip(at, steps, strict=True)))
+        return _summed(result)
+
+
+def _summed(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)([_summed(part) for part in result])
+    if not isinstance(result, Tensor):
+        return result
+    value, step = forward_ad.unpack_dual(result)
+    return value.clone() if step is None else value + step
+
+
+def slope(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    r"""$\varphi'(z)$ of an elementwise function."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        at = z.detach().requires_grad_()
+        return torch.autograd.grad(function(at).sum(), at)[0]
+
+
+def unruled(function: Any, *rest: Any, **options: Any) -> Callable[[Tensor], Any]:
+    """`function` of its first argument alone, with no rule applied."""
+    return lambda x: raw(function, x, *rest, **options)

@@ -1,0 +1,187 @@
+r"""Maps of many samples at once: one recording of (sample, token, channel), one pull or push for all of them.
+
+The affine function of a batch is block-diagonal, $\tilde F(X_1, …, X_b) = (T_1 X_1 + B_1, …, T_b X_b + B_b)$, so that
+the gradient of a sum over samples holds every sample's own row. Columns of padding are exactly zero and are cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensorlens.errors import MethodError
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import FactorReplay
+from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
+from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.operators.norms import probe_vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchQuestion:
+    """What is asked of a batch, one output for each sample.
+
+    Attributes:
+        replay: The affine function of the batch.
+        lengths: Tokens of each sample without padding.
+        out_tokens: (sample,) the output asked for.
+        target: What In+Class explains; None for the model's own prediction.
+        classes: Names of the classes, or None for a model without a head.
+        probes: For `tensor.norm`: how many random probes to sketch it with.
+        seed: Seed for the probes.
+    """
+
+    replay: FactorReplay
+    lengths: tuple[int, ...]
+    out_tokens: Tensor
+    target: Target | None = None
+    classes: Classes | None = None
+    probes: int | None = None
+    seed: int = 0
+
+    @property
+    def recording(self) -> Recording:
+        """The recording of the batch."""
+        return self.replay.recording
+
+    @property
+    def span(self) -> Span:
+        """All blocks."""
+        return Span(0, self.recording.n_blocks)
+
+    def rows(self, state: Tensor) -> Tensor:
+        """(sample, channel): each sample's own output of a state (sample, token, channel)."""
+        return state[torch.arange(len(state), device=state.device), self.out_tokens.to(state.device)]
+
+    def weigh(self, pulled: Tensor) -> Tensor:
+        r"""$⟨(T^\top u)_j, x_j⟩$ for each sample and input token."""
+        return (pulled * self.recording.states[0]).sum(-1)
+
+    def answers(self, scores: Tensor, shares: Tensor, notes: Sequence[dict] | None = None) -> list[Answer]:
+        """One answer per sample from (sample, token) scores, padding cut off."""
+        scores, shares = scores.cpu(), shares.cpu()  # one copy for all of them
+        return [
+            Answer(scores=row[None, :length], bias_share=share[None], notes={} if notes is None else notes[i])
+            for i, (row, share, length) in enumerate(zip(scores, shares, self.lengths, strict=True))
+        ]
+
+
+def in_class(question: BatchQuestion) -> list[Answer]:
+    """`tensor.in_class` of every sample by one pull."""
+    recording, classes = question.recording, question.classes
+    if classes is None or recording.readout is None:
+        raise no_head(recording.model)
+    ids, weights, names = _targets(question)
+    read = _reader(question, ids, weights)
+    logits = read(recording.readout).detach()
+    pulled = question.replay.pull(
+        torch.ones(1, len(question.lengths), dtype=logits.dtype, device=logits.device), question.span, read=read,
+        to_logits=True,
+    )[0]  # fmt: skip
+    scores = question.weigh(pulled)
+    values = logits.tolist()
+    notes = [
+        {"target": name, "logit": [value], "bias": BY_COMPLETENESS} for name, value in zip(names, values, strict=True)
+    ]
+    return question.answers(scores, not_carried(scores, logits), notes)
+
+
+def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor, list[str]]:
+    """Classes (sample, k) with their weights, and what each sample's target is called."""
+    recording, classes = question.recording, question.classes
+    assert classes is not None and recording.readout is not None
+    device = recording.readout.device
+    if question.target is None:
+        best = _all_logits(question, recording.readout).argmax(-1)
+        names = [classes.name(index) for index in best.tolist()]
+        return best[:, None], torch.ones(len(best), 1, device=device), names
+    chosen = classes.weights(question.target)
+    n = len(question.lengths)
+    ids = torch.tensor(list(chosen), device=device).expand(n, -1)
+    name = " − ".join(classes.name(index) for index in chosen)
+    return ids, torch.tensor(list(chosen.values()), device=device).expand(n, -1), [name] * n
+
+
+def _all_logits(question: BatchQuestion, readout: Tensor) -> Tensor:
+    """(sample, class) at each sample's output."""
+    unembedding = question.recording.anatomy.unembedding
+    if unembedding is not None:
+        return F.linear(question.rows(readout), unembedding.weight, unembedding.bias)
+    return readout if readout.dim() == 2 else question.rows(readout)
+
+
+def _reader(question: BatchQuestion, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
+    """From what the batch ended with to each sample's weighted logits; only classes with a weight are read."""
+    unembedding = question.recording.anatomy.unembedding
+
+    def read(readout: Tensor) -> Tensor:
+        scale = weights.to(readout)
+        if unembedding is None:
+            logits = readout if readout.dim() == 2 else question.rows(readout)
+            return (logits.gather(1, ids) * scale).sum(1)
+        columns = (unembedding.weight[ids].detach() * scale[..., None]).sum(1)
+        value = (question.rows(readout) * columns).sum(-1)
+        return value if unembedding.bias is None else value + (unembedding.bias[ids].detach() * scale).sum(1)
+
+    return read
+
+
+def in_out(question: BatchQuestion) -> list[Answer]:
+    """`tensor.in_out` of every sample by one pull."""
+    ends = question.rows(question.recording.states[-1])
+    pulled = question.replay.pull(ends[None], question.span, read=question.rows)[0]
+    scores = question.weigh(pulled)
+    notes = [{"bias": BY_COMPLETENESS}] * len(question.lengths)
+    return question.answers(scores, not_carried(scores, ends.square().sum(-1)), notes)
+
+
+def contribution(question: BatchQuestion) -> list[Answer]:
+    """`tensor.contribution` of every sample: one push for each token, of all samples together."""
+    recording, span = question.recording, question.span
+    x = recording.states[0]
+    at_zero = question.replay.push(torch.zeros_like(x), span)
+    scores = torch.zeros(x.shape[:2], dtype=x.dtype, device=x.device)
+    for j in range(max(question.lengths)):
+        alone = torch.zeros_like(x)
+        alone[:, j] = x[:, j]
+        scores[:, j] = question.rows(question.replay.push(alone, span) - at_zero).norm(dim=-1)
+    return question.answers(scores, _bias_shares(question, at_zero))
+
+
+def norm(question: BatchQuestion) -> list[Answer]:
+    """`tensor.norm` of every sample, sketched: one pull for each probe, of all samples together."""
+    if question.probes is None:
+        raise MethodError("In a batch `tensor.norm` is sketched: pass `probes`, of which 16 are a good start.")
+    ends = question.rows(question.recording.states[-1])
+    probes = probe_vectors(question.probes, ends.shape[-1], question.seed, ends.device, ends.dtype)
+    squares = torch.stack(
+        [
+            question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows)[0].square().sum(-1)
+            for probe in probes
+        ]
+    )
+    at_zero = question.replay.push(torch.zeros_like(question.recording.states[0]), question.span)
+    notes = [{"norm": "frobenius", "probes": question.probes, "seed": question.seed}] * len(question.lengths)
+    return question.answers(squares.mean(0).sqrt(), _bias_shares(question, at_zero), notes)
+
+
+def _bias_shares(question: BatchQuestion, at_zero: Tensor) -> Tensor:
+    ends = question.rows(question.recording.states[-1])
+    return (ends * question.rows(at_zero)).sum(-1) / ends.square().sum(-1)
+
+
+BATCHED: dict[str, Callable[[BatchQuestion], list[Answer]]] = {
+    "tensor.in_class": in_class,
+    "tensor.in_out": in_out,
+    "tensor.contribution": contribution,
+    "tensor.norm": norm,
+}
+"""Methods that go for all samples of a batch at once; the others go one sample after the other through its factors."""
+
+PULLS_ONLY = frozenset({"tensor.in_class", "tensor.in_out"})
+"""Those of them that need the graph of the recording and no factors."""

@@ -1,0 +1,179 @@
+"""The chain of blocks in what ran: calls alike, one after the other, through which one state flows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tensorlens.models.evidence import Evidence, ModuleCall, Seen
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+COVERED = 0.5
+"""A module is opened, and counts as a stage and not as a block, if what repeats in it has this part of its weights."""
+CUT = 0.3
+"""And if the whole state passes through this part of its members: around attention and its like goes a residual."""
+
+Chain = list[ModuleCall]
+
+
+def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
+    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats.
+
+    Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
+    a run is opened, so that the blocks of several stages come to be one chain.
+    """
+    for sound in (True, False):
+        search = _Search(evidence, sound)
+        chain = search.chain(within or evidence.root)
+        if len(chain) > 1:
+            return chain
+    return []
+
+
+def entering(call: ModuleCall) -> Seen:
+    """The state that a block takes."""
+    return call.taken[0]
+
+
+def leaving(call: ModuleCall, after: ModuleCall | None, evidence: Evidence) -> int:
+    """Which of the tensors that a block gives is the state: the one that the next block takes, or most like its own."""
+    if after is not None:
+        for is_it in (
+            lambda seen: evidence.is_same(seen.node, entering(after).node),
+            lambda seen: evidence.reaches({seen.node}, entering(after).node, since=call.start),
+        ):
+            found = [place for place, seen in enumerate(call.given) if is_it(seen)]
+            if found:
+                return found[0]
+    return next((place for place, seen in enumerate(call.given) if seen.shape == entering(call).shape), 0)
+
+
+def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] | None:
+    """The call whose output every block of a chain takes beside its state, and the blocks in it, if it has some."""
+    kept = [{evidence.origins[seen.node] for seen in call.taken[1:] if seen.node >= 0} for call in chain]
+    shared = set.intersection(*kept)
+    around = set(map(id, chain[0].holders()))
+    for call in evidence.calls[: chain[0].number]:
+        if id(call) not in around and call.given and evidence.origins[call.given[0].node] in shared:
+            blocks = find_chain(evidence, call)
+            return (call, blocks) if blocks else None
+    return None
+
+
+def is_in_list(call: ModuleCall, evidence: Evidence) -> bool:
+    """Whether a call's module stands in a list of modules."""
+    path, name = call.path.rpartition(".")[::2]
+    return bool(name) and isinstance(evidence.root.module.get_submodule(path), LISTS)
+
+
+class _Part(NamedTuple):
+    """A call, and the blocks it stands for: those in it if it is a stage, itself otherwise."""
+
+    call: ModuleCall
+    blocks: Chain
+
+    @property
+    def is_stage(self) -> bool:
+        return self.blocks != [self.call]
+
+
+class _Search:
+    def __init__(self, evidence: Evidence, sound: bool) -> None:
+        self.evidence, self.sound = evidence, sound
+        self.modules = dict(evidence.root.module.named_modules())
+        self._sizes: dict[int, list[int]] = {}
+        self._signatures: dict[int, tuple[Any, ...]] = {}
+
+    def chain(self, call: ModuleCall) -> Chain:
+        """The best chain among the parts of a call."""
+        kids = [_Part(kid, self._opened(kid)) for kid in call.children if self._matrices(kid.module)]
+        everything = parts = self._repeated([kid for kid in kids if all(b.taken and b.given for b in kid.blocks)])
+        while True:
+            series = self._series(parts)
+            lonely = self._lonely(series, everything)
+            if not lonely:
+                return [block for part in series for block in part.blocks]
+            parts = [part for part in parts if part not in lonely]
+
+    def _opened(self, kid: ModuleCall) -> Chain:
+        inner = self.chain(kid)
+        is_stage = len(inner) > 1 and self._size(inner) >= COVERED * self._size([kid])
+        return inner if is_stage and (not self.sound or self._is_cut(inner)) else [kid]
+
+    def _repeated(self, parts: list[_Part]) -> list[_Part]:
+        """Parts that are stages, calls that have their like beside them, and what stands with either in one list."""
+        kinds = Counter(self._signature(part) for part in parts if not part.is_stage)
+        large = [part for part in parts if part.is_stage or len(self._matrices(part.call.module)) > 1]
+        sure = [part for part in large if part.is_stage or kinds[self._signature(part)] > 1]
+        lists = {self._list_of(part.call) for part in sure} - {None}
+        return [part for part in large if part in sure or self._list_of(part.call) in lists]
+
+    def _list_of(self, call: ModuleCall) -> str | None:
+        path = call.path.rpartition(".")[0]
+        return path if isinstance(self.modules.get(path), LISTS) else None
+
+    def _series(self, parts: list[_Part]) -> list[_Part]:
+        """The heaviest sequence of parts in which the state flows from each to the next."""
+        best: list[tuple[int, list[_Part]]] = []
+        for n, part in enumerate(parts):
+            before = [found for earlier, found in zip(parts[:n], best, strict=True) if self._flows(earlier, part)]
+            weight, series = max(before, key=lambda found: found[0], default=(0, []))
+            best.append((weight + self._size(part.blocks), [*series, part]))
+        return max(best, key=lambda found: found[0], default=(0, []))[1]
+
+    def _lonely(self, series: list[_Part], everything: list[_Part]) -> list[_Part]:
+        """Parts of a series that have their like beside them, but not in it: they share an input, and are no chain."""
+        kinds, of_all = (
+            Counter(self._signature(part) for part in some if not part.is_stage) for some in (series, everything)
+        )
+        return [
+            part
+            for part in series
+            if not part.is_stage and of_all[self._signature(part)] > kinds[self._signature(part)] == 1
+        ]
+
+    def _flows(self, a: _Part, b: _Part) -> bool:
+        last, first = a.blocks[-1], b.blocks[0]
+        if not self.evidence.is_flow_known:
+            return True
+        sources = {seen.node for seen in last.given}
+        return self.evidence.reaches(sources, entering(first).node, since=last.start)
+
+    def _is_cut(self, chain: Chain) -> bool:
+        """Whether the state goes through most members of a chain, and not around them."""
+        cuts = [not self._is_bypassed(a, b, chain[0].start) for a, b in pairwise(chain)]
+        return sum(cuts) >= CUT * len(cuts)
+
+    def _is_bypassed(self, a: ModuleCall, b: ModuleCall, start: int) -> bool:
+        """Whether the state of `a`, or one since the chain began, reaches `b` on a way that does not go through `a`."""
+        given, target = {seen.node for seen in a.given}, entering(b).node
+        return any(
+            self.evidence.reaches(sources, target, past=given, since=start)
+            for sources in ({entering(a).node}, range(start, a.start))
+        )
+
+    # What a module is made of ----------------------------------------------------------------------------------------
+
+    def _matrices(self, module: nn.Module) -> list[int]:
+        """Sizes of the weights with two axes or more, embeddings apart."""
+        if id(module) not in self._sizes:
+            inside = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
+            self._sizes[id(module)] = [
+                weight.numel() for part in inside for weight in part.parameters(recurse=False) if weight.dim() > 1
+            ]
+        return self._sizes[id(module)]
+
+    def _size(self, calls: Sequence[ModuleCall]) -> int:
+        return sum(sum(self._matrices(call.module)) for call in calls)
+
+    def _signature(self, part: _Part) -> tuple[Any, ...]:
+        """Class and weights of a module: blocks of a stack agree in them, attention and feed-forward do not."""
+        module = part.call.module
+        if id(module) not in self._signatures:
+            names = tuple(name for name, weight in module.named_parameters() if weight.dim() > 1)
+            self._signatures[id(module)] = type(module), names
+        return self._signatures[id(module)]

@@ -1,0 +1,133 @@
+"""What follows the blocks: the end of the body, whose output is $X^N$, and the head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from tensorlens.models.chains import Chain, is_in_list, leaving
+from tensorlens.models.evidence import Evidence, ModuleCall, Seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Where a model ends.
+
+    Attributes:
+        body_end: Path of the module whose output is $X^N$; None for the output of the last block.
+        state: $X^N$ as it was seen.
+        has_head: Whether anything follows.
+        head_linear: The last linear layer that leads to the model's output, after $X^N$.
+    """
+
+    body_end: str | None
+    state: Seen
+    has_head: bool
+    head_linear: ModuleCall | None
+
+
+def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> Ending:
+    """Where the body of a model ends, and what leads from there to its output.
+
+    Args:
+        chain: The blocks.
+        evidence: The pass in which they ran.
+        body: Path of the module around the blocks that is known to be the body, if one is.
+    """
+    last = chain[-1]
+    state = last.given[leaving(last, None, evidence)]
+    if body is not None:
+        holder = next((call for call in last.holders() if call.path == body), None)
+        if holder is not None and holder.given:
+            is_all = holder is evidence.root
+            return Ending(
+                body_end=body, state=holder.given[0], has_head=not is_all,
+                head_linear=None if is_all else _last_linear(holder.given[0], evidence),
+            )  # fmt: skip
+    body_end, state, has_head = _follow(last, state, evidence)
+    linear = _last_linear(state, evidence) if has_head else None
+    return Ending(body_end=body_end, state=state, has_head=has_head, head_linear=linear)
+
+
+def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | None, Seen, bool]:
+    """Go on from the last block, through norms and the modules around the blocks, until a head begins."""
+    end: str | None = None
+    for holder, follower in _followers(last):
+        after = follower if follower is not None else holder
+        if not after.given or follower is not None and not _reads(follower, state, evidence):
+            continue
+        given = after.given[0]
+        if evidence.is_same(given.node, state.node) and given.shape == state.shape:
+            continue
+        if follower is None:
+            if not _is_like(given, state):
+                return end, state, True
+            end, state = holder.path, given
+        elif _is_norm(follower.module) and _is_like(given, state):
+            end, state = follower.path, given
+        elif not (_n_matrices(follower.module) and is_in_list(follower, evidence)) and _begins_head(follower, state):
+            return end, state, True
+    output = evidence.output
+    return end, state, output is None or output.shape != state.shape
+
+
+def _followers(last: ModuleCall) -> Iterator[tuple[ModuleCall, ModuleCall | None]]:
+    """What came after a call: for each module around it the later parts, then (with None) its own end."""
+    inner = last
+    for holder in last.holders():
+        yield from ((holder, call) for call in holder.children if call.number > inner.number)
+        yield holder, None
+        inner = holder
+
+
+def _reads(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
+    return any(evidence.reaches({state.node}, seen.node, since=state.node) for seen in call.taken)
+
+
+def _is_like(given: Seen, state: Seen) -> bool:
+    """Whether a tensor can be a later state: as many axes and channels, and no fewer tokens."""
+    if len(given.shape) != len(state.shape) or math.prod(given.shape) < math.prod(state.shape):
+        return False
+    return sorted(given.shape) == sorted(state.shape) or given.shape[-1] == state.shape[-1]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weights = list(module.parameters())
+    return bool(weights or "norm" in type(module).__name__.lower()) and all(weight.dim() <= 1 for weight in weights)
+
+
+def _begins_head(call: ModuleCall, state: Seen) -> bool:
+    return bool(_n_matrices(call.module)) or not _is_like(call.given[0], state)
+
+
+def _n_matrices(module: nn.Module) -> int:
+    return sum(weight.dim() > 1 for weight in module.parameters())
+
+
+def _last_linear(state: Seen, evidence: Evidence) -> ModuleCall | None:
+    """The last linear layer on the way from a state to the model's output."""
+    if evidence.output is None:
+        return None
+    for call in reversed(evidence.calls):
+        if isinstance(call.module, nn.Linear) and call.taken and call.given and call.start >= state.node:
+            is_after = evidence.reaches({state.node}, call.taken[0].node, since=state.node)
+            if is_after and evidence.reaches({call.given[0].node}, evidence.output.node, since=call.start):
+                return call
+    return None
+
+
+def find_readout(evidence: Evidence, head: ModuleCall | None) -> tuple[str | None, str | None]:
+    """Path of the module whose output a softmax or its like turns into the model's output, and what that one is."""
+    if evidence.output is None:
+        return None, None
+    made = [end for node, end in evidence.ends.items() if evidence.is_same(node, evidence.output.node)]
+    if not made:
+        return None, None
+    name, source = made[-1]
+    if head is not None and evidence.is_same(head.given[0].node, source):
+        return head.path, name
+    given = [c.path for c in evidence.calls if c.path and c.given and evidence.is_same(c.given[0].node, source)]
+    return (given[-1] if given else None), name

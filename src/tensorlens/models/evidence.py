@@ -1,0 +1,337 @@
+"""`watch`: one plain pass of a model, and what was seen of it.
+
+Module calls are seen by hooks, the flow of values between them by a dispatch mode: every tensor that an operation makes
+is a node, whose parents are the nodes it was made from. Nothing of the pass is kept but numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as global_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorlens.models.plain_pass import evaluating, in_own_precision
+
+MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
+"""Operations whose output holds values of their first input, elsewhere. Views share the storage and need no name."""
+
+ENDS = frozenset({"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward"})
+"""Operations that may turn logits into probabilities at the end of a model."""
+
+
+NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
+"""What the state or the logits are called in outputs with names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor as it was seen.
+
+    Attributes:
+        shape: Its sizes.
+        dtype: Its type.
+        node: Its place in the flow of values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    node: int
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        number: The place among all calls, by their beginning; that of the whole model is 0.
+        path: The module's path in the model.
+        module: The module.
+        parent: The call that it was part of, None for the whole model.
+        start: Number of nodes before it began.
+        stop: Number of nodes when it ended.
+        taken: The floating-point tensors of two axes or more among its arguments, in order.
+        given: The same of what it returned.
+        children: The calls that were part of it.
+        several_states: Whether the first thing it takes is a list of states, and not one.
+    """
+
+    number: int
+    path: str
+    module: nn.Module
+    parent: ModuleCall | None
+    start: int
+    stop: int = 0
+    taken: tuple[Seen, ...] = ()
+    given: tuple[Seen, ...] = ()
+    children: list[ModuleCall] = field(default_factory=list)
+    several_states: bool = False
+
+    def walk(self) -> Iterator[ModuleCall]:
+        """This call and all that were part of it, in order."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def holders(self) -> Iterator[ModuleCall]:
+        """The calls that this one was part of, innermost first."""
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was seen of one plain pass.
+
+    Attributes:
+        calls: Every module call, by its beginning.
+        parents: For each node the nodes that it was made from.
+        origins: For each node the one that first held its values: views and copies have that of their source.
+        ends: For nodes that a softmax or its like made, its name and the node it took.
+        output: What the model returned: its logits or its state.
+        is_flow_known: Whether operations were seen; otherwise nodes only tell which modules shared a tensor.
+    """
+
+    calls: tuple[ModuleCall, ...]
+    parents: tuple[tuple[int, ...], ...]
+    origins: tuple[int, ...]
+    ends: Mapping[int, tuple[str, int]]
+    output: Seen | None
+    is_flow_known: bool
+
+    @property
+    def root(self) -> ModuleCall:
+        """The call of the whole model."""
+        return self.calls[0]
+
+    def reaches(self, sources: Container[int], target: int, *, past: set[int] | None = None, since: int = 0) -> bool:
+        """Whether values of `sources` reach `target` on a way that goes through none of `past`.
+
+        Args:
+            sources: Nodes where the way may begin.
+            target: The node where it ends.
+            past: Nodes that it may not go through.
+            since: Nodes before this one are not followed further back, but may be sources.
+        """
+        todo, met = [target], set(past or ())
+        while todo:
+            node = todo.pop()
+            if node in met:
+                continue
+            if node in sources:
+                return True
+            met.add(node)
+            if node >= since:
+                todo += self.parents[node]
+        return False
+
+    def is_same(self, a: int, b: int) -> bool:
+        """Whether one node holds values of the other, viewed, copied or chosen from."""
+        return self.origins[a] == self.origins[b]
+
+
+def watch(model: nn.Module, arguments: Mapping[str, Any]) -> Evidence:
+    """Run the model once as it is and note which modules were called and what flowed between them.
+
+    Args:
+        model: Any module; left as it was.
+        arguments: Keyword arguments of its forward.
+    """
+    try:
+        return _watch(model, arguments, _Flow())
+    except Exception:  # noqa: BLE001  a kernel that takes no dispatch mode; the model's own errors come again
+        return _watch(model, arguments, _Flow(seen=False))
+
+
+def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evidence:
+    calls = _Calls(model, flow)
+    with ExitStack() as stack:
+        stack.enter_context(in_own_precision())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        stack.enter_context(_eagerly())
+        stack.enter_context(calls.hooked())
+        if flow.seen:
+            stack.enter_context(flow)
+        arguments = copy_containers(arguments)
+        for tensor in tensors_in(arguments):
+            flow.see(tensor)
+        output = model(**arguments)
+    found = main_tensor(output)
+    return Evidence(
+        calls=tuple(calls.made), parents=tuple(flow.parents), origins=tuple(flow.origins), ends=dict(flow.ends),
+        output=None if found is None else flow.see(found), is_flow_known=flow.seen,
+    )  # fmt: skip
+
+
+def copy_containers(value: Any) -> Any:
+    """The same tensors in new dictionaries and lists, for a model that writes into those it is given."""
+    if isinstance(value, Mapping):
+        items = {name: copy_containers(item) for name, item in value.items()}
+        return items if type(value) is dict or not hasattr(value, "data") else type(value)(items)  # type: ignore[call-arg]
+    return [copy_containers(item) for item in value] if type(value) is list else value
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """The state or the logits in what a module returned: a loss and a missing loss are passed over."""
+    for name in NAMES:
+        named = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(named, Tensor):
+            return named
+    return next((tensor for tensor in tensors_in(output) if _is_state(tensor)), None)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _is_state(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() >= 2 and not tensor.is_nested
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compiled parts run as their own code, and fused Transformer layers as their modules."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _Flow(TorchDispatchMode):
+    """Which tensor was made from which, by the identity of their storages."""
+
+    def __init__(self, *, seen: bool = True) -> None:
+        super().__init__()
+        self.seen = seen
+        self.parents: list[tuple[int, ...]] = []
+        self.origins: list[int] = []
+        self.ends: dict[int, tuple[str, int]] = {}
+        self._nodes: dict[int, int] = {}
+        self._storages: list[StorageWeakRef] = []  # held, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note what it made."""
+        result = func(*args, **(kwargs or {}))
+        sources = [node for node in map(self._find, tensors_in((args, kwargs))) if node is not None]
+        if sources:
+            name = func._schema.name.split("::")[-1]
+            for tensor in tensors_in(result):
+                if not (func.is_view and self._find(tensor) is not None):
+                    self._note(tensor, name, sources)
+        return result
+
+    def _note(self, tensor: Tensor, name: str, sources: list[int]) -> None:
+        node = self._new(tensor, tuple(dict.fromkeys(sources)))
+        if node is not None and name in MOVES:
+            self.origins[node] = self.origins[sources[0]]
+        if node is not None and name in ENDS:
+            self.ends[node] = name.strip("_"), sources[0]
+
+    def see(self, tensor: Tensor, sources: tuple[int, ...] = ()) -> Seen:
+        """A tensor that a module took or gave; one that is new was made from `sources`, by code that was not seen."""
+        node = self._find(tensor)
+        node = self._new(tensor, sources) if node is None else node
+        return Seen(tuple(tensor.shape), tensor.dtype, -1 if node is None else node)
+
+    def _find(self, tensor: Tensor) -> int | None:
+        try:
+            return self._nodes.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # sparse and nested tensors have no storage
+            return None
+
+    def _new(self, tensor: Tensor, sources: tuple[int, ...]) -> int | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return None
+        node = len(self.parents)
+        if storage._cdata not in self._nodes:
+            self._storages.append(StorageWeakRef(storage))
+        self._nodes[storage._cdata] = node
+        self.parents.append(sources)
+        self.origins.append(node)
+        return node
+
+
+class _Calls:
+    """The module calls of one pass in this thread."""
+
+    def __init__(self, model: nn.Module, flow: _Flow) -> None:
+        self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+        self._flow, self._thread = flow, threading.get_ident()
+        self.made: list[ModuleCall] = []
+        self._open: list[ModuleCall] = []
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Let every module report, by hooks that belong to no module: the user's are not touched."""
+        before = global_hooks.register_module_forward_pre_hook(self._begin)
+        after = global_hooks.register_module_forward_hook(self._end, with_kwargs=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        return threading.get_ident() == self._thread and id(module) in self._paths
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_ours(module):
+            return
+        parent = self._open[-1] if self._open else None
+        call = ModuleCall(len(self.made), self._paths[id(module)], module, parent, len(self._flow.parents))
+        call.taken = self._seen(args)
+        call.several_states = bool(args) and _holds_several(args[0])
+        self.made.append(call)
+        self._open.append(call)
+        if parent is not None:
+            parent.children.append(call)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self._is_ours(module) or not self._open:
+            return
+        call = self._open.pop()
+        while call.module is not module and self._open:  # calls that ended in an error which the model caught
+            call = self._open.pop()
+        named = self._seen(kwargs)
+        if "hidden_states" in kwargs or not call.taken:
+            call.taken = named + call.taken
+        else:
+            call.taken += named
+        found = main_tensor(output)
+        sources = tuple(seen.node for seen in call.taken)
+        others = [tensor for tensor in tensors_in(output) if _is_state(tensor) and tensor is not found]
+        given = ([] if found is None else [found]) + others
+        call.given = tuple(self._flow.see(tensor, sources) for tensor in given if _is_state(tensor))
+        call.stop = len(self._flow.parents)
+
+    def _seen(self, values: Any) -> tuple[Seen, ...]:
+        return tuple(self._flow.see(tensor) for tensor in tensors_in(values) if _is_state(tensor))
+
+
+def _holds_several(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and sum(isinstance(v, Tensor) and _is_state(v) for v in value) > 1

@@ -1,0 +1,122 @@
+"""What a model says of the inputs that it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import InputError
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def forward_parameters(model: nn.Module) -> set[str]:
+    """Names of the arguments that a model's forward takes."""
+    return set(inspect.signature(model.forward).parameters)
+
+
+def first_parameter(model: nn.Module) -> str:
+    """Name of the first argument of a model's forward."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    found = next((parameter.name for parameter in parameters if parameter.kind in _NAMED), None)
+    if found is None:
+        raise InputError(
+            f"`{type(model).__name__}.forward` names no argument. Pass the input as a dictionary of keyword arguments."
+        )
+    return found
+
+
+def takes_mapping(model: nn.Module) -> bool:
+    """Whether the first argument of a model's forward is said to be a dictionary."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    annotation = str(parameters[0].annotation).lower() if parameters else ""
+    return "dict[" in annotation or "mapping" in annotation or annotation in ("dict", "<class 'dict'>")
+
+
+def ids_parameter(model: nn.Module) -> str:
+    """Name of the argument that takes token ids: `input_ids`, or the first one, whatever it is called."""
+    parameters = inspect.signature(model.forward).parameters
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "input_ids" in parameters or is_open and not takes_mapping(model) and hasattr(model, "config"):
+        return "input_ids"
+    if "pixel_values" in parameters or not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise InputError(f"Got token ids, but `{type(model).__name__}` has no embedding of tokens. Pass what it takes.")
+    return first_parameter(model)
+
+
+def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
+    """The token ids of a text, (sample, token), among the arguments of a forward pass or one dictionary deeper."""
+    for level in (arguments, *(value for value in arguments.values() if isinstance(value, Mapping))):
+        if isinstance(level.get("input_ids"), Tensor):
+            return level["input_ids"]
+    first = next(iter(arguments.values()), None)
+    return first if isinstance(first, Tensor) and first.dim() == 2 and first.dtype == torch.long else None
+
+
+def max_tokens(model: nn.Module) -> int | None:
+    """The longest input that the model has positions for."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if limit is None or limit <= 0:
+        return None
+    # RoBERTa and its kin count positions from the padding index on.
+    offset = getattr(config, "pad_token_id", None) if _positions_are_offset(model) else None
+    return limit - (offset + 1) if offset is not None else limit
+
+
+def _positions_are_offset(model: nn.Module) -> bool:
+    return any(
+        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        for name, module in model.named_modules()
+    )
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """How many token ids there are: entries of the input embedding, or at most those of the largest embedding."""
+    named = _input_embedding(model)
+    if named is not None:
+        return getattr(named, "num_embeddings", None)
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+
+
+def embedding_width(model: nn.Module) -> int | None:
+    """How many channels the input embedding has."""
+    return getattr(_input_embedding(model), "embedding_dim", None)
+
+
+def _input_embedding(model: nn.Module) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def begins_with_pixels(model: nn.Module) -> bool:
+    """Whether the first weights of a model are those of a convolution over pictures."""
+    weighted = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+    return isinstance(next((m for m in weighted if not _is_leafless(m)), None), nn.Conv2d)
+
+
+def _is_leafless(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None  # a class token or positions beside other modules
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs; weights that are off-loaded are on no device."""
+    for module in (_input_embedding(model), model):
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if getattr(part, "execution_device", None) is not None:
+                return torch.device(part.execution_device)  # type: ignore[union-attr]
+    found = getattr(model, "device", None)
+    return found if isinstance(found, torch.device) else next(model.parameters()).device
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The floating-point type of a model's weights."""
+    found = getattr(model, "dtype", None)
+    return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype

@@ -1,0 +1,86 @@
+"""Lists of modules that may hold the blocks of a model, by its module tree alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tensorlens.errors import AnatomyError
+
+BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules of a list that are called: lists within it are opened, and so are stages made of one list."""
+    found: list[nn.Module] = []
+    for child in stack.children():
+        found += blocks_in(child) if isinstance(child, nn.ModuleList) else [child]
+    return tuple(found)
+
+
+def ask(model: nn.Module, method: str) -> Any:
+    """What a model says of itself by a method, None if it has no such method."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+
+
+def named_blocks(model: nn.Module, paths: str) -> tuple[nn.Module, ...]:
+    """The blocks that the user named: those in a list, or with several paths the modules themselves too."""
+    several = [path.strip() for path in paths.split(",")]
+    found: list[nn.Module] = []
+    for path in several:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            module = None
+        if module is None or len(several) == 1 and not isinstance(module, BLOCK_LISTS):
+            lists = ", ".join(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+            raise AnatomyError(
+                f"`blocks` must be the path of a list of modules, or several paths with commas between them; got "
+                f"{path!r}, which is {'absent' if module is None else type(module).__name__}. "
+                f"Lists in this model: {lists or 'none'}."
+            )
+        found += blocks_in(module) if isinstance(module, BLOCK_LISTS) else [module]
+    return tuple(found)
+
+
+def encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
+    """Paths of the encoder, its blocks and the decoder's blocks, for a model that runs one after the other."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    encoder, decoder = ask(model, "get_encoder"), ask(model, "get_decoder")
+    if encoder is None or decoder is None or encoder is decoder or decoder is model or encoder is model:
+        return None
+    if id(encoder) not in names or id(decoder) not in names:
+        return None
+    inner = [[f"{names[id(part)]}.{stack}" for stack in stacks(part)[:1]] for part in (encoder, decoder)]
+    return (names[id(encoder)], inner[0][0], inner[1][0]) if all(inner) else None
+
+
+def stacks(model: nn.Module) -> list[str]:
+    """Lists that may hold the blocks: the language model's before others, the largest before the smaller."""
+    for kind in BLOCK_LISTS:
+        sizes = {
+            name: sum(parameter.numel() for parameter in module.parameters())
+            for name, module in model.named_modules()
+            if name and isinstance(module, kind) and len(module) and not _inside(module, model, kind)
+        }
+        found = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+        if found:
+            decoder = ask(model, "get_decoder")
+            inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+            return sorted(found, key=lambda name: id(model.get_submodule(name)) not in inside)
+    return []
+
+
+def _inside(stack: nn.Module, model: nn.Module, kind: type) -> bool:
+    """Whether a list lies within another list: heads of experts, sub-layers of a block."""
+    return any(
+        stack is not outer and any(stack is inner for inner in outer.modules())
+        for outer in model.modules()
+        if isinstance(outer, kind)
+    )
