@@ -8,9 +8,11 @@ BIN := $(VENV)/bin
 # declare dependencies we leave out on purpose, so conflicts are expected and not worth a page of warnings.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 WORKERS ?= 2
+# From the command to the operator: a model of a kind in each of the files below.
+SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-browser test-all families docs figures check fmt clean
+.PHONY: help demo setup smoke test test-browser test-all families docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +21,10 @@ demo: $(VENV)/.stamp-demo  ## map a real sentence through a real model, with its
 	$(BIN)/python examples/demo.py
 
 setup: $(VENV)/.stamp-dev  ## everything a developer needs, in .venv
+
+smoke: $(VENV)/.stamp-dev  ## does it work here? Under two minutes
+	$(BIN)/tensorlens check minilm
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not large and not browser" $(SMOKE)
 
 test: $(VENV)/.stamp-dev  ## quick tests
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not large and not browser"

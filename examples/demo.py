@@ -8,6 +8,7 @@ from rich.console import Console
 
 import tensorlens as tl
 from tensorlens.app.check_command import show
+from tensorlens.app.map_questions import sum_line
 
 SENTENCE = "The Eiffel Tower is located in the city of"
 
@@ -28,12 +29,12 @@ def main() -> None:
 
     found = T.map("tensor.in_class", out_token=-1, target=best[0].name)
     found.show(console)
-    total, logit = float(found.scores.sum()), best[0].logit
-    console.print(f"\nThe inputs sum to {total:.4f}; the logit of {best[0].name!r} is {logit:.4f}.")
+    console.print(f"\n{sum_line(found)}")
 
     path = Path("demo.html")
     found.save(path)
     console.print(f"The map is in {path.resolve()}: open it in a browser.")
+    console.print('Next, a sentence of your own: .venv/bin/tensorlens map smollm2-135m "The capital of Italy is"')
 
 
 if __name__ == "__main__":

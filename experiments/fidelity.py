@@ -8,13 +8,13 @@ again. Several processes share the texts, also on one GPU: torchrun --nproc-per-
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 
 import tensorlens as tl
 from tensorlens import studies
 from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
+from tensorlens.studies.processes import Processes
 
 
 def main() -> None:
@@ -34,8 +34,9 @@ def main() -> None:
     lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=tl.Rules(gate=arguments.gate))
     began = time.time()
     texts = config["texts"][: arguments.limit]
-    summary = studies.fidelity(lens, texts, arguments.out, options=studies.FidelityOptions(**chosen))
-    if os.environ.get("RANK", "0") == "0":
+    result = studies.fidelity(lens, texts, arguments.out, **chosen)
+    if Processes.from_environment().is_first:
+        summary = result.summary
         norms = summary["norms"]
         print(f"{arguments.name}, {arguments.gate}: {time.time() - began:.0f} s, {len(texts)} texts")
         print(f"every error below every right-hand side: {summary['holds']}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import random
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import tensorlens as tl
+from tensorlens.strict_json import to_json, write_json
 
 
 def main() -> None:
@@ -54,8 +54,8 @@ def main() -> None:
         writer = csv.DictWriter(file, fieldnames=list(heldout[0]))
         writer.writeheader()
         writer.writerows(heldout)
-    (options.out / "accuracy.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    write_json(options.out / "accuracy.json", found)
+    print(to_json(found))
 
 
 def batches(rows: list[dict[str, str]], tokenizer, device, size: int):

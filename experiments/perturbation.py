@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 import tensorlens as tl
-from tensorlens.app.processes import hand_over
-from tensorlens.studies import PerturbationResult, perturbation
-from tensorlens.studies.runs import Processes
+from tensorlens.studies import StudyResult, perturbation
+from tensorlens.studies.processes import Processes, hand_over, one_voice
 
 CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
@@ -62,12 +61,13 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     for part in options.part or CONFIGS:
         started = time.perf_counter()
-        result = run(part, options, weights)
+        with one_voice():
+            result = run(part, options, weights)
         if Processes.from_environment().is_first:
             print(table(part, result, time.perf_counter() - started), flush=True)
 
 
-def run(part: str, options: argparse.Namespace, weights: dict[str, str]) -> PerturbationResult:
+def run(part: str, options: argparse.Namespace, weights: dict[str, str]) -> StudyResult:
     """One part, in this process alone or as its share of several."""
     config: dict[str, Any] = dict(CONFIGS[part])
     name, gate = config.pop("model"), config.pop("gate", "freeze_gate")
@@ -90,7 +90,7 @@ def find(name: str, folder: Path, model: str) -> Path:
     return Path(model) / name.removeprefix("@model/") if name.startswith("@model/") else folder / name
 
 
-def table(part: str, result: PerturbationResult, seconds: float) -> str:
+def table(part: str, result: StudyResult, seconds: float) -> str:
     """HS-MSE of each condition: the best methods of each kind, and the tensor against the best baseline."""
     summary = result.summary
     lines = [f"\n== {part}: {summary['n_measured']} samples, {summary['n_skipped']} skipped, {seconds:.0f} s"]

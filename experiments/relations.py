@@ -8,7 +8,6 @@ again. Several processes share the work, also on one GPU: torchrun --nproc-per-n
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 import tensorlens as tl
 from tensorlens import studies
+from tensorlens.studies.processes import Processes
 from tensorlens.studies.relation_study.report import category_table, difference_table, start_table, survival
 
 
@@ -40,10 +40,11 @@ def main() -> None:
     loaded = tl.load(arguments.model or arguments.name)
     lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name)
     began = time.time()
-    summary = studies.relations(
+    result = studies.relations(
         lens, arguments.data, arguments.out, options=options, limit=arguments.limit, categories=arguments.categories
     )
-    if os.environ.get("RANK", "0") == "0":
+    if Processes.from_environment().is_first:
+        summary = result.summary
         print(f"{arguments.name}: {time.time() - began:.0f} s. {survival(summary)}")
         for key, reason in summary["left_out"].items():
             print(f"  left out: {key}: {reason}")

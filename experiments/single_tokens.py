@@ -9,13 +9,13 @@ replaced, by how far it is from the end, for each replacement; and what part of 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens.strict_json import write_json
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.forward import PlainModel
 from tensorlens.studies.perturbation_study.measures import hidden_state_mse
@@ -41,7 +41,7 @@ def main() -> None:
     for index in range(len(texts)):
         for replacement in REPLACEMENTS:
             changes[replacement].append(single(texts, plain, index, replacement))
-        options.out.write_text(json.dumps(summary(options.model, changes), indent=1) + "\n")
+        write_json(options.out, summary(options.model, changes))
         print(f"{index + 1} of {len(texts)}", flush=True)
     print(options.out.read_text())
 

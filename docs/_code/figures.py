@@ -113,8 +113,9 @@ def map_() -> None:
     T = tl.load("smollm2-135m")(SENTENCE)
     T.certificate()
     with tempfile.TemporaryDirectory() as folder, _browser() as browser:
-        path = T.map("tensor.in_class", target=(" Paris", " Mar")).save(Path(folder) / "map.html")
-        tab = browser.new_page(viewport={"width": 1100, "height": 760})
+        found = T.map("tensor.in_class", out_token=-1, target=(" Paris", " London"))
+        path = found.save(Path(folder) / "map.html")
+        tab = browser.new_page(viewport={"width": 1100, "height": 470})
         tab.goto(path.as_uri())
         tab.wait_for_selector("[data-ready]", state="attached")
         tab.screenshot(path=ASSETS / "map.png")

@@ -7,31 +7,17 @@
 True
 """
 
-from tensorlens import studies
+# ruff: noqa: F405  -- the names of the star below
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tensorlens.__about__ import __version__
-from tensorlens.errors import (
-    AnatomyError,
-    InputError,
-    LoadError,
-    MethodError,
-    MissingExtraError,
-    NotLinearError,
-    SizeError,
-    TensorLensError,
-)
-from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.rules.activations import activate
-from tensorlens.freezing.rules.modules import adapter
-from tensorlens.freezing.rules.table import rules_for
-from tensorlens.lens import Lens, load
-from tensorlens.maps.methods import METHODS
-from tensorlens.maps.token_map import TokenMap
-from tensorlens.operators.certificate import Certificate
-from tensorlens.operators.estimates import Estimate
-from tensorlens.operators.mean import MeanTensor
-from tensorlens.operators.norms import spectral_norm
-from tensorlens.operators.spectrum import Spectrum, spectrum
-from tensorlens.tensor import AttentionTensor, Prediction
+
+if TYPE_CHECKING:
+    from tensorlens.surface import *  # noqa: F403
 
 __all__ = [
     # from a model to its operator
@@ -65,3 +51,16 @@ __all__ = [
     "SizeError",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, with everything behind it imported the first time one is asked for: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    surface = importlib.import_module("tensorlens.surface")
+    globals().update({public: getattr(surface, public) for public in __all__ if hasattr(surface, public)})
+    return getattr(surface, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

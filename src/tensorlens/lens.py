@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
-from importlib import metadata
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
+from tensorlens.versions import package_versions
 
 
 class Lens:
@@ -116,7 +116,7 @@ class Lens:
             n_tokens: Its number of tokens, where the recording is of longer ones too.
         """
         n_tokens = n_tokens or recording.states[0].shape[1]
-        meta: dict[str, Any] = {"model": self.name, "versions": dict(_versions())}
+        meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
         if prepared.text is not None:
             meta["text"] = prepared.text
         grid = prepared.grid(self.model)
@@ -187,15 +187,3 @@ def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tup
     if n_out == len(tokens):
         return None
     return tokens[len(tokens) - n_out :] if is_decoder else tuple(str(position) for position in range(n_out))
-
-
-@cache
-def _versions() -> dict[str, str]:
-    packages = {"tensorlens": "attention-tensorlens", "torch": "torch", "transformers": "transformers"}
-    found = {}
-    for name, distribution in packages.items():
-        try:
-            found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found

@@ -83,14 +83,14 @@ def test_mistakes_are_one_message_and_exit_code_two(capsys, monkeypatch):
 
 
 def test_ranges_heads_and_targets_are_read_as_written():
-    assert options.block_range("3:9", 12) == (3, 9)
-    assert options.block_range("3:", 12) == (3, 12)
-    assert options.block_range("4", 12) == (4, 5)
+    assert options.block_range("3:9") == (3, 9)
+    assert options.block_range("3:") == (3, None)
+    assert options.block_range("4") == (4, 5)
     assert options.head_choice(["3:0,2", "5:"]) == {3: [0, 2], 5: []}
     assert options.target_of(" Paris", " Rome") == (" Paris", " Rome")
     assert options.target_of("42", None) == 42
     for wrong in (
-        lambda: options.block_range("a:b", 12),
+        lambda: options.block_range("a:b"),
         lambda: options.head_choice(["x"]),
         lambda: options.target_of(None, "b"),
     ):

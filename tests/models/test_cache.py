@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tensorlens.errors import LoadError
 from tensorlens.models import cache
+from tensorlens.models.foreign_files import foreign_reader
 
 
 @pytest.fixture
@@ -114,13 +116,62 @@ def test_the_key_follows_the_content(tmp_path: Path):
     assert cache.cache_key("My Model!", [file]) != key
 
 
-def test_the_date_counts_unless_the_version_is_pinned(tmp_path: Path):
+def test_two_files_of_one_size_and_date_are_told_apart(tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for file, byte in ((first, 0), (second, 1)):
+        content = bytearray(5_000_000)
+        content[100_000] = byte  # between the samples
+        file.write_bytes(content)
+        os.utime(file, (1, 1))
+    assert cache.cache_key("m", [first]) != cache.cache_key("m", [second])
+
+
+def test_the_date_alone_changes_nothing(tmp_path: Path):
     file = tmp_path / "weights"
     file.write_bytes(b"abc")
-    loose, pinned = cache.cache_key("m", [file]), cache.cache_key("m", [file], pinned=True)
+    before = cache.cache_key("m", [file]), cache.cache_key("m", [file], pinned=True)
     os.utime(file, (1, 1))
-    assert cache.cache_key("m", [file]) != loose
-    assert cache.cache_key("m", [file], pinned=True) == pinned
+    assert (cache.cache_key("m", [file]), cache.cache_key("m", [file], pinned=True)) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "dangling link"])
+def test_a_partial_copy_that_is_no_folder_is_replaced(folder: Path, tmp_path: Path, kind: str):
+    """What a link leads to belongs to somebody else."""
+    folder.mkdir()
+    elsewhere, partial = tmp_path / "elsewhere", folder / ".key.partial"
+    elsewhere.mkdir()
+    (elsewhere / "theirs").write_text("keep")
+    if kind == "file":
+        partial.write_text("half")
+    else:
+        partial.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    assert [file.name for file in cache.convert_once("key", write_answer).iterdir()] == ["answer"]
+    assert (elsewhere / "theirs").read_text() == "keep" and len(list(elsewhere.iterdir())) == 1
+    assert copies(folder) == ["key"]
+
+
+class Full(Exception):
+    """As safetensors says it: in words only."""
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), Full("No space left on device")])
+def test_a_full_disk_is_said_and_leaves_nothing(folder: Path, error: Exception):
+    def fill(target: Path) -> None:
+        write_answer(target)
+        with foreign_reader(lambda said: f"the file is damaged: {said}"):
+            raise error
+
+    with pytest.raises(LoadError, match="cannot be written .*No space left.*Make room.*TENSORLENS_CACHE"):
+        cache.convert_once("key", fill)
+    assert copies(folder) == []
+
+
+def test_a_copy_that_is_a_file_is_said(folder: Path):
+    folder.mkdir()
+    (folder / "key").write_text("not a folder")
+    with pytest.raises(LoadError, match="TENSORLENS_CACHE"):
+        cache.convert_once("key", write_answer)
+    assert (folder / "key").read_text() == "not a folder"
 
 
 @pytest.mark.parametrize(

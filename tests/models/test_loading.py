@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from tensorlens.errors import LoadError, MissingExtraError
-from tensorlens.models import loading
+from tensorlens.models import hub, loading
 from tensorlens.models.loading import load_pretrained
 
 TINY = {
@@ -153,17 +154,52 @@ def test_near_names_are_suggested_without_asking_the_hub(typo: str, near: str):
         load_pretrained(typo)
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
-    def unreachable(*args: object, **options: object) -> None:
+def test_names_without_an_organisation_are_never_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(LoadError, match="no bundled model, and no folder here.*organisation/name"):
+        load_pretrained("something-else-altogether")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+
+    def unreachable(self: object, name: str, **options: object) -> None:
+        asked.append((name, options))
         raise OSError("no route")
 
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked again"))
     with pytest.raises(
         LoadError, match="neither a bundled model .* nor a folder .* hub could not be reached"
     ) as caught:
         load_pretrained("someone/minilm")
     assert isinstance(caught.value.__cause__, OSError)
     assert "Did you mean 'minilm'" in str(caught.value)
+    assert asked == [("someone/minilm", {"timeout": hub.PATIENCE_SECONDS})]
+
+
+def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    save(transformers.BertModel(BERT), tmp_path)
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    loaded = load_pretrained("someone/something", device="cpu")
+    assert loaded.name == "someone/something" and type(loaded.model) is transformers.BertModel
+
+
+def test_the_accelerator_that_torch_offers_is_the_default(monkeypatch: pytest.MonkeyPatch):
+    for found, expected in ((torch.device("mps"), "mps"), (torch.device("xpu", 1), "xpu"), (None, "cpu")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, found=found: found)
+        assert loading._device(None).type == expected
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert loading._device("mps") == torch.device("mps")
+    with pytest.raises(LoadError, match="torch sees 0 GPUs of this kind"):
+        loading._device("cuda")
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "~/nowhere-at-all", Path("nowhere")])

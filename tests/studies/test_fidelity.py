@@ -178,7 +178,7 @@ def test_proposition_holds_for_tensor_and_for_no_tensor_at_all(name):
 def test_run_writes_curves_bounds_and_properties_and_goes_on(tmp_path):
     lens = tl.Lens(zoo.build("bert"), name="tiny-bert")
     options = FidelityOptions(sizes=(0.01, 0.1, 1.0), n_random=1, n_token=1, n_probes=4, stride=2)
-    summary = fidelity(lens, zoo.sample("bert"), tmp_path / "run", options=options, progress=False)
+    summary = fidelity(lens, zoo.sample("bert"), tmp_path / "run", options=options, progress=False).summary
     assert summary["holds"]
     assert set(summary["kinds"]) == {"random", "token"}
     assert summary["kinds"]["random"]["sizes"] == [0.01, 0.1, 1.0]
@@ -186,7 +186,7 @@ def test_run_writes_curves_bounds_and_properties_and_goes_on(tmp_path):
     assert {record["kind"] for record in summary["properties"]} == {"single", "prefix", "suffix"}
     assert "from weights" in norm_table(summary)
     assert "random" in error_table(summary)
-    again = fidelity(lens, zoo.sample("bert"), tmp_path / "run", options=options, progress=False)
+    again = fidelity(lens, zoo.sample("bert"), tmp_path / "run", options=options, progress=False).summary
     assert again == summary
     for name in ("report.html", "fidelity.svg", "properties.svg"):
         assert (tmp_path / "run" / name).stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""The perturbation study: what it replaces, what it measures, what it survives."""
+"""The perturbation study as a whole: what it finds, what it refuses, what it survives."""
 
 from __future__ import annotations
 
@@ -15,157 +15,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from tiny_study import METHODS, TEXTS, lens_on, study
-from zoo import build
+from tiny_study import METHODS, TEXTS, lens_on, study, vision_lens, write_pictures
 
 import tensorlens as tl
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import Method
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study import measures
-from tensorlens.studies.perturbation_study.forward import PlainModel
 from tensorlens.studies.perturbation_study.run import perturbation
-from tensorlens.studies.perturbation_study.subjects import Images, Texts, maskable
+from tensorlens.studies.perturbation_study.subjects import Texts
 from tensorlens.studies.perturbation_study.summary import summarise
 
 TINY = str(Path(__file__).parents[1] / "tiny_study.py")
 
 
-# What is measured ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def picture_folder(tmp_path):
+    return write_pictures(tmp_path / "pictures")
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 20, 126])
-def test_the_number_replaced_is_the_fraction_rounded_up(n):
-    masks = measures.masks_along(list(range(n)), n + 2, measures.GRID)
-    assert masks.sum(1).tolist() == [math.ceil(n * percent / 100) for percent in (5, 10, 15, 20, 25, 30)]
-    assert not masks[:, n:].any()
-    assert bool((masks[1:] >= masks[:-1]).all())
-
-
-def test_ties_go_by_position_and_signs_count_unless_told():
-    scores = torch.tensor([0.0, 2.0, -3.0, 2.0])
-    assert measures.ranking(scores, [0, 1, 2, 3], "most", absolute=False) == [1, 3, 0, 2]
-    assert measures.ranking(scores, [0, 1, 2, 3], "most", absolute=True) == [2, 1, 3, 0]
-    assert measures.ranking(scores, [3, 2, 0], "least", absolute=False) == [2, 0, 3]
-    with pytest.raises(InputError, match="cannot be ranked"):
-        measures.ranking(torch.tensor([0.0, math.nan]), [0, 1], "most", absolute=False)
-
-
-def test_measures_by_hand():
-    clean, moved = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 4.0], [1.0, 2.0]])
-    assert measures.hidden_state_mse(clean, moved).tolist() == [2.0, 0.0]
-    logits, others = torch.tensor([0.0, math.log(3)]), torch.tensor([[math.log(3), 0.0], [0.0, math.log(3)]])
-    assert measures.absolute_aopc(logits, others).tolist() == pytest.approx([0.5, 0.0])
-    assert measures.auc([0.0, 1.0, 2.0], [0.0, 0.1, 0.3]) == pytest.approx((0.05 + 0.3) / 0.3)
-    for grid in ([0.1, 0.2], [0.0], [0.0, 0.2, 0.2], [0.0, 1.5]):
-        with pytest.raises(InputError, match="rising fractions"):
-            measures.check_grid(grid)
-
-
-def test_the_true_order_beats_random_on_a_linear_model():
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(20, 1, generator=generator).double() * torch.tensor([[1.0, -2.0, 0.5]]).double()
-
-    def area(scores):
-        masks = measures.masks_along(measures.ranking(scores, range(20), "most", absolute=False), 20, measures.GRID)
-        outputs = (~masks).double() @ weights
-        return measures.auc([0.0, *measures.hidden_state_mse(weights.sum(0), outputs).tolist()], measures.GRID)
-
-    oracle = area(weights.norm(dim=1))
-    assert all(oracle > area(torch.rand(20, generator=generator)) for _ in range(20))
-
-
-# What is replaced ----------------------------------------------------------------------------------------------------
-
-
-def test_special_tokens_and_the_last_of_a_decoder_are_protected():
-    encoder = Texts(lens_on("bert"), read_dataset(TEXTS), n_tokens=16)
-    sample = encoder.load(1)
-    assert not encoder.is_causal
-    assert maskable(sample, False, "strict") == [1, 2, 3, 4] == maskable(sample, False, "paper-like")
-    decoder = Texts(lens_on("gpt2"), read_dataset(TEXTS), n_tokens=16)
-    sample = decoder.load(1)
-    assert decoder.is_causal
-    assert maskable(sample, True, "strict") == [0, 1, 2]
-    assert maskable(sample, True, "paper-like") == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("replacement", ["token", "zero", "mean", "attention", "delete"])
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_copies_change_the_chosen_tokens_only(name, replacement):
-    texts = Texts(lens_on(name), read_dataset(TEXTS), n_tokens=16)
-    sample = texts.load(0)
-    ids = sample.inputs["input_ids"][0]
-    masks = torch.zeros(2, sample.n_tokens, dtype=torch.bool)
-    masks[0, 2] = masks[1, 2] = masks[1, 4] = True
-    groups = texts.copies(sample, masks, replacement)
-    assert sorted(torch.cat([places for places, _ in groups]).tolist()) == [0, 1]
-    if replacement == "delete":
-        assert [inputs["input_ids"].shape for _, inputs in groups] == [(1, len(ids) - 1), (1, len(ids) - 2)]
-        assert groups[0][1]["input_ids"][0].tolist() == [i for p, i in enumerate(ids.tolist()) if p != 2]
-        return
-    (_, inputs), *_ = groups
-    if replacement == "token":
-        assert inputs["input_ids"][0, 2] == 3
-        assert torch.equal(inputs["input_ids"][~masks], ids.repeat(2)[~masks.flatten()])
-    elif replacement == "attention":
-        assert torch.equal(inputs["attention_mask"] == 0, masks)
-    else:
-        words = texts.lens.model.get_input_embeddings()(ids)
-        expected = 0 * words[0] if replacement == "zero" else texts.lens.model.get_input_embeddings().weight.mean(0)
-        torch.testing.assert_close(inputs["inputs_embeds"][masks], expected.expand(3, -1))
-        torch.testing.assert_close(inputs["inputs_embeds"][0][~masks[0]], words[~masks[0]])
-
-
-def test_windows_join_texts_and_leave_headings_out():
-    texts = Texts(lens_on("gpt2"), read_dataset([*TEXTS, "= the heading ="]), n_tokens=8, cut="windows")
-    assert {len(ids) for ids in texts.ids} == {8}
-    joined = [i for ids in texts.ids for i in ids]
-    assert joined == [i for text in TEXTS for i in texts.tokenizer(text)["input_ids"]][: len(joined)]
-
-
-def test_a_fresh_encoder_is_no_decoder():
-    """Whose first output hardly depends on one token of many."""
-    torch.manual_seed(0)
-    config = hf.BertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.01
-    )
-    lens = tl.Lens(hf.BertModel(config).eval(), lens_on("bert").processor)
-    assert not Texts(lens, read_dataset([" ".join(TEXTS * 4)]), n_tokens=128).is_causal
-
-
-def test_where_positions_are_counted_from_the_mask_hiding_is_deleting_and_refused():
-    torch.manual_seed(0)
-    config = hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
-    texts = Texts(tl.Lens(hf.BloomForCausalLM(config).eval(), lens_on("gpt2").processor), read_dataset(TEXTS))
-    with pytest.raises(InputError, match="counted from the attention mask.*Use that or"):
-        texts.check(["token", "attention"])
-    texts.check(["token", "delete"])
-    Texts(lens_on("gpt2"), read_dataset(TEXTS)).check(["attention"])
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-def test_a_decoder_that_classifies_is_read_at_its_last_token_whatever_that_is(padding):
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
-        pad_token_id=padding,
-    )  # fmt: skip
-    model = hf.LlamaForSequenceClassification(config).eval()
-    ids = torch.tensor([[5, 6, 7, 3], [5, 6, 3, 3]])
-    found = PlainModel(tl.Lens(model)).run({"input_ids": ids}, -1)
-    torch.testing.assert_close(found.logits, model.score(found.states).detach())
-    assert model.config.pad_token_id == padding
-
-
-def test_a_model_that_pads_by_itself_keeps_its_padding():
-    config = hf.LongformerConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        attention_window=8, pad_token_id=0,
-    )  # fmt: skip
-    lens = tl.Lens(hf.LongformerForSequenceClassification(config).eval(), lens_on("bert").processor)
-    assert PlainModel(lens).run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}, 0).states.isfinite().all()
+# The whole path ------------------------------------------------------------------------------------------------------
 
 
 def test_deleting_everything_is_a_gap_that_says_why(tmp_path):
@@ -183,41 +51,6 @@ def test_a_model_that_gives_no_number_is_skipped(tmp_path):
         lens.model.get_input_embeddings().weight[7] = float("nan")  # "sat"
     result = perturbation(lens, ["the cat on a mat", "the cat sat"], tmp_path, methods=["control.recency"])
     assert (result.summary["n_measured"], result.summary["n_skipped"]) == (1, 1)
-
-
-@pytest.fixture
-def picture_folder(tmp_path):
-    from PIL import Image
-
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    for number in range(3):
-        pixels = np.random.default_rng(number).integers(0, 255, (12, 12, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
-    (folder / "broken.png").write_bytes(b"no picture")
-    return folder
-
-
-def vision_lens(name="dinov2"):
-    from transformers import ViTImageProcessor
-
-    processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.5, 0.4, 0.3], image_std=[0.2, 0.3, 0.4])
-    return tl.Lens(build(name, dtype=torch.float32), processor, name=name)
-
-
-def test_patches_become_black_before_normalisation(picture_folder):
-    images = Images(vision_lens(), read_dataset(picture_folder))
-    sample = images.load(0)
-    assert (sample.n_tokens, sample.fixed) == (5, frozenset({0}))
-    masks = torch.zeros(1, 5, dtype=torch.bool)
-    masks[0, 2] = True  # the patch in the first row, second column
-    ((_, inputs),) = images.copies(sample, masks, "black")
-    before, after = sample.inputs["pixel_values"][0], inputs["pixel_values"][0]
-    assert torch.allclose(after[:, :4, 4:], torch.tensor([-0.5 / 0.2, -0.4 / 0.3, -0.3 / 0.4])[:, None, None])
-    assert torch.equal(after[:, :, :4], before[:, :, :4]) and torch.equal(after[:, 4:], before[:, 4:])
-
-
-# The whole path ------------------------------------------------------------------------------------------------------
 
 
 def test_an_encoder_with_texts_of_every_length(tmp_path):
@@ -441,46 +274,3 @@ def test_two_processes_give_the_summary_of_one(tmp_path):
         subprocess.run([*start, *command, str(tmp_path / name)], check=True, env=environment(OMP_NUM_THREADS="1"))
     assert (tmp_path / "two" / "summary.json").read_bytes() == (tmp_path / "one" / "summary.json").read_bytes()
     assert len((tmp_path / "two" / "sessions.jsonl").read_text().splitlines()) == 2
-
-
-# Data ----------------------------------------------------------------------------------------------------------------
-
-
-def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
-    (tmp_path / "a.csv").write_text('id,sentiment,review\n1,0,"one, two"\n2,1,three\n')
-    (tmp_path / "a.jsonl").write_text('{"text": "one, two", "label": 0}\n{"text": "three", "label": 1}\n')
-    (tmp_path / "a.txt").write_text("one, two\n\nthree\n")
-    found = [read_dataset(tmp_path / name) for name in ("a.csv", "a.jsonl", "a.txt")]
-    assert [data.items for data in found] == [("one, two", "three")] * 3
-    assert len({data.fingerprint for data in found}) == 1
-    assert found[0].labels == ("0", "1") == found[1].labels
-    with pytest.raises(InputError, match="Name the column"):
-        read_dataset(tmp_path / "a.csv", column="body")
-    with pytest.raises(InputError, match="does not exist"):
-        read_dataset(tmp_path / "absent.csv")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="found none"):
-        read_dataset(tmp_path / "empty")
-    rows = [{"text": "one, two", "label": 0}, {"text": "three", "label": 1}]
-    assert {read_dataset(some).fingerprint for some in (rows, iter(rows), ["one, two", "three"])} == {
-        found[0].fingerprint
-    }
-    (tmp_path / "marked.csv").write_bytes("\ufefftext,label\none,0\n".encode())
-    assert read_dataset(tmp_path / "marked.csv").items == ("one",)
-    (tmp_path / "odd.jsonl").write_text('{"label": 1}\n{"text": "a\u2028b"}\n', "utf-8")
-    assert read_dataset(tmp_path / "odd.jsonl").items == ("", "a\u2028b")
-    (tmp_path / "odd.txt").write_bytes("a\x85b\r\nc\n".encode())
-    assert read_dataset(tmp_path / "odd.txt").items == ("a\x85b", "c")
-    (tmp_path / "latin.csv").write_bytes("text\ncaf\xe9\n".encode("latin-1"))
-    with pytest.raises(InputError, match="UTF-8"):
-        read_dataset(tmp_path / "latin.csv")
-    library = type(sys)("datasets")
-    library.load_dataset = lambda name, configuration, split: [{"text": f"{name} {configuration} {split}"}]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    assert read_dataset("owner/data:part", split="train").items == ("owner/data part train",)
-    library.load_dataset = lambda *names, split: [][0]  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match="no file or folder here, and as an id it could not be loaded: IndexError"):
-        read_dataset("nofile")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(tl.MissingExtraError, match="studies"):
-        read_dataset("owner/data")

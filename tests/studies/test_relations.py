@@ -343,7 +343,7 @@ def test_run_scores_every_method_and_goes_on_where_it_stopped(tmp_path):
     write_relation(data / "commonsense" / "fruit.json")
     write_relation(data / "commonsense" / "bad.json", samples=[])
     write_relation(data / "factual" / "small.json", samples=[{"subject": "a", "object": "b"}])
-    summary = relations(lens, data, tmp_path / "run", options=QUICK, progress=False)
+    summary = relations(lens, data, tmp_path / "run", options=QUICK, progress=False).summary
     assert summary["n_survived"] == 1
     assert "facts of one token length" in summary["left_out"]["factual/small"]
     assert any(problem["is_fatal"] and problem["path"] == "commonsense/bad.json" for problem in summary["problems"])
@@ -355,7 +355,7 @@ def test_run_scores_every_method_and_goes_on_where_it_stopped(tmp_path):
     assert "1 of 2" in survival(summary)
     whole = (tmp_path / "run" / "samples.jsonl").read_text()
     (tmp_path / "run" / "samples.jsonl").write_text(whole.splitlines(keepends=True)[0])
-    assert relations(lens, data, tmp_path / "run", options=QUICK, progress=False) == summary
+    assert relations(lens, data, tmp_path / "run", options=QUICK, progress=False).summary == summary
     assert (tmp_path / "run" / "samples.jsonl").read_text() == whole
     report = (tmp_path / "run" / "report.html").read_text()
     assert "fruit" in report

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tensorlens.errors import InputError
-from tensorlens.studies.runs import Processes, Run
+from tensorlens.studies.processes import Processes
+from tensorlens.studies.runs import Run
 
 SETTINGS = {"data": "toy", "grid": [0.0, 0.1], "seed": 0}
 
@@ -118,29 +121,176 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
         Run(tmp_path / "file", "toy", SETTINGS)
 
 
-def test_a_kill_at_any_moment(tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_a_sample(tmp_path: Path) -> None:
+    """The process stops by itself at a sample, so that the kill meets it there however busy the machine is."""
     script = tmp_path / "study.py"
     script.write_text(
         textwrap.dedent(f"""
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import test_runs
-        plain = test_runs.measure
-        test_runs.measure = lambda index: (time.sleep(0.02), plain(index))[1]
+        plain, last = test_runs.measure, int(sys.argv[2])
+        test_runs.measure = lambda index: time.sleep(3600) if index == last else plain(index)
         test_runs.finish(test_runs.Path(sys.argv[1]), 40)
         """)
     )
     killed = tmp_path / "killed"
     command = [sys.executable, str(script), str(killed)]
-    for n_before in (3, 11):
-        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-        while _n_lines(killed / "samples.jsonl") < n_before and process.poll() is None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for last in (3, 11):
+        process = subprocess.Popen([*command, str(last)], env=environment)
+        while _n_lines(killed / "samples.jsonl") < last:
+            assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (killed / "summary.json").exists()
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run([*command, "-1"], check=True, env=environment)
     assert files(killed) == files(finish(tmp_path / "whole", 40).folder)
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+
+GROUPS = [[4, 0], [3, 1], [2]]
+
+
+def in_groups(folder: Path, processes: Processes | None = None, seen: list[list[int]] | None = None) -> Run:
+    """What is measured depends on the company of a sample."""
+
+    def measure_group(group: Sequence[int]) -> list[dict[str, Any]]:
+        if seen is not None:
+            seen.append(list(group))
+        return [{"value": index + sum(group) / 10} for index in group]
+
+    run = Run(folder, "toy", SETTINGS, processes)
+    run.work_in_groups(GROUPS, measure_group, progress=False)
+    return run
+
+
+def test_a_group_cut_short_is_measured_whole_and_written_once(tmp_path: Path) -> None:
+    whole = in_groups(tmp_path / "whole")
+    whole.complete(5, summarise)
+    lines = {json.loads(line)["index"]: line for line in (whole.folder / "samples.jsonl").read_text().splitlines(True)}
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "samples.jsonl").write_text(lines[4] + lines[0] + lines[3])
+    seen: list[list[int]] = []
+    run = in_groups(cut, seen=seen)
+    assert seen == [[3, 1], [2]]
+    assert sorted(json.loads(line)["index"] for line in (cut / "samples.jsonl").read_text().splitlines()) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    run.complete(5, summarise)
+    assert files(cut) == files(whole.folder)
+
+
+def test_groups_are_dealt_to_processes(tmp_path: Path) -> None:
+    whole = in_groups(tmp_path / "whole")
+    whole.complete(5, summarise)
+    seen: list[list[int]] = []
+    in_groups(tmp_path / "two", Processes(rank=1, count=2), seen)
+    assert seen == [[3, 1]]
+    in_groups(tmp_path / "two", Processes(rank=0, count=2)).complete(5, summarise)
+    assert files(tmp_path / "two") == files(whole.folder)
+
+
+# Damage --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"not json", "expected a JSON object"),
+        (b'{"index": 3, "value": NaN}', "NaN is not JSON"),
+        (b"\xff\xfe", "expected a JSON object"),
+        (b"\0\0\0\0", "expected a JSON object"),
+        (b"[3]", "as `index`"),
+        (b'{"value": 1.0}', "as `index`"),
+        (b'{"index": true, "value": 1.0}', "as `index`"),
+        (b'{"index": 20, "value": 1.0}', "the index 20 is none of the run's 20 samples"),
+        (b'{"index": -1, "value": 1.0}', "the index -1 is none"),
+    ],
+)
+def test_a_line_that_is_no_sample_is_named_once_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, why: str
+) -> None:
+    whole, damaged = finish(tmp_path / "whole").folder, tmp_path / "damaged"
+    damaged.mkdir()
+    lines = (whole / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (damaged / "samples.jsonl").write_bytes(b"".join([*lines[:3], line + b"\n", *lines[4:]]))
+    finish(damaged)
+    assert files(damaged) == files(whole)
+    told = capsys.readouterr().err
+    assert told.count("tensorlens:") == 1
+    assert "samples.jsonl, line 4: " in told and why in told
+
+
+def test_records_are_counted_by_their_index(tmp_path: Path) -> None:
+    """A sample of another run does not stand in for one of this one."""
+    (tmp_path / "samples.jsonl").write_text('{"index": 2, "value": 5.0}\n')
+    run = Run(tmp_path, "toy", SETTINGS)
+    run.work(2, measure, progress=False)
+    assert run.complete(2, summarise)["n"] == 2
+    assert [record["index"] for record in run.records()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b'{"study": "toy",\n "settings": {', "line 2"), (b"\xff", "line 1"), (b"[]\n", "line 1")]
+)
+def test_a_config_that_cannot_be_read_says_where_and_how_to_go_on(tmp_path: Path, content: bytes, why: str) -> None:
+    whole = files(finish(tmp_path / "whole").folder)
+    run = finish(tmp_path / "run").folder
+    (run / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=rf"config\.json.*{why}.*delete config\.json"):
+        finish(run)
+    (run / "config.json").unlink()
+    assert files(finish(run).folder) == whole
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    run = Run(tmp_path, "toy", SETTINGS | {"level": math.inf})
+    run.work(2, lambda index: {"value": math.nan, "deep": [{"x": -math.inf}]}, progress=False)
+    run.complete(2, lambda records: {"mean": math.nan, "first": records[0]["value"]})
+    assert run.summary == {"mean": None, "first": None}
+    for path in tmp_path.iterdir():
+        assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+    Run(tmp_path, "toy", SETTINGS | {"level": math.inf})  # the same settings still
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of resources")
+def test_a_full_disk_is_one_message_and_the_run_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "study.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import resource, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import test_runs
+        from tensorlens.errors import TensorLensError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # no file may grow beyond; config.json fits
+        try:
+            test_runs.finish(test_runs.Path(sys.argv[1]), 200)
+        except TensorLensError as error:
+            sys.exit(str(error))
+        """)
+    )
+    full = tmp_path / "full"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, script, full], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
+    assert "samples.jsonl: File too large" in ended.stderr and "goes on where it stopped" in ended.stderr
+    assert 0 < _n_lines(full / "samples.jsonl") < 200
+    assert files(finish(full, 200).folder) == files(finish(tmp_path / "whole", 200).folder)
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".summary.json.1.tmp").write_text("{")
+    finish(tmp_path)
+    assert not list(tmp_path.glob(".*"))
 
 
 def _n_lines(path: Path) -> int:

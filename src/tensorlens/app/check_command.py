@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json as json_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tensorlens.app import options
-from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, Json, Model, TrustRemoteCode
-from tensorlens.lens import Lens
-from tensorlens.models.inputs import forward_parameters, tokenizer_of
-from tensorlens.operators.certificate import Certificate
+from tensorlens.app.options import FinalNorm, Json, Model, ModelOptions
+from tensorlens.app.printing import print_json
+
+if TYPE_CHECKING:
+    from tensorlens.lens import Lens
+    from tensorlens.operators.certificate import Certificate
 
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
@@ -22,29 +22,26 @@ SENTENCE = "The quick brown fox jumps over the lazy dog."
 def check(
     model: Model,
     input: Annotated[
-        str | None, typer.Argument(help="A text or the path of an image; one of ours if not given.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="INPUT", help="A text or the path of an image; one of ours if not given.", show_default=False
+        ),
     ] = None,
     json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
     final_norm: FinalNorm = True,
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Is the operator exact and linear for this model? Exits with 1 if it is not.
 
     Example: tensorlens check minilm "A sentence of your own."
     """
-    lens = options.load_lens(
-        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    T = lens(default_input(lens) if input is None else options.read_input(input))
+    text = None if input is None else options.read_input(input)
+    lens = reading.lens(model, final_norm=final_norm)
+    T = lens(default_input(lens) if text is None else text)
     certificate = T.certificate()
     if json:
         content = {"model": lens.name, "n_tokens": T.n_tokens, "n_channels": T.n_channels, "n_blocks": T.n_blocks}
-        typer.echo(json_module.dumps(content | certificate.as_dict(), ensure_ascii=False))
+        print_json(content | certificate.as_dict())
     else:
         show(certificate, f"{lens.name}: {T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks")
     raise typer.Exit(0 if certificate.passed else 1)
@@ -52,6 +49,10 @@ def check(
 
 def default_input(lens: Lens) -> Any:
     """Something that any model of its kind can take."""
+    import torch
+
+    from tensorlens.models.inputs import forward_parameters, tokenizer_of
+
     if tokenizer_of(lens.processor) is not None:
         return SENTENCE
     if "pixel_values" in forward_parameters(lens.model):

@@ -1,8 +1,12 @@
-"""The command line: `tensorlens COMMAND`, or `python -m tensorlens COMMAND`."""
+"""The command line: `tensorlens COMMAND`, or `python -m tensorlens COMMAND`.
+
+No command imports torch before it runs: `--help` answers at once.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -12,27 +16,41 @@ from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
+from tensorlens.app.interrupts import interruptible
 from tensorlens.app.map_command import map_
 from tensorlens.app.methods_command import methods
+from tensorlens.app.models_command import models
+from tensorlens.app.options import with_records
 from tensorlens.app.perturb_command import perturb
 from tensorlens.app.relations_command import relations
 from tensorlens.errors import TensorLensError
 
 app = typer.Typer(
     name="tensorlens",
-    help="A Transformer, at a given input, as one exact linear operator: F(X) = T·X + B.",
+    help="Which inputs made this output? A Transformer, at a given input, as one exact linear operator: "
+    "F(X) = T·X + B.\n\n"
+    'Begin with: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"\n\n'
+    "A study that was stopped goes on when the same command is given again.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,
 )
-app.command("map")(map_)
-app.command("check")(check)
-app.command("methods")(methods)
-app.command("perturb")(perturb)
-app.command("relations")(relations)
-app.command("fidelity")(fidelity)
-app.command("families")(families)
-app.command("explore")(explore)
+
+
+def _add(name: str, command: Callable[..., None], short: str, *, continues: bool = False) -> None:
+    app.command(name, short_help=short)(interruptible(with_records(command), continues=continues))
+
+
+_add("map", map_, "Which inputs made this output?")
+_add("explore", explore, "The same in the browser.")
+_add("check", check, "Is the operator exact for this model?")
+_add("models", models, "The bundled models, and how to install them.")
+_add("methods", methods, "The kinds of map, with a line each.")
+_add("perturb", perturb, "Study: which method finds what matters?", continues=True)
+_add("relations", relations, "Study: relations decoded by the mean tensor.", continues=True)
+_add("fidelity", fidelity, "Study: how far from the input does T hold?", continues=True)
+_add("families", families, "Certify a tiny model of every architecture.")
 
 
 def _show_version(asked: bool) -> bool:

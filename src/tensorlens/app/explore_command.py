@@ -8,15 +8,16 @@ import threading
 import webbrowser
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app import options
-from tensorlens.app.explorer.library import Library, open_library
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, TrustRemoteCode
+from tensorlens.app.options import FinalNorm, ModelOptions
 from tensorlens.errors import InputError, missing_extra
+
+if TYPE_CHECKING:
+    from tensorlens.app.explorer.library import Library
 
 FIRST_PORT = 8765
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -40,12 +41,8 @@ def explore(
     token: Annotated[str | None, typer.Option(help="Token every visitor must show; made up if one is needed.")] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for one question.", min=1)] = Limits.seconds,
     max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.", min=1)] = Limits.tokens,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
     final_norm: FinalNorm = True,
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Look around in the browser: type a text or drop an image, and ask one map after the other.
 
@@ -54,11 +51,9 @@ def explore(
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise missing_extra("The explorer", package, "explore")
-    load = partial(
-        options.load_lens, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    library = open_library(models or ["smollm2-135m"], load)
+    from tensorlens.app.explorer.library import open_library
+
+    library = open_library(models or ["smollm2-135m"], partial(reading.lens, final_norm=final_norm))
     is_local = host in _LOOPBACK
     if token is not None and len(token) < 12:
         raise InputError(

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tensorlens.app.options import Json
+from tensorlens.app.printing import print_json
+
 
 def families(
     only: Annotated[list[str] | None, typer.Option(help="Model types, such as llama; all if left out.")] = None,
@@ -15,8 +18,9 @@ def families(
     out: Annotated[Path, typer.Option(help="JSON file; the page is written beside it.")] = Path(
         "docs/compatibility.json"
     ),
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
-    limit_seconds: Annotated[float, typer.Option(help="Time for one model type.")] = 120.0,
+    workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 2,
+    limit_seconds: Annotated[float, typer.Option(help="Time for one model type.", min=1)] = 120.0,
+    json: Json = False,
 ) -> None:
     """Certify a tiny random model of every type that transformers can build.
 
@@ -24,6 +28,7 @@ def families(
 
     Example: tensorlens families --only llama --only bert --out table.json
     """
+    from rich.console import Console
     from rich.progress import Progress
 
     from tensorlens.errors import InputError
@@ -42,7 +47,7 @@ def families(
         raise InputError(f"The installed transformers lists none of {', '.join(only or ())} for these tasks.")
     partly = bool(only or task or attention)
     records = {(r.task, r.model_type, r.attention): r for r in (read_table(out) if partly else [])}
-    with Progress() as progress:
+    with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("families", total=len(chosen))
         for record in sweep(chosen, workers=workers, limit_seconds=limit_seconds):
             records[record.task, record.model_type, record.attention] = record
@@ -52,4 +57,7 @@ def families(
                 progress.console.print(f"{name}: {record.status}, {record.reason[:120]}", markup=False)
             write_table(records.values(), out)
     certified = sum(record.status == "certified" for record in records.values())
+    if json:
+        print_json({"certified": certified, "n_cases": len(records), "table": str(out)})
+        return
     typer.echo(f"{certified} of {len(records)} certified; table in {out} and {out.with_suffix('.md')}")

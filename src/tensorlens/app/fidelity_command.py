@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, Json, Model, TrustRemoteCode
-from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
-from tensorlens.studies.fidelity_study.run import FidelityOptions
-from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
+from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions
+from tensorlens.app.printing import print_json, print_rows
 
 
 def fidelity(
     model: Model,
-    input: Annotated[str, typer.Argument(help="A text, the path of an image, or - for standard input.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; started again it goes on.", show_default=False)],
-    directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.")] = 4,
-    stride: Annotated[int, typer.Option(help="Properties at every so many blocks; 0 leaves them out.")] = 1,
+    input: Input,
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
+    directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.", min=1)] = 4,
+    stride: Annotated[int, typer.Option(help="Properties at every so many blocks; 0 leaves them out.", min=0)] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
     seed: Annotated[int, typer.Option(help="Of directions and probes.")] = 0,
     json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
     final_norm: FinalNorm = True,
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Error against the size of a move, the bounds of Proposition 1, and the tensor's properties; write a run.
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """
-    lens = options.load_lens(
-        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    reading.check(model)
+    text = options.read_input(input)
+    from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
+    from tensorlens.studies.fidelity_study.run import FidelityOptions
+    from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
+
+    lens = reading.lens(model, final_norm=final_norm)
     chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
-    summary = run_fidelity(lens, options.read_input(input), out, options=chosen)
+    result = run_fidelity(lens, text, out, options=chosen)
+    summary = result.summary
     if json:
-        typer.echo(json_module.dumps(summary, ensure_ascii=False))
+        print_json(summary)
         return
-    typer.echo(norm_table(summary) + "\n\nmedian errors relative to F(X)\n" + error_table(summary))
+    print_rows(norm_table(summary))
+    typer.echo("\nmedian errors relative to F(X)")
+    print_rows(error_table(summary))
     if summary["properties"]:
-        typer.echo("\nproperties of the slice T[i]\n" + property_table(summary))
-    typer.echo(f"\nReport: {out / 'report.html'}")
+        typer.echo("\nproperties of the slice T[i]")
+        print_rows(property_table(summary))
+    typer.echo(f"\nReport: {result.report}")

@@ -3,83 +3,114 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import AttentionBackend, Device, Dtype, FinalNorm, Gate, Json, Model, TrustRemoteCode
-from tensorlens.maps.token_map import TokenMap
-from tensorlens.tensor import AttentionTensor
+from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions
+from tensorlens.app.printing import print_json
+
+if TYPE_CHECKING:
+    from tensorlens.maps.token_map import TokenMap
+    from tensorlens.tensor import AttentionTensor
 
 
 def map_(
     model: Model,
-    input: Annotated[
-        str, typer.Argument(help="A text, the path of an image, or - for standard input.", show_default=False)
-    ],
-    method: Annotated[str, typer.Option(help="A method; `tensorlens methods` lists them.")] = "tensor.in_out",
-    target: Annotated[str | None, typer.Option(help="For tensor.in_class: a token, id or class label.")] = None,
-    against: Annotated[str | None, typer.Option(help="The other target of a contrast.")] = None,
-    out_token: Annotated[
-        int | None, typer.Option(help="Position of the output to explain; every one if not given.")
+    input: Input,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="A method (see `tensorlens methods`). If left out: tensor.in_class for a model with a head, "
+            "tensor.in_out for others.",
+            show_default=False,
+        ),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The token, id or class to explain; the model's first choice if left out.", show_default=False
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The other target of a contrast: why the one rather than the other?")
+    ] = None,
+    out_token: Annotated[
+        int | None,
+        typer.Option(help="Position of the output to explain. If left out: the last; every one with --method."),
+    ] = None,
+    words: Annotated[bool, typer.Option("--words", help="One score a word instead of one a token.")] = False,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
-    heads: Annotated[list[str] | None, typer.Option(help="Keep only these heads: BLOCK:HEAD,HEAD. Repeatable.")] = None,
+    heads: Annotated[
+        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads. Repeatable.")
+    ] = None,
     without_heads: Annotated[
-        list[str] | None, typer.Option(help="Leave these heads out: BLOCK:HEAD,HEAD. Repeatable.")
+        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out. Repeatable.")
     ] = None,
     norm: Annotated[str, typer.Option(help="For tensor.norm: frobenius or spectral.")] = "frobenius",
     certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,
     out: Annotated[
-        Path | None, typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.")
+        Path | None,
+        typer.Option(
+            help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False
+        ),
     ] = None,
     json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
     final_norm: FinalNorm = True,
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Which inputs made this output? A map in the terminal, or in a file.
 
-    Example: tensorlens map smollm2-135m "The Eiffel Tower is in the city of" --method tensor.in_class --out-token -1
+    Example: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"
     """
-    lens = options.load_lens(
-        model, device=device, dtype=dtype, attention=attention, gate=gate, final_norm=final_norm,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    T = lens(options.read_input(input))
-    T = _part(T, blocks, heads or [], without_heads or [])
-    if certify:
+    from tensorlens.app import map_questions
+
+    reading.check(model)
+    part = map_questions.Part.read(blocks, heads, without_heads)
+    wanted = options.target_of(target, against)
+    map_questions.check_file(out)
+    text = options.read_input(input)
+    map_questions.check_method(method, wanted, norm)
+    T = part.of(reading.lens(model, final_norm=final_norm)(text))
+    question = map_questions.first_question(T, method, out_token, wanted)
+    hint = map_questions.check_target(T, question)
+    if hint:
+        typer.echo(f"tensorlens: {hint}", err=True)
+    if certify and question.method.startswith("tensor."):
         T.certificate()
-    found = T.map(method, out_token, options.target_of(target, against), norm=norm)  # type: ignore[arg-type]
-    _deliver(found, out, as_json=json)
+    found = T.map(question.method, question.out_token, wanted, norm=norm)  # type: ignore[arg-type]  # checked above
+    found = found.words() if words else found  # pyright: ignore[reportAttributeAccessIssue]
+    _deliver(T, question, found, out, as_json=json)
 
 
-def _part(T: AttentionTensor, blocks: str | None, heads: list[str], without_heads: list[str]) -> AttentionTensor:
-    span = options.block_range(blocks, T.n_blocks)
-    T = T if span is None else T.blocks(*span)
-    T = T.heads(options.head_choice(heads)) if heads else T
-    return T.without_heads(options.head_choice(without_heads)) if without_heads else T
+def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | None, *, as_json: bool) -> None:
+    from tensorlens.app.map_questions import predictions, sum_line
 
-
-def _deliver(found: TokenMap, out: Path | None, *, as_json: bool) -> None:
+    said = predictions(T, question)
     if out is not None:
         found.save(out)
     if as_json:
-        typer.echo(_json(found))
-    elif out is not None:
-        typer.echo(f"Wrote {out}")
-    else:
+        print_json(_content(found) | {"predictions": [one._asdict() for one in said]})
+        return
+    if said:
+        first, *others = (f"{one.name!r} ({_percent(one.probability)})" for one in said)
+        typer.echo(f"The model says {first}, then {' or '.join(others)}.\n" if others else f"The model says {first}.\n")
+    if out is None:
         found.show()
+    total = sum_line(found)
+    if total:
+        typer.echo(("\n" if out is None else "") + total)
+    if out is not None:
+        typer.echo(f"Wrote {out}")
 
 
-def _json(found: TokenMap) -> str:
-    import json
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %") if share >= 0.01 else "below 1 %"
 
-    content: dict[str, Any] = {
+
+def _content(found: TokenMap) -> dict[str, Any]:
+    return {
         "method": found.method,
         "out_tokens": found.out_tokens,
         "in_tokens": found.in_tokens,
@@ -87,4 +118,3 @@ def _json(found: TokenMap) -> str:
         "bias_share": found.bias_share.tolist(),
         "meta": {name: value for name, value in found.meta.items() if name != "image"},
     }
-    return json.dumps(content, ensure_ascii=False)

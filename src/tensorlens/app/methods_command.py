@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json as json_module
-
-import typer
-from rich.console import Console
 from rich.table import Table
 
 from tensorlens.app.options import Json
-from tensorlens.maps.methods import METHODS
+from tensorlens.app.printing import print_json, print_table
 
 
 def methods(json: Json = False) -> None:
@@ -17,10 +13,13 @@ def methods(json: Json = False) -> None:
 
     Example: tensorlens methods
     """
+    from tensorlens.maps.methods import METHODS
+
     if json:
-        typer.echo(json_module.dumps({name: method.summary for name, method in METHODS.items()}, ensure_ascii=False))
+        print_json({name: method.summary for name, method in METHODS.items()})
         return
-    table = Table("method", "what it shows", box=None, pad_edge=False)
+    table = Table("method", "what it shows", box=None, pad_edge=False, header_style="dim")
+    table.columns[0].no_wrap = True
     for name, method in METHODS.items():
         table.add_row(name, method.summary)
-    Console().print(table)
+    print_table(table)

@@ -1,63 +1,182 @@
-"""Options that several commands share, and how they are read."""
+"""What several commands take: one record of how a model is loaded, and how written values are read.
+
+Nothing here imports torch before a command runs, so that help and mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from tensorlens.errors import InputError
-from tensorlens.freezing.conventions import Rules
-from tensorlens.lens import Lens, load
 
-Model = Annotated[str, typer.Argument(help="Bundled short name, folder, .gguf file or hub id.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the GPU if there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="float32 (default), float64, bfloat16, float16 or auto.")]
-AttentionBackend = Annotated[
-    str | None, typer.Option("--attention", help="eager or sdpa; transformers' choice if not given.")
+if TYPE_CHECKING:
+    from tensorlens.freezing.conventions import Rules
+    from tensorlens.lens import Lens
+
+RULES = ("paper", "cp_lrp", "attn_lrp", "jacobian")
+"""The members of the family of rules that have a name."""
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A bundled name (see `tensorlens models`), a folder, a .gguf file or a hub id."
+    ),
 ]
-Gate = Annotated[str, typer.Option(help="Gated feed-forwards: freeze_gate, freeze_up or half.")]
-FinalNorm = Annotated[bool, typer.Option(help="Whether the output is taken after the final norm.")]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with the model.")]
+Input = Annotated[str, typer.Argument(metavar="INPUT", help="A text, the path of an image, or - for standard input.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+FinalNorm = Annotated[bool, typer.Option(help="Take the output after the final norm.")]
 
 
-def load_lens(
-    model: str, *, device: str | None, dtype: str | None, attention: str | None, gate: str, final_norm: bool,
-    trust_remote_code: bool,
-) -> Lens:  # fmt: skip
-    """The lens that the options describe."""
-    rules = Rules(gate=gate, include_final_norm=final_norm)  # type: ignore[arg-type]  # checked by Rules itself
-    return load(
-        model, device=device, dtype=dtype, attention=attention, rules=rules, trust_remote_code=trust_remote_code
-    )
+def _option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is loaded and by which rules it is held; a command takes it as one parameter, see `with_records`.
+
+    Attributes:
+        device: Where it runs; the accelerator that torch finds, or the CPU, if None.
+        dtype: Type of its weights; float32 if None.
+        attention: Backend of attention; transformers' choice if None.
+        rules: A name in `RULES`.
+        gate: What is held in gated feed-forwards; what the rules say if None.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+
+    device: Annotated[str | None, _option("cpu, cuda:0, mps, …; the accelerator if there is one.")] = None
+    dtype: Annotated[str | None, _option("float32 (default), float64, bfloat16, float16, auto.")] = None
+    attention: Annotated[str | None, _option("eager or sdpa; transformers' choice if left out.", "--attention")] = None
+    rules: Annotated[str, _option("paper (default), cp_lrp, attn_lrp or jacobian.")] = "paper"
+    gate: Annotated[str | None, _option("Gated feed-forwards: freeze_gate (default), freeze_up, half.")] = None
+    trust_remote_code: Annotated[bool, _option("Run code that comes with the model.", "--trust-remote-code")] = False
+
+    def check(self, model: str) -> None:
+        """Refuse a name that is no model, or rules that do not exist, before torch is imported or a file is read."""
+        from tensorlens.models.resolving import check_name, is_hub_id
+
+        if self.rules not in RULES:
+            raise InputError(f"`--rules` must be one of {', '.join(RULES)}; got {self.rules!r}.")
+        check_name(model)
+        if is_hub_id(model):
+            from tensorlens.models.hub import ask_hub
+
+            ask_hub(model)
+
+    def lens(self, model: str, *, final_norm: bool = True, device: str | None = None) -> Lens:
+        """Load `model`; `device` is where it goes if no other was asked for."""
+        self.check(model)
+        rules = rules_named(self.rules)
+        rules = rules if self.gate is None else replace(rules, gate=self.gate)  # type: ignore[arg-type]  # checked by it
+        from tensorlens.lens import load
+
+        return load(
+            model,
+            device=self.device or device,
+            dtype=self.dtype,
+            attention=self.attention,
+            rules=replace(rules, include_final_norm=final_norm),
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+def rules_named(name: str) -> Rules:
+    """The rules called `name`, by the constructor of that name.
+
+    Raises:
+        InputError: There are none of that name.
+    """
+    from tensorlens.freezing.conventions import Rules
+
+    if name not in RULES:
+        raise InputError(f"There are no rules {name!r}; available: {', '.join(RULES)}.")
+    return getattr(Rules, name)()
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each field of its records as an option of its own, so that typer sees plain parameters.
+
+    A record is a parameter whose type is a dataclass. Its fields take its place in the signature, and are put
+    together again when the command is called.
+    """
+    plain, records = [], {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if not is_dataclass(parameter.annotation):
+            plain.append(parameter)
+            continue
+        records[parameter.name] = kind = parameter.annotation
+        hints = get_type_hints(kind, include_extras=True)
+        plain += [
+            parameter.replace(name=one.name, annotation=hints[one.name], default=one.default) for one in fields(kind)
+        ]
+
+    @wraps(command)
+    def called(*given: Any, **values: Any) -> None:
+        for name, kind in records.items():
+            values[name] = kind(**{one.name: values.pop(one.name) for one in fields(kind) if one.name in values})
+        command(*given, **values)
+
+    called.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: one.annotation for one in plain}
+    return called
 
 
 def read_input(value: str) -> str:
     """The text itself, or standard input for ``-``."""
-    return sys.stdin.read().rstrip("\n") if value == "-" else value
+    text = sys.stdin.read().rstrip("\n") if value == "-" else value
+    if not text.strip():
+        where = "standard input was empty" if value == "-" else "it is empty"
+        raise InputError(f"Expected a text or the path of an image as INPUT, but {where}.")
+    return text
 
 
-def block_range(text: str | None, n_blocks: int) -> tuple[int, int] | None:
-    """``3:9`` as a pair; either end may be left out."""
+def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse data that are not there, before a model is loaded.
+
+    Args:
+        path: What `--data` names.
+        suffixes: Of files; another name may be the id of a data set. Without any, a folder is expected.
+    """
+    place = Path(path).expanduser()
+    if not suffixes and not place.is_dir():
+        raise InputError(f"`--data` must be a folder; there is none at {str(path)!r}.")
+    if place.suffix.lower() in suffixes and not place.is_file():
+        raise InputError(f"`--data` must be a file that exists, a folder or a data set's id; got {str(path)!r}.")
+
+
+def block_range(text: str | None) -> tuple[int, int | None] | None:
+    """``3:9`` as a pair; either end may be left out, and an end that is not named is None."""
     if text is None:
         return None
     start, colon, stop = text.partition(":")
     try:
-        first = int(start) if start else 0
-        return first, (int(stop) if stop else n_blocks) if colon else first + 1
+        first = int(start) if start or not colon else 0
+        last = (int(stop) if stop else None) if colon else first + 1
     except ValueError:
-        raise InputError(f"`--blocks` must be a range such as 3:9, or one block such as 4; got {text!r}.") from None
+        first, last = -1, None
+    if first < 0 or (last is not None and last <= first):
+        raise InputError(f"`--blocks` must be a range such as 3:9, or one block such as 4; got {text!r}.")
+    return first, last
 
 
-def head_choice(choices: list[str]) -> dict[int, list[int]]:
+def head_choice(choices: list[str] | None) -> dict[int, list[int]]:
     """``3:0,2`` as {3: [0, 2]}, for each time the option is given."""
     chosen: dict[int, list[int]] = {}
-    for text in choices:
+    for text in choices or []:
         block, _, heads = text.partition(":")
         try:
-            chosen[int(block)] = [int(head) for head in heads.split(",") if head]
+            numbers = [int(head) for head in heads.split(",") if head]
+            if min(int(block), *numbers, 0) < 0:
+                raise ValueError
+            chosen[int(block)] = numbers
         except ValueError:
             raise InputError(f"Heads must be given as BLOCK:HEAD,HEAD such as 3:0,2; got {text!r}.") from None
     return chosen
@@ -67,5 +186,7 @@ def target_of(target: str | None, against: str | None) -> Any:
     """A target, or a pair for a contrast. A number is an id or class index."""
     if against is not None and target is None:
         raise InputError("`--against` names the other target of a contrast; give the first with `--target`.")
+    if against is not None and target == against:
+        raise InputError(f"The two targets of a contrast must differ; both are {target!r}.")
     values = [int(value) if value is not None and value.lstrip("-").isdigit() else value for value in (target, against)]
     return values[0] if against is None else (values[0], values[1])

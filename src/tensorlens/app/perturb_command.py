@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app import options
-from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
-from tensorlens.app.processes import NumberOfProcesses, hand_over
+from tensorlens.app.method_names import check_name
+from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.printing import print_json
+from tensorlens.app.processes import NumberOfProcesses
 from tensorlens.errors import InputError
-from tensorlens.studies.perturbation_study.measures import GRID
-from tensorlens.studies.perturbation_study.report import FEW
-from tensorlens.studies.perturbation_study.run import PerturbationResult
-from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
-from tensorlens.studies.runs import Processes
+
+if TYPE_CHECKING:
+    from tensorlens.studies.results import StudyResult
 
 
 def perturb(
@@ -25,7 +23,7 @@ def perturb(
         str,
         typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the run; one that is there is continued.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; all if not given.")] = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
     preset: Annotated[
@@ -40,7 +38,9 @@ def perturb(
     windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
-    grid: Annotated[str, typer.Option(help="Fractions replaced.")] = ",".join(map(str, GRID)),
+    grid: Annotated[
+        str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
+    ] = None,
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
     norm_probes: Annotated[
         int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)
@@ -49,38 +49,45 @@ def perturb(
     batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
     processes: NumberOfProcesses = 1,
     json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Is it better? Replace what each method calls relevant and see how far the output moves.
 
-    Example: tensorlens perturb minilm --data reviews.csv --out runs/minilm --limit 50
+    Example: tensorlens perturb minilm --data reviews.csv --out run --limit 50
 
     Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
+    reading.check(model)
+    check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
+    fractions = None if grid is None else _fractions(grid)
+    names = _names(methods)
+    from tensorlens.studies.processes import Processes, hand_over, one_voice
+
     if hand_over(processes):
         return
-    lens = options.load_lens(
-        model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=True,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    result = run_perturbation(
-        lens, data, out, methods=_names(methods), limit=limit,
-        presets=preset or ("strict",), replacements=replacement or None,  # type: ignore[arg-type]  # checked by the study
-        grid=_fractions(grid), n_tokens=tokens, min_tokens=min_tokens,
-        cut="windows" if windows else "each", column=column, split=split, absolute=absolute, seed=seed,
-        norm_probes=norm_probes, batch_size=batch_size,
-    )  # fmt: skip
-    result.areas()  # says why if nothing could be measured
+    from tensorlens.studies.perturbation_study.measures import GRID
+    from tensorlens.studies.perturbation_study.options import PerturbationOptions
+    from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
+
+    with one_voice():
+        chosen = PerturbationOptions(
+            methods=names, limit=limit, presets=preset or ("strict",), replacements=replacement or None,
+            grid=fractions or GRID, n_tokens=tokens, min_tokens=min_tokens, cut="windows" if windows else "each",
+            column=column, split=split, absolute=absolute, seed=seed, norm_probes=norm_probes, batch_size=batch_size,
+        )  # fmt: skip
+        result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=chosen)
+        result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
-        typer.echo(json_module.dumps(result.summary) if json else _table(result))
+        print_json(result.summary) if json else typer.echo(_table(result))
 
 
 def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",")]
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        check_name(name)
+    return names
 
 
 def _fractions(text: str) -> list[float]:
@@ -90,8 +97,10 @@ def _fractions(text: str) -> list[float]:
         raise InputError(f"`--grid` must be fractions such as 0,0.1,0.2; got {text!r}.") from None
 
 
-def _table(result: PerturbationResult) -> str:
+def _table(result: StudyResult) -> str:
     """The areas of the first condition, best first, and where the rest is."""
+    from tensorlens.studies.perturbation_study.report import FEW
+
     condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
     few = "; of so few, intervals say little" if n_measured < FEW else ""

@@ -2,60 +2,60 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tensorlens.app import options
-from tensorlens.app.options import AttentionBackend, Device, Dtype, Gate, Json, Model, TrustRemoteCode
-from tensorlens.app.processes import NumberOfProcesses, hand_over
+from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.printing import print_json, print_rows
+from tensorlens.app.processes import NumberOfProcesses
 from tensorlens.errors import InputError
-from tensorlens.studies.relation_study.report import category_table, survival
-from tensorlens.studies.relation_study.run import RelationOptions
-from tensorlens.studies.relation_study.run import relations as run_relations
-from tensorlens.studies.runs import Processes
 
 
 def relations(
     model: Model,
     data: Annotated[Path, typer.Option(help="Folder of relation files, by category.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder of the run; started again it goes on.", show_default=False)],
-    limit: Annotated[int | None, typer.Option(help="Only so many relations of each category.")] = None,
-    splits: Annotated[int, typer.Option(help="Train-test splits of each relation.")] = 6,
-    examples: Annotated[int, typer.Option(help="m, training examples of each split.")] = 3,
-    max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.")] = 100,
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
+    limit: Annotated[int | None, typer.Option(help="Only so many relations of each category.", min=1)] = None,
+    splits: Annotated[int, typer.Option(help="Train-test splits of each relation.", min=1)] = 6,
+    examples: Annotated[int, typer.Option(help="m, training examples of each split.", min=1)] = 3,
+    max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.", min=1)] = 100,
     starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0",
     category: Annotated[list[str] | None, typer.Option(help="Only this category; may be given again.")] = None,
     lre: Annotated[bool, typer.Option(help="Whether to run LRE beside the tensor.")] = True,
     seed: Annotated[int, typer.Option(help="Of the first split.")] = 0,
     processes: NumberOfProcesses = 1,
     json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    attention: AttentionBackend = None,
-    gate: Gate = "freeze_gate",
-    trust_remote_code: TrustRemoteCode = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Decode relations with the mean attention tensor, beside LRE and controls; write a run with a report.
 
-    Example: tensorlens relations smollm2-135m --data relations --out run --limit 1 --splits 1 --max-test 5 --no-lre
+    Example: tensorlens relations smollm2-135m --data facts --out run --limit 1
     """
+    reading.check(model)
+    check_data(data)
+    first_blocks = _starts(starts)
+    from tensorlens.studies.processes import Processes, hand_over, one_voice
+
     if hand_over(processes):
         return
-    lens = options.load_lens(
-        model, device=device or Processes.device(), dtype=dtype, attention=attention, gate=gate, final_norm=False,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    chosen = RelationOptions(
-        n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=_starts(starts), with_lre=lre
-    )
-    summary = run_relations(lens, data, out, limit=limit, categories=category or None, options=chosen)
+    from tensorlens.studies.relation_study.report import category_table, survival
+    from tensorlens.studies.relation_study.run import RelationOptions
+    from tensorlens.studies.relation_study.run import relations as run_relations
+
+    with one_voice():
+        chosen = RelationOptions(
+            n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=first_blocks, with_lre=lre,
+            limit=limit, categories=category or None,
+        )  # fmt: skip
+        lens = reading.lens(model, final_norm=False, device=Processes.device())
+        result = run_relations(lens, data, out, options=chosen)
+    summary = result.summary
     if not Processes.from_environment().is_first:
         return
     if json:
-        typer.echo(json_module.dumps(summary, ensure_ascii=False))
+        print_json(summary)
         return
     typer.echo(survival(summary))
     for key, reason in summary["left_out"].items():
@@ -64,8 +64,9 @@ def relations(
         if problem["is_fatal"]:
             typer.echo(f"left out: {problem['path']}: {problem['place']}: {problem['message']}", err=True)
     if summary["relations"]:
-        typer.echo("\nagreement with the model, mean over relations [95% interval]\n" + category_table(summary))
-    typer.echo(f"\nReport: {out / 'report.html'}")
+        typer.echo("\nagreement with the model, mean over relations [95% interval]")
+        print_rows(category_table(summary))
+    typer.echo(f"\nReport: {result.report}")
 
 
 def _starts(text: str) -> tuple[int, ...]:

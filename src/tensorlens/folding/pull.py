@@ -44,8 +44,8 @@ GRAIN = {"cuda": 8, "cpu": 1}
 
 
 Way = Literal["states", "many", "matrices", "few", "captured"]
-"""How cotangents went through the blocks: as whole states, or as rows by products, by matrices formed for each token, in
-buffers made once, or by a graph of kernels. Each is proved by itself."""
+"""How cotangents went through the blocks: as whole states, or as rows by products, by matrices formed for each token,
+in buffers made once, or by a graph of kernels. Each is proved by itself."""
 
 
 class Rows(NamedTuple):

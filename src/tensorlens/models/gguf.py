@@ -17,7 +17,8 @@ from typing import Any
 
 from tensorlens.errors import LoadError, missing_extra
 from tensorlens.models.cache import cache_key, convert_once
-from tensorlens.models.gguf_tokenizer import read_tokenizer
+from tensorlens.models.foreign_files import MOST_BLOCKS, check_proportion, foreign_reader
+from tensorlens.models.gguf_tokenizer import Metadata, read_tokenizer
 
 _MAGIC = b"GGUF"
 
@@ -46,16 +47,9 @@ def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> P
         for package in ("gguf", "accelerate"):
             if importlib.util.find_spec(package) is None:
                 raise missing_extra("Reading a .gguf file", package, "gguf")
-        try:
+        with foreign_reader(lambda said: _unreadable(name, said)):  # noqa: SIM117  # the file is removed within
             with _one_file(parts, target) as file, _progress_for_people():
-                _dequantise(file, target)
-        except LoadError:
-            raise
-        except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-            raise LoadError(
-                f"{name}: the .gguf file could not be converted ({error}). transformers reads a part of the GGUF "
-                "architectures only; load the original checkpoint from its folder or hub id instead."
-            ) from error
+                _dequantise(name, file, target)
 
     return convert_once(cache_key(name, parts, pinned=pinned), make)
 
@@ -85,10 +79,20 @@ def _progress_for_people() -> Iterator[None]:
         yield
 
 
-def _dequantise(file: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _unreadable(name: str, said: str) -> str:
+    return (
+        f"{name}: the .gguf file could not be converted ({said}). transformers reads a part of the GGUF "
+        "architectures only; load the original checkpoint from its folder or hub id instead."
+    )
 
+
+def _dequantise(name: str, file: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_header(name, file)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    check_proportion(name, config, AutoModelForCausalLM, [file])
     read_tokenizer(file).save_pretrained(target)
     reader: Any = AutoModelForCausalLM
     model, info = reader.from_pretrained(
@@ -104,3 +108,17 @@ def _dequantise(file: Path, target: Path) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None
     model.save_pretrained(target)
+
+
+def check_header(name: str, file: Path) -> None:
+    """Refuse counts that would take for ever to build a model of.
+
+    Raises:
+        LoadError: The header counts more blocks than any model has.
+    """
+    metadata = Metadata(file)
+    architecture = metadata.get("general.architecture", "")
+    for what in ("block_count", "expert_count"):
+        count = metadata.get(f"{architecture}.{what}", 0)
+        if not isinstance(count, int) or not 0 <= count <= MOST_BLOCKS:
+            raise LoadError(f"{name}: the header says {what} = {count}; at most {MOST_BLOCKS} are read.")

@@ -20,7 +20,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     from tokenizers.models import Unigram
     from transformers import AutoTokenizer
 
-    metadata = _Metadata(file)
+    metadata = Metadata(file)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     is_gemma = metadata.get("general.architecture", "").startswith("gemma")
     if is_gemma and isinstance(tokenizer.backend_tokenizer.model, Unigram):
@@ -28,7 +28,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     return _framed(tokenizer, metadata)
 
 
-class _Metadata:
+class Metadata:
     """Values of a GGUF file by key, each decoded when asked for."""
 
     def __init__(self, file: Path) -> None:
@@ -37,10 +37,11 @@ class _Metadata:
         self._fields = GGUFReader(file).fields
 
     def get(self, key: str, default: Any) -> Any:
+        """The value of `key`, or `default` if the file has none."""
         return self._fields[key].contents() if key in self._fields else default
 
 
-def _gemma_tokenizer(metadata: _Metadata) -> Any:
+def _gemma_tokenizer(metadata: Metadata) -> Any:
     """Gemma's byte-pair encoding; versions of transformers before 5.22 may take it for a unigram model.
 
     The file lists no merges. They follow from the vocabulary, whose order is the order of merging.
@@ -60,7 +61,7 @@ def _gemma_tokenizer(metadata: _Metadata) -> Any:
     return tokenizer
 
 
-def _framed(tokenizer: Any, metadata: _Metadata) -> PreTrainedTokenizerBase:
+def _framed(tokenizer: Any, metadata: Metadata) -> PreTrainedTokenizerBase:
     """The tokenizer with the first and last token the file asks for, which transformers leaves out."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorlens.errors import LoadError, missing_extra
-from tensorlens.models.bundled import BUNDLED
-from tensorlens.models.resolving import Location, near_names, resolve
+from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
+from tensorlens.models.hub import ask_hub, not_on_hub
+from tensorlens.models.resolving import Location, resolve, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -76,7 +77,7 @@ def load_pretrained(
 
     Args:
         name: Bundled short name, `.gguf` file, local folder or hub id, looked up in this order.
-        device: Where to put the model; by default the first GPU if there is one.
+        device: Where to put the model; by default the accelerator that torch finds, if any.
         dtype: Precision of the weights, or "auto" for that of the checkpoint; float32 by default.
         device_map: How to spread a large model over devices, as in transformers; excludes `device`.
         attention: Attention implementation, "eager" or "sdpa"; by default transformers chooses.
@@ -88,13 +89,19 @@ def load_pretrained(
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
     with _quiet():
-        place = resolve(name)
+        place = _reachable(resolve(name))
         config = _load_config(name, place, trust_remote_code)
         model = _load_model(name, place, config, head, options)
         processor = _load_processor(name, place, model, trust_remote_code)
     if device_map is None:
         model = model.to(_device(device))  # pyright: ignore[reportArgumentType]
     return Loaded(model=model.eval().requires_grad_(False), processor=processor, name=str(name))
+
+
+def _reachable(place: Location) -> Location:
+    """The place itself, or the copy that an earlier download left where the hub does not answer."""
+    copy = None if place.is_local else ask_hub(place.path)
+    return place if copy is None else Location(path=str(copy), is_local=True)
 
 
 def _options(
@@ -123,14 +130,16 @@ def _options(
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise LoadError(f'device= takes names such as "cpu", "cuda" or "cuda:1"; got {device!r}.') from error
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise LoadError(f'device= takes names such as "cpu", "cuda", "cuda:1" or "mps"; got {device!r}.') from error
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if here is not None and here.type == chosen.type else 0
+    if chosen.type not in ("cpu", "meta") and (chosen.index or 0) >= count:
         raise LoadError(
-            f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs. "
+            f"device={str(device)!r} was asked for, but torch sees {count} GPUs of this kind. "
             'Use device="cpu", or install a torch build for your GPU.'
         )
     return chosen
@@ -158,34 +167,14 @@ def _attention(attention: str) -> str:
 def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
+    if place.is_local:
+        check_config_file(name, Path(place.path) / "config.json")
+        with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
+            return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
     try:
         return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        if place.is_local:
-            raise LoadError(f"{name}: config.json could not be read: {error}") from error
-        raise _not_on_hub(str(name), error) from error
-
-
-def _not_on_hub(name: str, error: BaseException) -> LoadError:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return LoadError(f"The hub holds {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        what = "the hub has no public model of this name"
-    elif isinstance(error, OSError):
-        what = "the hub could not be reached or has no such model"
-    else:
-        what = f"its configuration could not be read ({error})"
-    near = near_names(name.split("/")[-1])
-    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return LoadError(
-        f"{name!r} is neither a bundled model ({', '.join(BUNDLED)}) nor a folder here, and {what}. {hint}"
-        "Hub ids look like organisation/name; check the name and the network, or pass a folder."
-    )
+        raise not_on_hub(str(name), error) from error
 
 
 def _load_model(
@@ -194,7 +183,10 @@ def _load_model(
     """The model with its head; without it where `auto` finds no weights for one."""
     import transformers
 
-    model_class = _own_class(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
+    with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
+        model_class = _own_class(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
+    if place.is_local:
+        _check_weights(name, Path(place.path), config, model_class, trust=options["trust_remote_code"])
     model, missing = _read(name, place, model_class, options)
     if head == "auto" and missing:
         prefix = f"{model.base_model_prefix}."
@@ -207,6 +199,16 @@ def _load_model(
             'random. Choose another head=, for instance "none", or complete the checkpoint.'
         )
     return model
+
+
+def _check_weights(name: str | Path, folder: Path, config: PretrainedConfig, model_class: Any, *, trust: bool) -> None:
+    """Refuse weights that would take more memory than they can be worth."""
+    files = weight_files(folder)
+    for file in files:
+        if file.suffix == ".bin":
+            check_zip(name, file)
+    if not (trust or getattr(config, "auto_map", None)):  # the code of another is not run twice
+        check_proportion(name, config, model_class, files)
 
 
 def _own_class(config: PretrainedConfig) -> Any:
@@ -229,12 +231,11 @@ def _own_class(config: PretrainedConfig) -> Any:
 
 def _read(name: str | Path, place: Location, model_class: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
     """The model and the weights that were not in the checkpoint."""
-    try:
-        model, info = model_class.from_pretrained(place.path, output_loading_info=True, **options)
-    except ImportError as error:
-        raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise LoadError(f"{name}: {model_class.__name__} could not read the checkpoint: {error}") from error
+    with foreign_reader(lambda said: f"{name}: {model_class.__name__} could not read the checkpoint: {said}"):
+        try:
+            model, info = model_class.from_pretrained(place.path, output_loading_info=True, **options)
+        except ImportError as error:
+            raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
     missing = [key for key in info["missing_keys"] if not any(part in key for part in _UNUSED_PARTS)]
     return model, sorted(missing)
 
@@ -246,14 +247,13 @@ def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, t
         readers.reverse()
     for files, read in readers:
         if any(_has_file(place, file) for file in files):
-            try:
-                return read(place.path, trust_remote_code)
-            except ImportError as error:
-                if isinstance(error, LoadError):
-                    raise
-                raise LoadError(f"{name}: the tokenizer needs a package that is not installed. {error}") from error
-            except (OSError, ValueError, KeyError) as error:
-                raise LoadError(f"{name}: the tokenizer or image processor could not be read: {error}") from error
+            with foreign_reader(lambda said: f"{name}: the tokenizer or image processor could not be read: {said}"):
+                try:
+                    return read(place.path, trust_remote_code)
+                except ImportError as error:
+                    if isinstance(error, LoadError):
+                        raise
+                    raise LoadError(f"{name}: the tokenizer needs a package that is not installed. {error}") from error
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tensorlens.errors import LoadError, missing_extra
 from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.foreign_files import foreign_reader
 
 _BACKBONE = "backbone."
 
@@ -54,11 +55,14 @@ def convert_dinov2(name: str, file: Path) -> Path:
         from safetensors.torch import save_file
         from transformers import Dinov2Config, Dinov2Model
 
-        save_file(read_backbone(file), target / "model.safetensors", metadata={"format": "pt"})
+        with foreign_reader(lambda said: _unreadable(name, file, said)):
+            weights = read_backbone(file)
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
         Dinov2Config(**_CONFIG, architectures=["Dinov2Model"]).save_pretrained(target)
         (target / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR, indent=2) + "\n")
         reader: Any = Dinov2Model
-        _, info = reader.from_pretrained(target, output_loading_info=True)
+        with foreign_reader(lambda said: _unreadable(name, file, said)):
+            _, info = reader.from_pretrained(target, output_loading_info=True)
         wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
         if wrong:
             raise LoadError(
@@ -67,6 +71,10 @@ def convert_dinov2(name: str, file: Path) -> Path:
             )
 
     return convert_once(cache_key(name, [file], pinned=True), make)
+
+
+def _unreadable(name: str, file: Path, said: str) -> str:
+    return f"{name}: a DINOv2 backbone was expected in {file.name}, which could not be read ({said}). Install it again."
 
 
 def read_backbone(file: Path) -> dict[str, Any]:
@@ -78,7 +86,7 @@ def read_backbone(file: Path) -> dict[str, Any]:
         from onnx import numpy_helper
     except ImportError:
         raise missing_extra("Converting an ONNX file", "onnx", "demo") from None
-    graph = onnx.load(file).graph
+    graph = onnx.load(file, load_external_data=False).graph  # nothing outside the file belongs to it
     stored = {item.name: item for item in graph.initializer}
 
     def tensor(name: str) -> torch.Tensor:

@@ -5,12 +5,11 @@ A bundled short name, a `.gguf` file and a local folder become a folder; anythin
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
-from tensorlens.models.bundled import BUNDLED, find
+from tensorlens.models.bundled import BUNDLED, find, near_names
 from tensorlens.models.gguf import convert_gguf
 from tensorlens.models.onnx_dinov2 import convert_dinov2
 from tensorlens.models.torch_folders import convert_torch_folder
@@ -37,32 +36,61 @@ def resolve(name: str | Path) -> Location:
     Raises:
         LoadError: It is none of them, or it is incomplete.
     """
+    check_name(name)
     text = str(name)
+    path = Path(text).expanduser()
     if text in BUNDLED:
         return Location(path=str(_bundled_folder(text)), is_local=True)
+    if path.suffix == ".gguf":
+        return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
+    if path.is_dir():
+        return Location(path=str(path), is_local=True)
+    return Location(path=text, is_local=False)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that `check_name` lets pass is neither bundled nor on disk."""
+    path = Path(name).expanduser()
+    return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
+
+
+def check_name(name: str | Path) -> None:
+    """Refuse a name that can be no model. Nothing is read, converted, imported or asked for.
+
+    Raises:
+        LoadError: It is neither a bundled model that is installed, a `.gguf` file, a folder of weights, nor of the form
+            of a hub id.
+    """
+    text = str(name)
+    if text in BUNDLED:
+        find(text)
+        return
+    try:
+        _check_path(text, is_path=isinstance(name, Path))
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a foreign home folder, a null character
+        raise LoadError(f"A model's name or path was expected, but {text[:80]!r} is none ({error}).") from error
+
+
+def _check_path(text: str, *, is_path: bool) -> None:
     path = Path(text).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise LoadError(f"A .gguf file was expected at {text!r}, but there is none. Check the path.")
-        return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
-    if path.is_dir():
+        return
+    if path.is_dir() and text:
         _check_folder(path)
-        return Location(path=str(path), is_local=True)
+        return
     if path.is_file():
         raise LoadError(f"A folder, a .gguf file or a name was expected, but {text!r} is another kind of file.")
-    if isinstance(name, Path) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
+    if is_path or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
         raise LoadError(f"A model folder was expected at {text!r}, but there is none. Check the path.")
-    if "/" not in text and (near := near_names(text)):
+    if "/" not in text:  # the hub has old names without an organisation, but a typing error should not wait for it
+        near = near_names(text)
+        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."
         raise LoadError(
-            f"{text!r} is no bundled model. Did you mean {' or '.join(map(repr, near))}? "
-            "A model of the hub is named organisation/name, a model on disk by its folder."
+            f"{text!r} is no bundled model, and no folder here. {hint} "
+            "A model of the hub is named organisation/name, such as openai-community/gpt2; one on disk by its folder."
         )
-    return Location(path=text, is_local=False)
-
-
-def near_names(name: str) -> list[str]:
-    """Bundled names that look like `name`, the nearest first."""
-    return difflib.get_close_matches(name.lower(), list(BUNDLED), n=2, cutoff=0.65)
 
 
 def _bundled_folder(name: str) -> Path:
@@ -78,12 +106,17 @@ def _bundled_folder(name: str) -> Path:
             return convert_torch_folder(source)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a model folder, and the lists of them."""
+    return sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)})
+
+
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"Name the file itself: {folder / files[0]}" if files else "Name the folder save_pretrained wrote."
         raise LoadError(f"A model folder holds a config.json, but {folder} does not. {hint}")
-    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
+    if not weight_files(folder):
         raise LoadError(
             f"A model folder holds weights (model.safetensors or pytorch_model.bin), but {folder} does not. "
             "Save the model again with save_pretrained, or copy the missing files."

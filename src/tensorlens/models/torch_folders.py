@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tensorlens.errors import LoadError
 from tensorlens.models.bundled import Source
 from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.foreign_files import check_config_file, check_zip, foreign_reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,10 @@ def convert_torch_folder(source: Source) -> Path:
     def make(target: Path) -> None:
         import transformers
 
-        model, info = getattr(transformers, class_name).from_pretrained(folder, output_loading_info=True)
+        check_config_file(source.bundled.name, files[0])
+        check_zip(source.bundled.name, files[1])
+        with foreign_reader(lambda said: f"{source.bundled.name}: the installed weights could not be read ({said})."):
+            model, info = getattr(transformers, class_name).from_pretrained(folder, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             raise LoadError(
                 f"The weights of {source.bundled.name!r} should fill a {class_name}, but {missing} are missing. "

@@ -60,7 +60,7 @@ class Probes:
         return relative(in_two_steps - at_once, at_once)
 
     def passing(self) -> tuple[float, ...]:
-        """For each block $\\lVert T_n V \\rVert / \\lVert V \\rVert$ at a random V; none where ranges are refused."""
+        r"""For each block $\lVert T_n V \rVert / \lVert V \rVert$ at a random V; none where ranges are refused."""
         operator, found = self.operator, []
         if operator.recording.side_channels:
             return ()

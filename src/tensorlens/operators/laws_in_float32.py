@@ -1,7 +1,7 @@
 """The laws of a half-precision model in float32, one block cast at a time: structure apart from rounding.
 
-In bfloat16 every law holds to a few per cent alone, and a fault of one per cent would hide. A block is cast with what it
-holds, replayed at random states, and put back; no more than one block is ever there twice.
+In bfloat16 every law holds to a few per cent alone, and a fault of one per cent would hide. A block is cast with what
+it holds, replayed at random states, and put back; no more than one block is ever there twice.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ continued on the data it began with. Tokens and pixels are the business of the s
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.models.inputs import IMAGE_SUFFIXES
+from tensorlens.studies.digests import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
 LABEL_COLUMNS = ("label", "sentiment", "class", "target")
@@ -48,7 +48,7 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
     """Read samples.
 
     Args:
-        source: A .csv, .jsonl or .txt file (one line a text), a folder of images, a list of texts or of image paths,
+        source: A .csv, .jsonl or .txt file (one text per line), a folder of images, a list of texts or of image paths,
             rows (dictionaries, such as a `datasets.Dataset` gives), or the id of a data set of the `datasets` library
             (``id:configuration`` where it has several).
         column: The column or field with the text; found by its usual names if None.
@@ -99,16 +99,16 @@ def _from_folder(folder: Path) -> Dataset:
 
 def _images(paths: Sequence[Path], folder: Path | None = None) -> Dataset:
     names = tuple(str(path.relative_to(folder)) if folder else path.name for path in paths)
-    return Dataset(
-        kind="image", items=tuple(paths), names=names, fingerprint=_digest([*names, *map(_beginning, paths)])
-    )
+    return Dataset(kind="image", items=tuple(paths), names=names, fingerprint=digest_of([*names, *map(_ends, paths)]))
 
 
-def _beginning(path: Path) -> str:
-    """Size and first bytes of a file: enough to tell another picture."""
+def _ends(path: Path) -> str:
+    """Size, first and last bytes of a file: enough to tell another picture."""
     try:
         with path.open("rb") as file:
-            return f"{path.stat().st_size} {file.read(2**16).hex()}"
+            size, first = path.stat().st_size, file.read(2**16)
+            file.seek(max(size - 2**16, 0))
+            return f"{size} {(first + file.read()).hex()}"
     except OSError:
         return "absent"
 
@@ -118,16 +118,9 @@ def _texts(texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
         kind="text",
         items=tuple(texts),
         names=tuple(str(place) for place in range(len(texts))),
-        fingerprint=_digest(texts),
+        fingerprint=digest_of(texts),
         labels=None if labels is None else tuple(labels),
     )
-
-
-def _digest(parts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
@@ -138,11 +131,19 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     text = _read(path)
-    try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in _lines(text)]
-    except json.JSONDecodeError as error:
-        raise InputError(f"Expected JSON in {str(path)!r}, one object a line; got: {error}.") from error
+    if text.lstrip().startswith("["):
+        rows = _parsed(text, str(path))
+    else:
+        numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [_parsed(line, f"{path}, line {number}") for number, line in numbered]
     return [row if isinstance(row, dict) else {"text": row} for row in rows]
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"Expected JSON in {place}, one object per line; got: {error}.") from error
 
 
 def _lines(text: str) -> list[str]:

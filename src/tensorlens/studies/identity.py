@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tensorlens.lens import Lens
+from tensorlens.studies.digests import digest_of
 
 N_VALUES = 1024
 """Values of each tensor that enter the digest, evenly spread: training changes all of them, a copy none."""
@@ -27,11 +27,11 @@ def model_settings(lens: Lens) -> dict[str, Any]:
 
 def weights_digest(model: nn.Module) -> str:
     """Digest of names, shapes and some values of all weights; the same on every device."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        if isinstance(value, Tensor):
-            digest.update(f"{name} {tuple(value.shape)} {value.dtype}\0".encode() + _some_bytes(value))
-    return digest.hexdigest()[:16]
+    return digest_of(
+        f"{name} {tuple(value.shape)} {value.dtype}\0".encode() + _some_bytes(value)
+        for name, value in sorted(model.state_dict().items())
+        if isinstance(value, Tensor)
+    )
 
 
 def _some_bytes(value: Tensor) -> bytes:

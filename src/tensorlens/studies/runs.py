@@ -3,67 +3,39 @@
 | file             | holds                                                                               |
 |------------------|-------------------------------------------------------------------------------------|
 | `config.json`    | the study, all its settings and versions, and where and from which commit it began  |
-| `samples.jsonl`  | one line a sample, on the disk before the next sample begins                        |
+| `samples.jsonl`  | one line per sample, on the disk before the next samples begin                      |
 | `summary.json`   | what the samples say together; the same bytes however often the run was interrupted |
 | `sessions.jsonl` | how long each process worked, and how fast                                          |
 
-Several processes (torchrun, `accelerate launch`) share the folder: process r of w takes samples r, r + w, … and writes
-`samples.r.jsonl`; process 0 joins the files. Nothing is sent between them, so a file system they share is enough.
-What a study measures, and its report, belong to the studies.
+Several processes (torchrun, `accelerate launch`) share the folder: process r of w takes groups r, r + w, … of the
+samples and writes `samples.r.jsonl`; process 0 joins the files. Nothing is sent between them, so a file system they
+share is enough. The samples of a group are measured together or not at all, so that a number does not depend on where
+a run was interrupted. What a study measures, and its report, belong to the studies.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
-import platform
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.strict_json import from_json, to_json, write_text
+from tensorlens.studies.origin import device_name, origin
+from tensorlens.studies.processes import POLL_SECONDS, Processes
+from tensorlens.studies.sample_lines import Appender, Record, as_line, read_record, whole_lines
+from tensorlens.versions import package_versions
 
-POLL_SECONDS = 0.2
 STALLED_AFTER_SECONDS = 3600.0
-_PACKAGES = {"tensorlens": "attention-tensorlens", "torch": "torch", "transformers": "transformers"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """This process among those that share a run."""
-
-    rank: int = 0
-    count: int = 1
-
-    @classmethod
-    def from_environment(cls) -> Processes:
-        """As torchrun and `accelerate launch` say in RANK and WORLD_SIZE; one process without them."""
-        rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
-            raise InputError(f"Expected RANK from 0 to below WORLD_SIZE; got RANK={rank}, WORLD_SIZE={count}.")
-        return cls(rank=int(rank), count=int(count))
-
-    @staticmethod
-    def device() -> str | None:
-        """The GPU of this process among those of its machine; None without a launcher or a GPU."""
-        import torch
-
-        local = os.environ.get("LOCAL_RANK")
-        return (
-            None if local is None or not torch.cuda.is_available() else f"cuda:{int(local) % torch.cuda.device_count()}"
-        )
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that draws the bar and writes the summary."""
-        return self.rank == 0
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""What a disk answers that is full, over its quota, or broken."""
 
 
 class Run:
@@ -82,10 +54,12 @@ class Run:
         self, folder: str | Path, study: str, settings: dict[str, Any], processes: Processes | None = None
     ) -> None:
         self.folder, self.study = Path(folder), study
-        self.settings = json.loads(json.dumps(settings))
+        self.settings = from_json(to_json(settings))
         self.processes = processes or Processes.from_environment()
+        self._told: set[str] = set()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
             self._open_config()
         except OSError as error:
             raise InputError(f"Expected a folder for the run that can be written in; got {error}.") from error
@@ -93,23 +67,33 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What `config.json` holds."""
-        return json.loads((self.folder / "config.json").read_text("utf-8"))
+        advice = "If its samples are of the settings given now, delete config.json and start again; else choose "
+        return _read_document(self.folder / "config.json", advice + "another folder.")
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """What `summary.json` holds; None before the end."""
         path = self.folder / "summary.json"
-        return json.loads(path.read_text("utf-8")) if path.is_file() else None
+        return _read_document(path, "Start the run again: it is written anew.") if path.is_file() else None
 
-    def records(self) -> list[dict[str, Any]]:
-        """The samples finished so far, by any process, in the order of their index."""
-        found: dict[int, dict[str, Any]] = {}
+    def records(self, n_samples: int | None = None) -> list[Record]:
+        """The samples finished so far, by any process, in the order of their index.
+
+        A line that cannot be read, or whose index is none of `n_samples`, is reported once and left out; its sample is
+        measured again.
+        """
+        found: dict[int, Record] = {}
         for path in self._sample_files():
-            for record in _read_lines(path):
-                found.setdefault(record["index"], record)
+            for number, line in whole_lines(path):
+                try:
+                    record = read_record(line, n_samples)
+                except ValueError as error:
+                    self._tell(f"{path}, line {number}: {error}. The line is left out, and the run goes on.")
+                else:
+                    found.setdefault(record["index"], record)
         return [found[index] for index in sorted(found)]
 
-    def work(self, n_samples: int, measure: Callable[[int], dict[str, Any]], progress: bool | None = None) -> None:
+    def work(self, n_samples: int, measure: Callable[[int], Record], progress: bool | None = None) -> None:
         """Measure this process's share of the samples that are not on the disk yet.
 
         Args:
@@ -117,52 +101,80 @@ class Run:
             measure: From a sample's index to its record. What it raises ends the run, to be continued later.
             progress: Whether to show a bar; None shows it in a terminal.
         """
-        pending = self._pending(n_samples)
-        started, done = time.perf_counter(), 0
-        with self._appending() as write, self._bar(n_samples, len(pending), progress) as bar:
-            for index in pending:
-                write({"index": index} | measure(index))
-                done += 1
-                bar.update(self.processes.count)
-        if done:
-            self._note_session(done, time.perf_counter() - started)
+        groups = [[index] for index in range(n_samples)]
+        self.work_in_groups(groups, lambda group: [measure(index) for index in group], progress)
 
-    def complete(self, n_samples: int, summarise: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+    def work_in_groups(
+        self, groups: Sequence[Sequence[int]], measure: Callable[[Sequence[int]], list[Record]],
+        progress: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Measure this process's share of groups of samples that belong together, such as those of one batch.
+
+        A group of which a line is missing is measured as a whole, so that a sample always has the same company.
+
+        Args:
+            groups: The indices of all samples, over all processes. They must not depend on what is done already.
+            measure: From the indices of a group to their records.
+            progress: Whether to show a bar; None shows it in a terminal.
+        """
+        n_samples = sum(map(len, groups))
+        done = {record["index"] for record in self.records(n_samples)}
+        share = groups[self.processes.rank :: self.processes.count]
+        pending = [group for group in share if not done.issuperset(group)]
+        n_pending = sum(map(len, pending))
+        started, n_done = time.perf_counter(), 0
+        with self._writing(), Appender(self._own_file) as write, self._bar(n_samples, n_pending, progress) as bar:
+            for group in pending:
+                found = zip(group, measure(group), strict=True)
+                write([{"index": index} | record for index, record in found if index not in done])
+                n_done += len(group)
+                bar.update(len(group) * self.processes.count)
+            if n_done:
+                self._note_session(n_done, time.perf_counter() - started)
+
+    def complete(self, n_samples: int, summarise: Callable[[list[Record]], dict[str, Any]]) -> dict[str, Any]:
         """The summary of all samples: made by the first process when the last sample is in; the others wait for it."""
         if not self.processes.is_first:
             self._wait(lambda: self.summary is not None, "process 0 has not written the summary")
             return self.summary or {}
-        self._wait(lambda: len(self.records()) >= n_samples, "other processes have samples outstanding")
-        records = self.records()
-        self._join(records)
+        self._wait(lambda: len(self.records(n_samples)) == n_samples, "other processes have samples outstanding")
+        records = self.records(n_samples)
+        with self._writing():
+            self._join(records)
         self.write_json("summary.json", summarise(records))
         return self.summary or {}
 
     def write_json(self, name: str, document: dict[str, Any]) -> Path:
-        """Write a document into the folder, whole or not at all; numbers that are not finite have no place in it."""
-        return self.write_text(name, json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+        """Write a document into the folder, whole or not at all."""
+        return self.write_text(name, to_json(document, indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a file into the folder, whole or not at all."""
+        """Write a file into the folder, or into a folder in it, whole or not at all."""
         path = self.folder / name
-        temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-        return path
+        with self._writing():
+            path.parent.mkdir(exist_ok=True)
+            return write_text(path, text)
 
     # Settings -----------------------------------------------------------------------------------------------------
 
+    def _remove_leftovers(self) -> None:
+        """What a killed process had begun to write; of several processes one may be writing just now."""
+        if self.processes.count == 1:
+            for path in self.folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
+
     def _open_config(self) -> None:
-        document = {"study": self.study, "settings": self.settings, "versions": versions(), "origin": _origin()}
+        document = {"study": self.study, "settings": self.settings}
+        document |= {"versions": package_versions(), "origin": origin()}
         temporary = self.folder / f".config.json.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", "utf-8")
         try:
+            temporary.write_text(to_json(document, indent=1) + "\n", "utf-8")
             # A link fails if the name is taken: of several processes that start at once exactly one writes it.
             os.link(temporary, self.folder / "config.json")
         except FileExistsError:
             self._compare(document)
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
 
     def _compare(self, document: dict[str, Any]) -> None:
         there = self.config
@@ -187,16 +199,8 @@ class Run:
     def _sample_files(self) -> list[Path]:
         return sorted(self.folder.glob("samples*.jsonl"))
 
-    def _pending(self, n_samples: int) -> list[int]:
-        done = {record["index"] for record in self.records()}
-        share = range(self.processes.rank, n_samples, self.processes.count)
-        return [index for index in share if index not in done]
-
-    def _appending(self) -> _Appender:
-        return _Appender(self._own_file)
-
-    def _join(self, records: Sequence[dict[str, Any]]) -> None:
-        self.write_text("samples.jsonl", "".join(_line(record) for record in records))
+    def _join(self, records: Sequence[Record]) -> None:
+        write_text(self.folder / "samples.jsonl", "".join(as_line(record) for record in records))
         for path in self._sample_files():
             if path.name != "samples.jsonl":
                 path.unlink()
@@ -214,10 +218,10 @@ class Run:
             "samples": n_samples,
             "seconds": round(seconds, 3),
             "samples_per_second": round(n_samples / seconds, 4),
-            "device": _device(),
+            "device": device_name(),
         }
         with (self.folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(_line(note))
+            file.write(as_line(note))
 
     def _wait(self, is_done: Callable[[], bool], reason: str) -> None:
         deadline = time.monotonic() + STALLED_AFTER_SECONDS
@@ -233,50 +237,42 @@ class Run:
                 )
             time.sleep(POLL_SECONDS)
 
+    # What is said -------------------------------------------------------------------------------------------------
 
-class _Appender:
-    """A file of lines, each on the disk before the next: after a kill at most the last one is cut short."""
+    def _tell(self, message: str) -> None:
+        """Once, by one process, above the bar."""
+        if message not in self._told and self.processes.is_first:
+            tqdm.write(f"tensorlens: {message}", file=sys.stderr)
+        self._told.add(message)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: BinaryIO | None = None
-
-    def __enter__(self) -> Callable[[dict[str, Any]], None]:
-        _drop_cut_line(self.path)
-        self.file = self.path.open("ab")
-        return self.write
-
-    def __exit__(self, *exception: object) -> None:
-        assert self.file is not None, "entered"
-        self.file.close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        assert self.file is not None, "entered"
-        self.file.write(_line(record).encode())
-        self.file.flush()
-        os.fsync(self.file.fileno())
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that is full ends the run with one message; what is finished stays."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            raise TensorLensError(
+                f"The run in {str(self.folder)!r} stopped: {error.filename or 'a file of the run'}: {error.strerror}. "
+                "What is finished is kept. Make room and start it again; it goes on where it stopped."
+            ) from error
 
 
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+def _read_document(path: Path, advice: str) -> dict[str, Any]:
+    """The object in a JSON file of the run.
 
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file; one without its end was cut short and never counted."""
+    Raises:
+        InputError: it cannot be read; says where, and what to do.
+    """
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:  # another process has joined it into samples.jsonl meanwhile
-        return
-    for line in text.split(b"\n")[:-1]:
-        yield json.loads(line)
-
-
-def _drop_cut_line(path: Path) -> None:
-    if path.is_file():
-        text = path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(path, whole)
+        document = from_json(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise InputError(f"Expected JSON in {str(path)!r}; at line {line}: {error}. {advice}") from error
+    if not isinstance(document, dict):
+        raise InputError(f"Expected an object in {str(path)!r}, line 1; got {type(document).__name__}. {advice}")
+    return document
 
 
 def _differences(name: str, there: Any, here: Any) -> Iterator[str]:
@@ -288,53 +284,5 @@ def _differences(name: str, there: Any, here: Any) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = to_json(value)
     return text if len(text) <= 80 else text[:77] + "…"
-
-
-# Where and with what -------------------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that results depend on."""
-    found = {}
-    for name, distribution in _PACKAGES.items():
-        try:
-            found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
-
-
-def _origin() -> dict[str, Any]:
-    """Noted, not compared: where a run began does not change what it means."""
-    return {
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": _device(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _commit() -> str | None:
-    """The commit of this package's sources; None where they are not a checkout."""
-    here = Path(__file__)
-    try:
-        # Tracked there, or the repository is somebody else's, with this package installed inside it.
-        tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        return (_git(here.parent, "rev-parse", "HEAD") or None) if tracked else None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-
-
-def _git(folder: Path, *command: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=10
-    ).stdout.strip()
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

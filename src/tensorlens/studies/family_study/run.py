@@ -207,6 +207,10 @@ def _contributions(replay: Replay, additive: list[nn.Parameter], u: Tensor) -> T
         return torch.stack(sums).detach()
 
 
+_BEGUN = "begun"
+"""What a process sends first."""
+
+
 # Many cases ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +220,8 @@ def sweep(
 ) -> Iterator[FamilyRecord]:  # fmt: skip
     """Examine cases in parallel processes, one process each; records come as they are finished.
 
-    A case that runs out of time or takes its process down is recorded as refused, with that reason.
+    A case that runs out of time or takes its process down is recorded as refused, with that reason. Its time begins
+    when its process does: on a busy machine the imports alone may take long.
     """
     context = multiprocessing.get_context(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
@@ -226,7 +231,7 @@ def sweep(
             ["tensorlens.studies.family_study.run", "transformers.models.llama.modeling_llama"]
         )
     waiting = list(table)[::-1]
-    running: dict[Any, tuple[Case, Any, float]] = {}
+    running: dict[Any, _Running] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -235,39 +240,55 @@ def sweep(
                 process = context.Process(target=_report, args=(theirs, work, case), daemon=True)
                 process.start()
                 theirs.close()
-                running[ours] = (case, process, time.monotonic())
+                running[ours] = _Running(case, process)
             wait(list(running), timeout=1.0)
             for pipe in list(running):
-                record = _collect(pipe, *running[pipe], limit_seconds)
+                record = _collect(pipe, running[pipe], limit_seconds)
                 if record is not None:
-                    running.pop(pipe)[1].join()
+                    running.pop(pipe).process.join()
                     pipe.close()
                     yield record
     finally:
-        for _, process, _ in running.values():
-            process.kill()
+        for one in running.values():
+            one.process.kill()
+
+
+@dataclass
+class _Running:
+    """A case with its process, and when that began to work."""
+
+    case: Case
+    process: Any
+    began: float | None = None
 
 
 def _report(pipe: Connection, work: Callable[[Case], FamilyRecord], case: Case) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    pipe.send(_BEGUN)
     try:
         pipe.send(work(case))
     except BaseException as error:  # noqa: BLE001  whatever the model's code does becomes a line in the table
         pipe.send(FamilyRecord(**case._asdict(), status="refused", reason=f"error: {_told(error)}"))
 
 
-def _collect(pipe: Connection, case: Case, process: Any, started: float, limit_seconds: float) -> FamilyRecord | None:
-    seconds = time.monotonic() - started
+def _collect(pipe: Connection, one: _Running, limit_seconds: float) -> FamilyRecord | None:
+    """The record of a case that is done, dead or out of time; None while it is at work."""
+    seconds = 0.0 if one.began is None else time.monotonic() - one.began
     if pipe.poll():
         try:
-            return pipe.recv()
+            found = pipe.recv()
         except EOFError:
-            process.join()
-            reason = f"crashed: the process ended with code {process.exitcode}"
+            one.process.join()
+            reason = f"crashed: the process ended with code {one.process.exitcode}"
+        else:
+            if found != _BEGUN:
+                return found
+            one.began = time.monotonic()
+            return None
     elif seconds > limit_seconds:
-        process.kill()
+        one.process.kill()
         reason = f"ran out of time after {limit_seconds:.0f} s"
     else:
         return None
-    return FamilyRecord(**case._asdict(), status="refused", reason=reason, seconds=round(seconds, 1))
+    return FamilyRecord(**one.case._asdict(), status="refused", reason=reason, seconds=round(seconds, 1))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tensorlens.errors import InputError
 from tensorlens.freezing.rules.modules import ADAPTERS
 from tensorlens.freezing.rules.recurrences import KERNELS
+from tensorlens.strict_json import from_json, write_json, write_text
 from tensorlens.studies.family_study.run import FamilyRecord
+from tensorlens.versions import package_versions
 
 _NOTES = """
 Each line is a tiny model of that type with every parameter drawn at random, biases and gains too, frozen at one input
@@ -37,22 +38,27 @@ def write_table(records: Iterable[FamilyRecord], path: Path) -> None:
     """Write the records as JSON to `path` and as a page beside it, with the suffix ``.md``."""
     ordered = sorted(records, key=lambda record: (record.task, record.model_type, record.attention))
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"versions": versions(), "records": [record.as_dict() for record in ordered]}
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page(ordered))
+    write_json(path, {"versions": versions(), "records": [record.as_dict() for record in ordered]})
+    write_text(path.with_suffix(".md"), page(ordered))
 
 
 def read_table(path: Path) -> list[FamilyRecord]:
     """The records of a table written before; none if there is no file."""
     if not path.exists():
         return []
-    records = json.loads(path.read_text())["records"]
-    return [FamilyRecord(**record | {"shape": tuple(record["shape"])}) for record in records]
+    try:
+        records = from_json(path.read_bytes())["records"]
+        return [FamilyRecord(**record | {"shape": tuple(record["shape"])}) for record in records]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"Expected a compatibility table in {str(path)!r}; got {type(error).__name__}: {error}. "
+            "Name another file, or make the whole table anew."
+        ) from error
 
 
 def versions() -> dict[str, str]:
     """Versions of the packages that the table is about."""
-    return {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {name: version for name, version in package_versions().items() if name != "tensorlens"}
 
 
 def page(records: list[FamilyRecord]) -> str:

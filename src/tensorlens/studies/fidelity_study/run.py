@@ -10,11 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.lens import Lens
-from tensorlens.models.inputs import tokenizer_of
+from tensorlens.models.inputs import IMAGE_SUFFIXES, make_input, tokenizer_of
 from tensorlens.operators.product_bound import Reading, product_bound
 from tensorlens.operators.singular_values import operator_norm
+from tensorlens.studies.digests import digest_of, tensor_digest
 from tensorlens.studies.fidelity_study.measures import (
     as_record,
     distance_to_jacobian,
@@ -26,6 +29,8 @@ from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_pr
 from tensorlens.studies.fidelity_study.report import write_report
 from tensorlens.studies.fidelity_study.summary import summarise
 from tensorlens.studies.identity import model_settings
+from tensorlens.studies.options import chosen_options
+from tensorlens.studies.results import StudyResult
 from tensorlens.studies.runs import Run
 from tensorlens.tensor import AttentionTensor
 
@@ -39,11 +44,11 @@ class FidelityOptions:
 
     Attributes:
         sizes: Lengths of ε relative to X.
-        n_random: Random directions an input.
-        n_token: Directions towards another token an input, where the input has tokens.
+        n_random: Random directions per input.
+        n_token: Directions towards another token per input, where the input has tokens.
         n_probes: Probes of the distance to the Jacobian.
-        seed: Of everything drawn.
-        stride: Properties at every so many blocks; 0 leaves them out.
+        seed: Seed of everything drawn.
+        stride: Properties at every `stride` blocks; 0 leaves them out.
         out_token: The output whose slice is looked at; None for the last of a language model, the first of another.
     """
 
@@ -63,37 +68,45 @@ class FidelityOptions:
 
 
 def fidelity(
-    lens: Lens, inputs: Any, out: str | Path, *, options: FidelityOptions | None = None, progress: bool | None = None
-) -> dict[str, Any]:
+    lens: Lens, inputs: Any, out: str | Path, *, options: FidelityOptions | None = None, progress: bool | None = None,
+    **changes: Any,
+) -> StudyResult:  # fmt: skip
     """Measure how far tensor and Jacobian are from the model around inputs, and what the bounds allow; write a run.
 
     Args:
         lens: Any model.
         inputs: A text, or a list of texts; or one input of any other kind that the lens takes.
         out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
-        options: Sizes, directions, properties.
+        options: Sizes, directions, properties; see `FidelityOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
+        **changes: Single options by name, such as ``stride=2``, instead of a record or over it.
 
     Returns:
-        The summary: curves by kind of direction, norms and bounds, properties by range of blocks.
+        The summary, with curves by kind of direction, norms and bounds, and properties by range of blocks, and where
+        everything is.
     """
-    options = options or FidelityOptions()
+    chosen = chosen_options(FidelityOptions, options, changes)
     several = list(inputs) if _is_list_of_texts(inputs) else [inputs]
-    settings = model_settings(lens) | {"inputs": [_described(one) for one in several], "options": asdict(options)}
-    run = Run(out, "fidelity", settings)
-    run.work(len(several), lambda i: measure(lens, several[i], options), progress)
+    described = [_described(lens, one) for one in several]
+    run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": asdict(chosen)})
+    run.work(len(several), lambda i: measure(lens, several[i], chosen), progress)
     summary = run.complete(len(several), summarise)
     if run.processes.is_first:
         write_report(run, summary)
-    return summary
+    return StudyResult(folder=run.folder, summary=summary)
 
 
 def _is_list_of_texts(inputs: Any) -> bool:
     return isinstance(inputs, Sequence) and not isinstance(inputs, str) and bool(inputs) and isinstance(inputs[0], str)
 
 
-def _described(value: Any) -> str:
-    return value if isinstance(value, str) else f"{type(value).__name__} {getattr(value, 'shape', '')}".strip()
+def _described(lens: Lens, value: Any) -> str:
+    """A text itself; of anything else its kind and a digest of what the model is given for it."""
+    if isinstance(value, str) and Path(value).suffix.lower() not in IMAGE_SUFFIXES:
+        return value
+    arguments = make_input(value, lens.model, lens.processor).arguments
+    parts = [f"{name} {tensor_digest(one)}" for name, one in sorted(arguments.items()) if isinstance(one, Tensor)]
+    return f"{type(value).__name__} {digest_of(parts)}"
 
 
 # One input -----------------------------------------------------------------------------------------------------------
@@ -102,6 +115,8 @@ def _described(value: Any) -> str:
 def measure(lens: Lens, value: Any, options: FidelityOptions) -> dict[str, Any]:
     """The record of one input."""
     T = lens(value)
+    if not bool(T.output.isfinite().all()):
+        raise InputError(f"Expected finite outputs; at {value!r:.80} the model gives NaN or infinity. Leave it out.")
     special = getattr(tokenizer_of(lens.processor), "all_special_ids", None) or ()
     directions = random_directions(T, options.n_random, options.seed)
     directions += token_directions(T, options.n_token, options.seed, special)

@@ -31,6 +31,9 @@ class Outputs:
     states: Float[Tensor, "batch channel"]
     logits: Float[Tensor, "batch class"] | None
 
+    def __getitem__(self, rows: slice) -> Outputs:
+        return Outputs(states=self.states[rows], logits=None if self.logits is None else self.logits[rows])
+
 
 class PlainModel:
     """A lens's model, run as it is: no rule, no interception, no gradient.
@@ -64,6 +67,22 @@ class PlainModel:
             start += self.batch_size
         return _join(parts)
 
+    def run_together(self, inputs: Sequence[dict[str, Tensor]], out_token: int) -> list[Outputs]:
+        """The outputs for several inputs, each a batch of its own; those of one shape run together."""
+        by_shape: dict[Any, list[int]] = {}
+        for number, one in enumerate(inputs):
+            shape = tuple((name, value.shape[1:]) for name, value in one.items())
+            by_shape.setdefault(shape, []).append(number)
+        found: dict[int, Outputs] = {}
+        for numbers in by_shape.values():
+            parts = [inputs[number] for number in numbers]
+            outputs = self.run({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, out_token)
+            start = 0
+            for number, part in zip(numbers, parts, strict=True):
+                stop = start + len(next(iter(part.values())))
+                found[number], start = outputs[start:stop], stop
+        return [found[number] for number in range(len(inputs))]
+
     def n_tokens(self, inputs: dict[str, Tensor]) -> int:
         """How many tokens the model makes of an input."""
         return self._states(inputs, {})[0].shape[1]
@@ -93,7 +112,7 @@ class PlainModel:
 
 @contextmanager
 def _without_padding(model: nn.Module) -> Iterator[None]:
-    """No token counts as padding to a decoder that classifies, for a while.
+    """Temporarily, no token counts as padding to a decoder that classifies.
 
     It reads its last token that is not padding, and takes no batch if none is named. Copies have no padding, but what
     takes a token's place may be the token that otherwise pads. Other models are left alone: some pad by themselves.

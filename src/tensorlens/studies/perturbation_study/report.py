@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import MissingExtraError
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.strict_json import to_json
 from tensorlens.studies.runs import Run
 from tensorlens.views.page import page
 from tensorlens.views.study_figures.canvas import figure_svg
@@ -41,8 +41,6 @@ STYLE = """
 def write_report(run: Run) -> Path:
     """Write `report.html` and the curves as `figures/*.svg` from what the run's folder holds."""
     summary = run.summary or {}
-    figures = run.folder / "figures"
-    figures.mkdir(exist_ok=True)
     sections = []
     for condition, order, metric, result in each_result(summary):
         curves = {name: result["methods"][name]["curve"] for name in best_first(result, order)}
@@ -54,7 +52,7 @@ def write_report(run: Run) -> Path:
         except MissingExtraError as error:
             picture = f"<p>{html.escape(str(error))}</p>"
         else:
-            (figures / f"{'-'.join(condition.split(', '))}-{order}-{metric}.svg").write_text(svg, "utf-8")
+            run.write_text(f"figures/{'-'.join(condition.split(', '))}-{order}-{metric}.svg", svg)
             picture = svg[svg.index("<svg") :]
         sections.append(f"<h2>{html.escape(title)}</h2>{picture}{_table(result, order)}")
     views = [TokenMap.load(path).view() for path in _examples(run.folder, summary)]
@@ -144,7 +142,7 @@ def _missing(summary: Mapping[str, Any]) -> str:
 
 
 def _again(run: Run) -> str:
-    config = html.escape(json.dumps(run.config, indent=1, ensure_ascii=False))
+    config = html.escape(to_json(run.config, indent=1))
     return (
         "<h2>Run it again</h2><p>With these settings and the same data, in the same folder, a run goes on where it "
         f"stopped; in a new folder it gives the same summary.</p><pre>{config}</pre><h2>Maps of the first samples</h2>"

@@ -20,7 +20,6 @@ from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.perturbation_study.forward import PlainModel
 
 Cut = Literal["each", "windows"]
-Preset = Literal["strict", "paper-like"]
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
 Copies = list[tuple[Tensor, dict[str, Tensor]]]
@@ -46,7 +45,7 @@ class Sample:
     fixed: frozenset[int]
 
 
-def maskable(sample: Sample, is_causal: bool, preset: Preset) -> list[int]:
+def maskable(sample: Sample, is_causal: bool, preset: str) -> list[int]:
     """The tokens that may be replaced.
 
     Convention: special tokens never. The last token of a decoder, whose state is watched, is replaced under
@@ -104,6 +103,23 @@ class Texts:
         tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
         inputs = {"input_ids": tensor}
         return Sample(name=self.names[index], value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed)
+
+    def length(self, index: int) -> int:
+        """Tokens of one text."""
+        return len(self.ids[index])
+
+    def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[int]:
+        """For each copy what tells whether it fits into a batch with another: how many tokens it has.
+
+        Raises:
+            InputError: the sample cannot be copied so.
+        """
+        if replacement == "delete":
+            _check_something_is_left(masks)
+            return (sample.n_tokens - masks.sum(1)).tolist()
+        if replacement == "token":
+            _ = self.replacement_id  # raises where there is none
+        return [sample.n_tokens] * len(masks)
 
     def copies(self, sample: Sample, masks: Tensor, replacement: str) -> Copies:
         """Ids with the mask token, embeddings without the word, a mask over the attention, or fewer tokens."""
@@ -245,11 +261,15 @@ def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
 
+def _check_something_is_left(masks: Tensor) -> None:
+    if bool(masks.all(1).any()):
+        raise InputError("To delete every token leaves no input. End the grid below 1, or choose another replacement.")
+
+
 def _shortened(ids: Tensor, masks: Tensor) -> Copies:
     """Copies without the masked tokens, those of one length together."""
+    _check_something_is_left(masks)
     n_gone = masks.sum(1)
-    if int(n_gone.max()) == ids.shape[1]:
-        raise InputError("To delete every token leaves no input. End the grid below 1, or choose another replacement.")
     groups = []
     for n in n_gone.unique().tolist():
         places = (n_gone == n).nonzero()[:, 0]
@@ -300,6 +320,14 @@ class Images:
             n_tokens=n_special + grid[0] * grid[1],
             fixed=frozenset(range(n_special)),
         )
+
+    def length(self, index: int) -> int:
+        """Nothing is known of an image before it is read."""
+        return 0
+
+    def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[int, ...]]:
+        """For each copy what tells whether it fits into a batch with another: the size of the picture."""
+        return [tuple(sample.inputs["pixel_values"].shape[1:])] * len(masks)
 
     def copies(self, sample: Sample, masks: Tensor, replacement: str) -> Copies:
         """Pixels of whole patches replaced, before the model cuts them."""

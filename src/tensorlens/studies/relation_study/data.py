@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError
+from tensorlens.studies.digests import digest_of
 
 PLACEHOLDER = "{}"
 
@@ -44,6 +45,11 @@ class Relation:
     template: str
     facts: tuple[Fact, ...]
     path: str
+
+    @property
+    def digest(self) -> str:
+        """Digest of template and facts: a run that goes on must find them as they were."""
+        return digest_of([self.template, *(text for fact in self.facts for text in (fact.subject, fact.object))])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
+from tensorlens.studies.options import check_positive, chosen_options
 from tensorlens.studies.plain_pass import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
@@ -48,6 +49,7 @@ from tensorlens.studies.relation_study.prompts import (
 )
 from tensorlens.studies.relation_study.report import write_report
 from tensorlens.studies.relation_study.summary import summarise
+from tensorlens.studies.results import StudyResult
 from tensorlens.studies.runs import Run
 
 SCALES = tuple(i / 4 for i in range(21))
@@ -61,15 +63,17 @@ class RelationOptions:
     Attributes:
         n_train: m, examples that the mean is taken over; a prompt holds the other m - 1.
         n_splits: Splits into training and test, each with a seed of its own.
-        seed: Of the first split.
+        seed: Seed of the first split.
         top_k: Test facts are kept if the object's first token is among the model's `top_k`.
-        min_test: Test facts a split needs to be scored, and half of the splits must be.
-        max_test: At most so many test facts a split, drawn at random.
+        min_test: Test facts that a split needs to be scored, and half of the splits must be.
+        max_test: Test facts per split at most, drawn at random.
         starts: Blocks to start from; 0 is the whole model.
         lre_scale: The fixed β.
         scales: The grid that a tuned β is chosen from.
         opening: What opens a prompt; see `Tokens`.
         with_lre: Whether to run LRE, which costs as much as the slices.
+        limit: Relations of each category at most; all if None.
+        categories: Only these; all if None.
     """
 
     n_train: int = 3
@@ -83,48 +87,56 @@ class RelationOptions:
     scales: tuple[float, ...] = SCALES
     opening: str = "auto"
     with_lre: bool = True
+    limit: int | None = None
+    categories: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_train", "n_splits", "top_k", "min_test", "max_test"):
-            if getattr(self, name) < 1:
-                raise InputError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        check_positive(self, "n_train", "n_splits", "top_k", "min_test", "max_test", "limit")
         if not self.starts:
             raise InputError("`starts` must name at least one block to start from, such as (0,); got none.")
 
 
 def relations(
-    lens: Lens, data: str | Path, out: str | Path, *, limit: int | None = None,
-    categories: Collection[str] | None = None, options: RelationOptions | None = None, progress: bool | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    lens: Lens, data: str | Path, out: str | Path, *, options: RelationOptions | None = None,
+    progress: bool | None = None, **changes: Any,
+) -> StudyResult:  # fmt: skip
     """Decode relations with the mean attention tensor, LRE and controls, and write a run.
 
     Args:
         lens: A causal language model with its tokenizer.
         data: Folder of relation files, by category.
         out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
-        limit: Only so many relations of each category.
-        categories: Only these.
-        options: Splits, filters, starts, scales.
+        options: Splits, filters, starts, scales; see `RelationOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
+        **changes: Single options by name, such as ``limit=1``, instead of a record or over it.
 
     Returns:
-        The summary: accuracies by relation and category, what was left out and why.
+        The summary, with accuracies by relation and category and what was left out and why, and where everything is.
     """
-    options = options or RelationOptions()
-    found, problems = load_relations(data, categories)
-    found = _limited(found, limit)
-    decoder = _Decoder(lens, options)
-    settings = model_settings(decoder.lens) | {"matmul_precision": matmul_precision()}
-    settings |= {"relations": [r.key for r in found]}
-    run = Run(out, "relations", settings | {"options": asdict(options)})
-    plan = [(relation, split) for relation in found for split in range(options.n_splits)]
+    chosen = chosen_options(RelationOptions, options, changes)
+    found, problems = load_relations(data, chosen.categories)
+    found = _limited(found, chosen.limit)
+    decoder = _Decoder(lens, chosen)
+    run = Run(out, "relations", _describe(decoder.lens, found, chosen))
+    plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
     summary = run.complete(
-        len(plan), lambda records: summarise(records, decoder.described(problems, found), options.min_test)
+        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test)
     )
     if run.processes.is_first:
         write_report(run, summary)
-    return summary
+    return StudyResult(folder=run.folder, summary=summary)
+
+
+def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> dict[str, Any]:
+    """Relations by name and content; what chose them need not be compared."""
+    settings = asdict(options)
+    del settings["limit"], settings["categories"]
+    return model_settings(lens) | {
+        "matmul_precision": matmul_precision(),
+        "relations": {relation.key: relation.digest for relation in found},
+        "options": settings,
+    }
 
 
 def _limited(relations: list[Relation], limit: int | None) -> list[Relation]:

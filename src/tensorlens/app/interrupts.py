@@ -1,0 +1,37 @@
+"""Ctrl-C, said in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import typer
+
+STOPPED = 130
+"""What a shell expects of a program that was stopped by Ctrl-C."""
+
+SHARED = "TENSORLENS_SPEAKER"
+"""Set for the processes of `--processes`: the one that started them speaks for all."""
+
+
+def interruptible(command: Callable[..., None], *, continues: bool) -> Callable[..., None]:
+    """The command, ending in one line when it is interrupted.
+
+    Args:
+        command: What to run.
+        continues: Whether what it has done is on the disk, so that the same command goes on from there.
+    """
+
+    @wraps(command)
+    def called(*given: Any, **values: Any) -> None:
+        try:
+            command(*given, **values)
+        except KeyboardInterrupt:
+            if SHARED not in os.environ and os.environ.get("RANK", "0") == "0":
+                more = " What is done is kept: the same command continues." if continues else ""
+                typer.echo(f"\ntensorlens: stopped.{more}", err=True)
+            raise typer.Exit(STOPPED) from None
+
+    return called

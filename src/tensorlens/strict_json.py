@@ -1,0 +1,65 @@
+"""JSON that every reader takes: a number that is not finite becomes null, and a file is written whole or not at all.
+
+Python's own writer puts ``NaN`` and ``Infinity`` into the text, which JSON does not know and most readers refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def to_json(value: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
+    """The text of `value`, compact unless `indent` is given.
+
+    >>> to_json({"mean": float("nan"), "n": 3})
+    '{"mean":null,"n":3}'
+    """
+    separators = (",", ":") if indent is None else None
+    return json.dumps(
+        _finite(value), indent=indent, separators=separators, ensure_ascii=ascii_only, allow_nan=False
+    )  # fmt: skip
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a text that is strict JSON.
+
+    Raises:
+        ValueError: it is not; ``NaN`` and ``Infinity`` are refused too.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file whole or not at all: to a temporary name beside it, then over it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """Write `value` as an indented file, whole or not at all."""
+    return write_text(path, to_json(value, indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

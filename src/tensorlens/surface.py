@@ -1,0 +1,31 @@
+"""The public names, all of them. `tensorlens` imports this file when the first of them is asked for.
+
+Apart from `tensorlens` itself, so that `tensorlens --help` need not wait for torch.
+"""
+
+from tensorlens import studies as studies
+from tensorlens.batch import Batch as Batch
+from tensorlens.errors import AnatomyError as AnatomyError
+from tensorlens.errors import InputError as InputError
+from tensorlens.errors import LoadError as LoadError
+from tensorlens.errors import MethodError as MethodError
+from tensorlens.errors import MissingExtraError as MissingExtraError
+from tensorlens.errors import NotLinearError as NotLinearError
+from tensorlens.errors import SizeError as SizeError
+from tensorlens.errors import TensorLensError as TensorLensError
+from tensorlens.freezing.conventions import Rules as Rules
+from tensorlens.freezing.rules.activations import activate as activate
+from tensorlens.freezing.rules.modules import adapter as adapter
+from tensorlens.freezing.rules.table import rules_for as rules_for
+from tensorlens.lens import Lens as Lens
+from tensorlens.lens import load as load
+from tensorlens.maps.methods import METHODS as METHODS
+from tensorlens.maps.token_map import TokenMap as TokenMap
+from tensorlens.operators.certificate import Certificate as Certificate
+from tensorlens.operators.estimates import Estimate as Estimate
+from tensorlens.operators.mean import MeanTensor as MeanTensor
+from tensorlens.operators.norms import spectral_norm as spectral_norm
+from tensorlens.operators.spectrum import Spectrum as Spectrum
+from tensorlens.operators.spectrum import spectrum as spectrum
+from tensorlens.tensor import AttentionTensor as AttentionTensor
+from tensorlens.tensor import Prediction as Prediction

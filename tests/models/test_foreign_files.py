@@ -1,0 +1,293 @@
+"""Damaged files of every format: an error of ours or a model, in bounded time and memory, never a raw traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tensorlens.errors import LoadError, TensorLensError
+from tensorlens.models import foreign_files, onnx_dinov2, torch_folders
+from tensorlens.models.bundled import BUNDLED, Source
+from tensorlens.models.gguf import convert_gguf
+from tensorlens.models.loading import load_pretrained
+
+SAMPLE, ALL = 25, 500
+MOST_SECONDS = 30.0
+MOST_BYTES = 2 << 30
+"""What one damaged file may take; it is larger than all of the files together by far."""
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+NUMBERS = (0, -1, 1, 3, 2**31 - 1, 2**31, 2**63 - 1, 10**12, 1e300, -(2**40))
+VALUES = (*NUMBERS, None, True, "", "gelu", "\x00", [], {}, [[]], "a" * 10_000, "../../etc/passwd")
+
+Damage = Callable[[random.Random, bytes], bytes]
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+def flip(draw: random.Random, content: bytes) -> bytes:
+    """Some bytes changed, most of them where headers are."""
+    changed = bytearray(content)
+    for _ in range(draw.choice((1, 1, 2, 8, 64))):
+        near = draw.random() < 0.8
+        changed[draw.randrange(min(len(changed), 2_000) if near else len(changed))] = draw.randrange(256)
+    return bytes(changed)
+
+
+def cut(draw: random.Random, content: bytes) -> bytes:
+    return content[: draw.randrange(len(content))]
+
+
+def grow(draw: random.Random, content: bytes) -> bytes:
+    """A number of the header made large."""
+    at = draw.randrange(min(len(content), 2_000) - 8)
+    number = draw.choice((2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**64 - 1))
+    return content[:at] + number.to_bytes(8, "little") + content[at + 8 :]
+
+
+def splice(draw: random.Random, content: bytes) -> bytes:
+    """A piece moved elsewhere."""
+    start, stop, at = sorted(draw.randrange(len(content)) for _ in range(3))
+    return content[:at] + content[start:stop] + content[at:]
+
+
+def reword(draw: random.Random, content: bytes) -> bytes:
+    """One value of a JSON document replaced, wherever it is."""
+    document = json.loads(content)
+    places = list(_places(document))
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        parent, key = draw.choice(places)
+        if isinstance(parent, dict) and draw.random() < 0.15:
+            parent.pop(key, None)
+        elif isinstance(parent, dict) or key < len(parent):
+            parent[key] = draw.choice(VALUES)
+    return json.dumps(document).encode()
+
+
+def _places(value: object):
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(one)
+
+
+BYTES = (flip, cut, grow, splice)
+WORDS = (reword, reword, reword, flip, cut)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def _folder(path: Path, *, pickled: bool = False) -> Path:
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=32, **TINY)
+    model = transformers.BertForMaskedLM(config)
+    model.save_pretrained(path)
+    if pickled:
+        (path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), path / "pytorch_model.bin")
+    vocabulary = path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
+    torch_folders.build_tokenizer(vocabulary, ".", 32).save_pretrained(path)
+    return path
+
+
+def _gguf(path: Path) -> Path:
+    """A tiny Llama with a vocabulary of bytes."""
+    import gguf
+
+    rng, file = np.random.default_rng(0), path / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3, *([6] * 256)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    square = {"attn_q": (32, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32), "ffn_gate": (32, 32),
+              "ffn_up": (32, 32), "ffn_down": (32, 32), "attn_norm": (32,), "ffn_norm": (32,)}  # fmt: skip
+    shapes = {"token_embd": (len(tokens), 32), "output": (len(tokens), 32), "output_norm": (32,)}
+    shapes |= {f"blk.{n}.{name}": shape for n in range(2) for name, shape in square.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _onnx(path: Path) -> Path:
+    """Some names of a backbone, with little in them."""
+    import onnx
+
+    draw = np.random.default_rng(0)
+    made = [onnx.numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name) for name, shape in
+            (("backbone.layernorm.weight", (384,)), ("onnx::MatMul_1", (4, 4)), ("onnx::Concat_2", (1, 1, 384)),
+             ("onnx::Reshape_3", (1, 4, 384)))]  # fmt: skip
+    node = onnx.helper.make_node
+    nodes = [
+        node("MatMul", ["x", "onnx::MatMul_1"], ["y"], name="/backbone/encoder/layer.0/mlp/fc1/MatMul"),
+        node("Concat", ["onnx::Concat_2"], ["z"], name="/backbone/embeddings/Concat", axis=1),
+        node("Reshape", ["onnx::Reshape_3", "y"], ["w"], name="/backbone/embeddings/Reshape"),
+    ]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "tiny", [], [], made)), path / "tiny.onnx")
+    return path / "tiny.onnx"
+
+
+def _read_folder(file: Path) -> None:
+    load_pretrained(file.parent, device="cpu")
+
+
+def _read_gguf(file: Path) -> None:
+    convert_gguf("tiny", [file])
+
+
+def _read_onnx(file: Path) -> None:
+    onnx_dinov2.convert_dinov2("tiny", file)
+
+
+def _read_bundled(file: Path) -> None:
+    """As the bundled packages are read that hold a pickle."""
+    torch_folders.convert_torch_folder(
+        Source(bundled=BUNDLED["antiberty"], paths=(file.parent, file.parent / "vocab.txt"))
+    )
+
+
+FORMATS = {
+    "gguf": (_gguf, "tiny.gguf", _read_gguf, BYTES),
+    "onnx": (_onnx, "tiny.onnx", _read_onnx, BYTES),
+    "safetensors": (_folder, "model.safetensors", _read_folder, BYTES),
+    "pickle": (lambda path: _folder(path, pickled=True), "pytorch_model.bin", _read_folder, BYTES),
+    "bundled pickle": (lambda path: _folder(path, pickled=True), "pytorch_model.bin", _read_bundled, BYTES),
+    "config": (_folder, "config.json", _read_folder, WORDS),
+    "tokenizer": (_folder, "tokenizer.json", _read_folder, WORDS),
+    "tokenizer config": (_folder, "tokenizer_config.json", _read_folder, WORDS),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.large)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files_are_refused_or_read(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make, changed, read, damages = FORMATS[name]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    make(whole)
+    content = (whole / changed).read_bytes()
+    shutil.copytree(whole, broken)
+    monkeypatch.setenv("TENSORLENS_CACHE", str(tmp_path / "cache"))
+    refused = 0
+    for seed in range(count):
+        draw = random.Random(f"{name} {seed}")
+        (broken / changed).write_bytes(draw.choice(damages)(draw, content))
+        began, before = time.process_time(), _peak()
+        try:
+            read(broken / changed)
+        except TensorLensError as error:
+            refused += 1
+            assert len(str(error)) < 2_000
+        except BaseException as error:
+            pytest.fail(f"{name} {seed}: {type(error).__name__}: {error}")
+        assert time.process_time() - began < MOST_SECONDS, seed
+        assert _peak() - before < MOST_BYTES, seed
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    assert refused > 0.1 * count
+
+
+def _peak() -> int:
+    """The most memory that this process had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("name", ["gguf", "safetensors", "pickle"])
+def test_files_that_are_whole_are_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise nothing would be shown by refusing the others."""
+    make, file, read, _ = FORMATS[name]
+    monkeypatch.setenv("TENSORLENS_CACHE", str(tmp_path / "cache"))
+    make(tmp_path)
+    read(tmp_path / file)
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most"),
+        ({"text_config": {"n_layers": 10**6}}, "n_layers"),
+        ({"num_labels": 10**10}, "num_labels"),
+        ({"hidden_size": 2**20}, "parameters, but the weights have"),
+        ({"vocab_size": 2**40}, "parameters, but the weights have"),
+    ],
+)
+def test_sizes_out_of_proportion_are_refused_before_they_are_built(tmp_path: Path, changes: dict, said: str):
+    _folder(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    before = _peak()
+    with pytest.raises(LoadError, match=said):
+        load_pretrained(tmp_path, device="cpu")
+    assert _peak() - before < MOST_BYTES
+
+
+def test_a_checkpoint_that_unpacks_to_far_more_is_refused(tmp_path: Path):
+    _folder(tmp_path, pickled=True)
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(2**27))
+    with pytest.raises(LoadError, match="unpacks to"):
+        load_pretrained(tmp_path, device="cpu")
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path):
+    class Surprise:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "surprise"),)
+
+    _folder(tmp_path, pickled=True)
+    torch.save({"bert": Surprise()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="could not read the checkpoint"):
+        load_pretrained(tmp_path, device="cpu")
+    assert not (tmp_path / "surprise").exists()
+
+
+def test_a_panic_of_a_parser_is_an_error_of_ours_and_an_interrupt_is_not():
+    class Panic(BaseException):
+        pass
+
+    with (
+        pytest.raises(LoadError, match="damaged: Panic: out of range"),
+        foreign_files.foreign_reader("damaged: {}".format),
+    ):
+        raise Panic("out of range")
+    for stop in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(stop), foreign_files.foreign_reader("damaged: {}".format):
+            raise stop
+
+
+def test_a_large_config_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(foreign_files, "MOST_JSON_BYTES", 10)
+    _folder(tmp_path)
+    with pytest.raises(LoadError, match="it is larger"):
+        load_pretrained(tmp_path, device="cpu")

@@ -1,0 +1,214 @@
+"""The derivative with everything held that the method holds, by stop-gradients: a witness of its own.
+
+Inside `Frozen()` a model runs as it is, with the same numbers, but gradients stop at attention weights, at the
+statistics of norms, at gates, and at the ratio φ(z)/z of an activation. So the Jacobian of any state with respect to an
+earlier one is the operator T between them, whatever engine claims to know it.
+
+Two factors of a product may both be live; the one that came straight from an activation is the gate and is held. What
+cannot be told so is said in the model's own code by `held`, which does nothing outside of `Frozen()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+ACTIVATIONS = {
+    "gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "exp", "elu", "mish", "hardswish", "hardsigmoid", "relu6",
+    "leaky_relu", "ndtr", "special_ndtr", "threshold", "logsigmoid", "softsign", "hardtanh", "celu", "selu", "erf",
+    "cos", "_threshold", "round",
+}  # fmt: skip
+STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
+MIXERS = {"softmax"}
+ARITHMETIC = {
+    "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "neg", "div",
+    "__truediv__",
+}  # fmt: skip
+
+
+class Frozen(TorchFunctionMode):
+    """Run a model with the same numbers, and without the gradients that the method stops."""
+
+    active = 0
+
+    def __init__(self) -> None:
+        self.gates: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Any:
+        Frozen.active += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Frozen.active -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in RULES:
+            return RULES[name](*args, **kwargs)
+        if name in MIXERS | STATISTICS:
+            return _detached(func(*args, **kwargs))
+        if name.removesuffix("_") in ACTIVATIONS and is_live(args[0]):
+            return self._activation(func, args, kwargs)
+        if name in ("mul", "__mul__", "__rmul__", "multiply") and all(is_live(factor) for factor in args[:2]):
+            return self._product(*args[:2])
+        if name in ("div", "__truediv__", "true_divide") and len(args) > 1 and is_live(args[1]):
+            return args[0] / args[1].detach()
+        if name in ("square", "pow", "__pow__") and is_live(args[0]):
+            ratio = func(*args, **kwargs) / args[0]
+            return args[0] * torch.where(args[0] == 0, 0.0, ratio).detach()
+        result = func(*args, **kwargs)
+        if name in ARITHMETIC and sum(is_live(one) for one in args) == 1 and any(id(one) in self.gates for one in args):
+            self.gates[id(result)] = result  # 1 + erf(z) is a gate as erf(z) is
+        return result
+
+    def _activation(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held; z is never 0 with random weights."""
+        z, rest = args[0], args[1:]
+        kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+        rest = tuple(value for value in rest if value is not True and value is not False)
+        with torch.no_grad():
+            at_zero = func(torch.zeros_like(z), *rest, **kwargs)
+            ratio = (func(z.detach().clone(), *rest, **kwargs) - at_zero) / z
+        result = at_zero + ratio * z
+        self.gates[id(result)] = result
+        return result
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        if id(a) in self.gates:
+            return a.detach() * b
+        return a * b.detach() if id(b) in self.gates else a * b
+
+
+def held(value: Tensor) -> Tensor:
+    """A factor that the method holds; the value itself outside of `Frozen()`."""
+    return value.detach() if Frozen.active else value
+
+
+def is_live(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else tuple(one.detach() for one in value)
+
+
+def layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    axes = tuple(range(-len(shape), 0))
+    return _affine(_standardised(x, axes, eps), weight, bias)
+
+
+def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    axes = tuple(range(-len(shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _affine(x * (x.square().mean(axes, keepdim=True) + eps).rsqrt().detach(), weight, None)
+
+
+def batch_norm(
+    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    if training or mean is None or var is None:
+        y = _standardised(x, tuple(axis for axis in range(x.dim()) if axis != 1), eps)
+    else:
+        y = (x - mean.view(shape)) * (var.view(shape) + eps).rsqrt()
+    return _affine(y, *(None if w is None else w.view(shape) for w in (weight, bias)))
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    y = _standardised(x.unflatten(1, (groups, -1)).flatten(2), (-1,), eps).view(x.shape)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return _affine(y, *(None if w is None else w.view(shape) for w in (weight, bias)))
+
+
+def instance_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:  # fmt: skip
+    return group_norm(x, x.shape[1], weight, bias, eps)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if k.shape[-3:-2] != q.shape[-3:-2] and q.dim() > 3:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return F.softmax(scores, -1).detach() @ v
+
+
+def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What `nn.MultiheadAttention` computes, of (token, batch, channel), or (token, channel)."""
+    names = (
+        "embed_dim", "n_heads", "w_in", "b_in", "bias_k", "bias_v", "zero", "dropout", "w_out", "b_out", "training",
+        "key_padding_mask", "need_weights", "attn_mask", "separate",
+    )  # fmt: skip
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if query.dim() == 2:
+        padding = given.get("key_padding_mask")
+        given["key_padding_mask"] = None if padding is None else padding[None]
+        return multi_head_attention(query[:, None], key[:, None], value[:, None], **given)[0][:, 0], None
+    weights = given["w_in"].chunk(3)
+    biases = (None,) * 3 if given["b_in"] is None else given["b_in"].chunk(3)
+    q, k, v = (
+        F.linear(t, w, b).unflatten(-1, (given["n_heads"], -1)).permute(1, 2, 0, 3)
+        for t, w, b in zip((query, key, value), weights, biases, strict=True)
+    )
+    mask = given.get("attn_mask")
+    if mask is None and given.get("is_causal"):
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    for one in (mask, given.get("key_padding_mask")):
+        if one is not None:
+            one = one if one is mask else one[:, None, None]
+            scores = scores.masked_fill(one, -torch.inf) if one.dtype == torch.bool else scores + one
+    mixed = (F.softmax(scores, -1).detach() @ v).permute(2, 0, 1, 3).flatten(-2)
+    return F.linear(mixed, given["w_out"], given["b_out"]), None
+
+
+def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    return x / x.norm(p, dim, keepdim=True).clamp_min(eps).detach()
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * torch.sigmoid(gate).detach()
+
+
+def _standardised(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
+    centred = x - x.mean(axes, keepdim=True)
+    return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt().detach()
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "batch_norm": batch_norm,
+    "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    "scaled_dot_product_attention": attention,
+    "multi_head_attention_forward": multi_head_attention,
+    "normalize": normalize,
+    "glu": glu,
+}

@@ -1,0 +1,28 @@
+"""Models nobody here wrote, by how they are put together: exact by the witness, or refused; never silently wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from strangers.cases import Stranger, as_parameters, check, ids, judge
+from strangers.known_layouts import STRANGERS
+from strangers.models import MetaLlama, randomised
+
+import tensorlens as tl
+
+
+@pytest.mark.parametrize("stranger", as_parameters(STRANGERS))
+def test_exact_or_refused(stranger: Stranger):
+    check(stranger, judge(stranger))
+
+
+def test_buffers_written_in_place_are_left_to_the_user():
+    model = randomised(MetaLlama())
+    before = model(ids())
+    caches = [layer.attention.cache_v.clone() for layer in model.layers]
+    tl.Lens(model)({"tokens": ids(), "start_pos": 0})
+    for layer, cache in zip(model.layers, caches, strict=True):
+        assert type(layer.attention.cache_v) is torch.Tensor and torch.equal(layer.attention.cache_v, cache)
+    assert torch.equal(copy.deepcopy(model)(ids()), before)

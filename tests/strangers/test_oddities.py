@@ -1,0 +1,17 @@
+"""Models nobody here wrote, by what they compute and where: exact by the witness, or refused; never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+from strangers import odd_operations, odd_structures
+from strangers.cases import Stranger, as_parameters, check, judge
+
+
+@pytest.mark.parametrize("stranger", as_parameters(odd_structures.STRANGERS))
+def test_odd_structures(stranger: Stranger):
+    check(stranger, judge(stranger))
+
+
+@pytest.mark.parametrize("stranger", as_parameters(odd_operations.STRANGERS))
+def test_odd_operations(stranger: Stranger):
+    check(stranger, judge(stranger))

@@ -1,0 +1,100 @@
+"""Architectures of timm, small, by family."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from strangers import torchvision_stub
+from strangers.by_value import judge_by_value
+from strangers.cases import Verdict
+from strangers.models import randomised
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "vit": ("test_vit", "test_vit2", "test_vit3", "test_vit4", "vit_tiny_patch16_224", "vit_small_patch32_224",
+            "vit_pwee_patch16_reg1_gap_256", "vit_wee_patch16_reg1_gap_256"),
+    "vit, other blocks": ("vit_betwixt_patch16_rope_reg4_gap_256", "vit_xsmall_patch16_clip_224",
+                          "vit_base_patch32_clip_quickgelu_224", "vit_small_r26_s32_224",
+                          "vit_dpwee_patch16_reg1_gap_256"),
+    "deit": ("deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"),
+    "siglip": ("vit_base_patch16_siglip_224", "naflexvit_base_patch16_gap"),
+    "beit": ("beit_base_patch16_224", "beitv2_base_patch16_224"),
+    "eva": ("eva02_tiny_patch14_224", "vit_small_patch16_rope_224", "vit_small_patch16_dinov3"),
+    "cait": ("cait_xxs24_224", "cait_xxs36_224"),
+    "xcit": ("xcit_nano_12_p16_224", "xcit_tiny_12_p16_224"),
+    "swin": ("swin_tiny_patch4_window7_224", "swin_s3_tiny_224"),
+    "swinv2": ("swinv2_tiny_window8_256", "swinv2_cr_tiny_ns_224"),
+    "hiera": ("hiera_tiny_224",),
+    "mvitv2": ("mvitv2_tiny",),
+    "pvt": ("pvt_v2_b0", "pvt_v2_b1"),
+    "pit": ("pit_ti_224", "pit_xs_distilled_224"),
+    "crossvit": ("crossvit_tiny_240", "crossvit_9_240"),
+    "levit": ("levit_128s", "levit_conv_128s"),
+    "convit": ("convit_tiny",),
+    "coat": ("coat_lite_tiny", "coat_tiny"),
+    "tnt": ("tnt_s_legacy_patch16_224",),
+    "twins": ("twins_pcpvt_small", "twins_svt_small"),
+    "gcvit": ("gcvit_xxtiny", "gcvit_xtiny"),
+    "davit": ("davit_tiny",),
+    "maxvit": ("maxvit_rmlp_pico_rw_256", "coatnet_nano_rw_224", "coatnext_nano_rw_224"),
+    "nest": ("nest_tiny", "jx_nest_tiny"),
+    "visformer": ("visformer_tiny",),
+    "volo": ("volo_d1_224",),
+    "mixers": ("mixer_s32_224", "resmlp_12_224", "gmixer_12_224", "gmlp_ti16_224"),
+    "metaformer": ("poolformer_s12", "poolformerv2_s12", "convformer_s18", "caformer_s18"),
+    "convnext": ("convnext_atto", "convnext_femto", "convnextv2_atto", "test_convnext"),
+    "edgenext": ("edgenext_xx_small", "edgenext_x_small"),
+    "fastvit": ("fastvit_t8",),
+    "mobilevit": ("mobilevit_xxs", "mobilevitv2_050"),
+    "efficientformer": ("efficientformer_l1", "efficientformerv2_s0"),
+    "efficientvit": ("efficientvit_b0", "efficientvit_m0"),
+    "repvit, tiny_vit": ("repvit_m0_9", "tiny_vit_5m_224"),
+    "focalnet": ("focalnet_tiny_srf",),
+    "starnet, mambaout": ("starnet_s1", "mambaout_femto"),
+    "sequencer": ("sequencer2d_s",),
+    "resnet": ("resnet10t", "test_resnet"),
+}  # fmt: skip
+
+
+SMALLER: tuple[dict[str, Any], ...] = (
+    {"depth": 3, "embed_dim": 48, "num_heads": 4},
+    {"depths": (1, 1, 2, 1), "embed_dim": 16, "num_heads": (1, 2, 4, 8)},
+    {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48)},
+    {"depth": 3},
+    {"depths": (1, 1, 2, 1)},
+    {},
+)
+"""Fewer and narrower blocks, by what families call them; the first that an architecture takes."""
+
+
+def names() -> list[str]:
+    return [name for family in FAMILIES.values() for name in family]
+
+
+def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model with random weights, and a random picture, as small as the architecture lets it be."""
+    torchvision_stub.install()
+    import timm
+
+    for size, shrunk in product(({"img_size": 64}, {"img_size": 128}, {}), SMALLER):
+        try:
+            model = timm.create_model(name, pretrained=False, num_classes=11, **size, **shrunk)
+        except (TypeError, ValueError, AssertionError, RuntimeError):
+            continue
+        fixed = model.default_cfg.get("fixed_input_size", False)
+        side = size.get("img_size") or (model.default_cfg["input_size"][-1] if fixed else 64)
+        picture = torch.randn(1, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        model = randomised(model)
+        try:
+            with torch.no_grad():
+                model(picture)
+        except (AssertionError, RuntimeError, ValueError):
+            continue
+        return model, picture
+    raise LookupError(f"timm cannot build {name} at random")
+
+
+def judge_timm(name: str) -> Verdict:
+    model, picture = build(name)
+    return judge_by_value(model, lambda m: m(picture), {"x": picture})

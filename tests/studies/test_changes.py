@@ -1,0 +1,94 @@
+"""Samples measured together: the same numbers as alone, from fewer and fuller batches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_study import TEXTS, lens_on, study
+
+from tensorlens.studies.datasets import read_dataset
+from tensorlens.studies.perturbation_study.changes import Wanted, changes_of
+from tensorlens.studies.perturbation_study.forward import PlainModel
+from tensorlens.studies.perturbation_study.options import PerturbationOptions
+from tensorlens.studies.perturbation_study.run import _groups
+from tensorlens.studies.perturbation_study.subjects import Texts
+
+
+class Counted(PlainModel):
+    """Counts the rows of each batch."""
+
+    sizes: list[int]
+
+    def _run(self, inputs, out_token):
+        self.sizes.append(len(next(iter(inputs.values()))))
+        return super()._run(inputs, out_token)
+
+
+def prepared(name: str, texts: list[str], n_copies: int = 5):
+    subject = Texts(lens_on(name), read_dataset(texts), n_tokens=16)
+    plain = Counted(subject.lens, 16)
+    plain.sizes = []
+    wanted = []
+    for index in range(len(subject)):
+        sample = subject.load(index)
+        masks = torch.zeros(n_copies, sample.n_tokens, dtype=torch.bool)
+        for copy in range(n_copies):
+            masks[copy, 1 : 2 + copy % (sample.n_tokens - 2)] = True
+        wanted.append(Wanted(sample=sample, clean=plain.run(sample.inputs, -1), masks=masks))
+    plain.sizes.clear()
+    return plain, subject, wanted
+
+
+@pytest.mark.parametrize("replacement", ["token", "zero", "mean", "attention", "delete"])
+@pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
+def test_copies_of_several_samples_share_batches_and_change_nothing(name, replacement):
+    plain, subject, wanted = prepared(name, [*TEXTS[:2], *TEXTS[3:], TEXTS[1]])
+    together = changes_of(plain, subject, wanted, replacement, -1)
+    shared = list(plain.sizes)
+    plain.sizes.clear()
+    alone = [changes_of(plain, subject, [one], replacement, -1)[0] for one in wanted]
+    assert sum(shared) == sum(plain.sizes) == 5 * len(wanted)
+    assert len(shared) < len(plain.sizes) and max(shared) <= 16
+    for found, expected in zip(together, alone, strict=True):
+        assert set(found) == {"hs_mse", "abs_aopc"}
+        for metric in found:
+            torch.testing.assert_close(found[metric], expected[metric], rtol=1e-4, atol=1e-7)
+            assert bool(found[metric].any())
+
+
+def test_a_sample_that_cannot_be_copied_says_why_and_the_others_are_measured():
+    plain, subject, wanted = prepared("gpt2", TEXTS[:2])
+    wanted[0].masks[2] = True
+    gone, found = changes_of(plain, subject, wanted, "delete", -1)
+    assert "leaves no input" in gone
+    assert set(found) == {"hs_mse", "abs_aopc"}
+
+
+def test_groups_are_of_like_length_and_cover_every_sample_once():
+    subject = Texts(lens_on("gpt2"), read_dataset(TEXTS * 6), n_tokens=16)
+    groups = _groups(subject, PerturbationOptions(group_size=4))
+    lengths = [[subject.length(index) for index in group] for group in groups]
+    assert sorted(index for group in groups for index in group) == list(range(len(subject)))
+    assert lengths == sorted(lengths, reverse=True) and max(map(len, groups)) == 4
+    assert len(_groups(subject, PerturbationOptions())) >= 8
+
+
+@pytest.mark.parametrize("group_size", [2, 6])
+def test_a_study_in_groups_finds_what_it_finds_one_by_one(tmp_path, group_size):
+    options = {"replacements": ("token", "delete"), "presets": ("paper-like",)}
+    study(tmp_path / "one", "gpt2", group_size=1, **options)
+    study(tmp_path / "many", "gpt2", group_size=group_size, **options)
+    one, many = (
+        [json.loads(line) for line in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
+        for name in ("one", "many")
+    )
+    assert [record["name"] for record in one] == [record["name"] for record in many]
+    for alone, together in zip(one, many, strict=True):
+        for condition, cells in alone["conditions"].items():
+            for method, cell in cells.items():
+                for order in ("most", "least"):
+                    found = together["conditions"][condition][method][order]
+                    for metric, curve in cell[order].items():
+                        assert found[metric] == pytest.approx(curve, rel=1e-3, abs=1e-7)

@@ -1,0 +1,69 @@
+"""SIGKILL at random moments, over every study: the files end up the same, to the byte."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from killed_studies import STUDIES, child
+
+ENDED_BY_KILL = -signal.SIGKILL
+PRELOADED = [
+    "tensorlens.studies", "tokenizers", "matplotlib.figure", "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+]  # fmt: skip
+"""Imported once by the server that forks the processes, else every process would spend its time on it."""
+
+
+def started(name: str, folder: Path):
+    """A study in a process of its own, from the moment at which it begins."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(name, folder, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    ours.recv()
+    ours.close()
+    return process
+
+
+def finished(name: str, folder: Path) -> tuple[bytes, bytes]:
+    process = started(name, folder)
+    process.join()
+    assert process.exitcode == 0
+    assert not list(folder.glob(".*.tmp")) and not list(folder.glob("samples.*.jsonl"))
+    return (folder / "summary.json").read_bytes(), (folder / "samples.jsonl").read_bytes()
+
+
+def kill_often(name: str, folder: Path, n_kills: int, seed: int = 0) -> None:
+    """Kill a study `n_kills` times, each run of it at moments over its whole length, and compare each that ends."""
+    began = time.monotonic()
+    whole = finished(name, folder / "whole")
+    seconds = time.monotonic() - began
+    draw, killed, number = random.Random(seed), 0, 0
+    while killed < n_kills:
+        process = started(name, folder / str(number))
+        time.sleep(draw.random() * seconds)
+        process.kill()
+        process.join()
+        killed += process.exitcode == ENDED_BY_KILL
+        if draw.random() < 0.25:  # after about four kills a run may end
+            assert finished(name, folder / str(number)) == whole
+            number += 1
+    assert finished(name, folder / str(number)) == whole
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_killed_study_ends_with_the_same_files(tmp_path, name):
+    kill_often(name, tmp_path, 3)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", STUDIES)
+def test_two_hundred_kills_over_all_studies(tmp_path, name):
+    kill_often(name, tmp_path, 67, seed=1)
