@@ -8,6 +8,7 @@ torch's own version counter: `Samples` notices those.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -170,8 +171,25 @@ def _add_state(
 def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
     """The numbers of the hooks, which torch never gives again."""
     if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
-        return tuple([tuple(inside[name]) for name in _HOOKS])
+        found = tuple([tuple([n for n, hook in inside[name].items() if not _is_ours(hook)]) for name in _HOOKS])
+        if any(found[:-1]):
+            return found
     return tuple(inside["_backward_pre_hooks"])
+
+
+def in_this_thread(hook: Any) -> Any:
+    """A hook for one pass of the library's own: other threads neither run it nor take it for a change of the model."""
+    thread = threading.get_ident()
+
+    def mine(*arguments: Any) -> Any:
+        return hook(*arguments) if threading.get_ident() == thread else None
+
+    mine.is_for_one_pass = True  # type: ignore[attr-defined]
+    return mine
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "is_for_one_pass", False)
 
 
 def _tensor(tensor: Tensor) -> tuple[int, int]:
