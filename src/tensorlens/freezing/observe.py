@@ -25,6 +25,7 @@ from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import check_unchanged, replayed
 from tensorlens.freezing.traced import Traced, constant, is_live
+from tensorlens.models.fingerprint import in_this_thread
 from tensorlens.models.plain_pass import evaluating
 
 # The model left to itself --------------------------------------------------------------------------------------------
@@ -44,11 +45,12 @@ def plain_output(recording: Recording) -> Tensor:
         if n_left["blocks"] == recording.n_blocks:
             seen.append(state_of(output))
 
-    handles = [block.register_forward_hook(leave_block) for block in dict.fromkeys(anatomy.blocks)]
+    handles = [block.register_forward_hook(in_this_thread(leave_block)) for block in dict.fromkeys(anatomy.blocks)]
     if anatomy.body_end:
-        handles.append(model.get_submodule(anatomy.body_end).register_forward_hook(leave_body))
+        handles.append(model.get_submodule(anatomy.body_end).register_forward_hook(in_this_thread(leave_body)))
     elif anatomy.body_end == "" and anatomy.unembedding is not None:
-        handles.append(anatomy.unembedding.register_forward_pre_hook(lambda m, args: seen.append(args[0])))
+        read = in_this_thread(lambda m, args: seen.append(args[0]))
+        handles.append(anatomy.unembedding.register_forward_pre_hook(read))
     with own_precision(), torch.no_grad(), evaluating(model):
         try:
             output = model(**recording.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -193,7 +194,8 @@ class Recorder:
         self.found = current_fingerprint(self.anatomy.model)
         audit_key = (self.found, self.rules, _shapes(self.inputs))
         if self.found is not None and audit_key not in _audited:
-            self.run.audit = LeakAudit(lambda: f"`{self.run.module or 'the model'}` ({self.run.place})")
+            run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
+            self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
         readout = self._run()
         if self.block_outputs and len(self.states) <= len(self.block_outputs):
             raise AnatomyError(
@@ -228,6 +230,7 @@ class Recorder:
         finally:
             self.prologue.stop()
             self.run.forget_entries()
+            del self.run.route  # which is this recorder: another cycle
         state = state_of(output)
         if self.anatomy.body_end == "" and self.end is None and self.n_entered:
             self._leave_body(state)

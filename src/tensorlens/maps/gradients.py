@@ -6,7 +6,6 @@ its length along the output state otherwise. Both are taken at X⁰, the state e
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.memory import in_parts
+from tensorlens.models.fingerprint import in_this_thread
 from tensorlens.models.plain_pass import evaluating
 
 N_STEPS = 32
@@ -150,13 +150,10 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
 @contextmanager
 def _hooked(before: dict[nn.Module, Any], after: dict[nn.Module, Any]) -> Iterator[None]:
     """Hooks around modules, for this thread only; other threads that run the model see nothing of them."""
-    thread = threading.get_ident()
-
-    def mine(hook: Any) -> Any:
-        return lambda *arguments: hook(*arguments) if threading.get_ident() == thread else None
-
-    handles = [module.register_forward_pre_hook(mine(hook), with_kwargs=True) for module, hook in before.items()]
-    handles += [module.register_forward_hook(mine(hook)) for module, hook in after.items()]
+    handles = [
+        module.register_forward_pre_hook(in_this_thread(hook), with_kwargs=True) for module, hook in before.items()
+    ]
+    handles += [module.register_forward_hook(in_this_thread(hook)) for module, hook in after.items()]
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ torch's own version counter: `Samples` notices those.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -175,9 +176,23 @@ def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
     return (*_NO_HOOKS[:-1], tuple(inside["_backward_pre_hooks"])) if inside["_backward_pre_hooks"] else _NO_HOOKS
 
 
+def in_this_thread(hook: Any) -> Any:
+    """A hook for one pass of the library's own: other threads neither run it nor take it for a change of the model."""
+    thread = threading.get_ident()
+
+    def mine(*arguments: Any) -> Any:
+        return hook(*arguments) if threading.get_ident() == thread else None
+
+    mine.is_for_one_pass = True  # type: ignore[attr-defined]
+    return mine
+
+
 def _looks_on(hook: Any) -> bool:
-    """Whether it is one of those with which transformers collects hidden states, put there by the first such call."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    """Whether it is one of ours, or of those with which transformers collects hidden states once it was asked to."""
+    return (
+        getattr(hook, "is_for_one_pass", False)
+        or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    )
 
 
 def _tensor(tensor: Tensor) -> tuple[int, int]:
