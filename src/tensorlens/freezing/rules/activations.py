@@ -55,7 +55,7 @@ def activate_from(run: Interpreter, name: str, z: Tensor, value: Elementwise, ro
         run.note_rule(f"activation derivative: {name}")
         return mark(taylor(run, name, value, z), live=True, role=role)
     run.note_rule(f"activation gain from φ(0): {name}")
-    z0, z = run.keep_factor(name, lambda: constant(z)), plain(z)
+    z0, z = run.keep_factor(name, lambda: constant(z).clone()), plain(z)
     y0 = raw(value, z0)
     if run.recording and not run.grad:
         return mark(y0, live=True, role=role)

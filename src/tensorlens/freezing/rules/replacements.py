@@ -77,7 +77,8 @@ def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inpu
     With a graph only the derivative counts: f is evaluated at the recorded point, and autograd has its Jacobian there.
     Without one, the product with the Jacobian is added to the recorded value.
     """
-    at = run.keep_factor(operation, lambda: tuple(constant(x) for x in inputs))
+    # Copies, since a model may write over its state in place after a norm has read it.
+    at = run.keep_factor(operation, lambda: tuple(constant(x).clone() for x in inputs))
     live = [plain(x) for x in inputs]
     with torch._C.DisableTorchFunctionSubclass():
         if run.recording:
