@@ -28,7 +28,7 @@ _NO_STATE = frozenset(
     (*_HOOKS, "training", "_parameters", "_buffers", "_modules", "_compiled_call_impl", "_non_persistent_buffers_set")
     + ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
     + ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    + ("_is_full_backward_hook", "_is_hf_initialized")
+    + ("_is_full_backward_hook", "_is_hf_initialized", "_output_capturing_hooks_installed")
 )
 _HEAD = ("identity", "class", "training mode", "hooks")
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -171,7 +171,7 @@ def _add_state(
 def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
     """The numbers of the hooks, which torch never gives again."""
     if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
-        found = tuple([tuple([n for n, hook in inside[name].items() if not _is_ours(hook)]) for name in _HOOKS])
+        found = tuple([tuple([n for n, hook in inside[name].items() if not _only_watches(hook)]) for name in _HOOKS])
         if any(found[:-1]):
             return found
     return tuple(inside["_backward_pre_hooks"])
@@ -188,7 +188,10 @@ def in_this_thread(hook: Any) -> Any:
     return mine
 
 
-def _is_ours(hook: Any) -> bool:
+def _only_watches(hook: Any) -> bool:
+    """One of `in_this_thread`, or of those by which transformers collects hidden states, left there once installed."""
+    if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+        return True
     return getattr(hook, "is_for_one_pass", False)
 
 
