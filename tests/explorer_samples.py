@@ -10,15 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import uvicorn
 from PIL import Image
+from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from zoo import build
 
 import tensorlens as tl
+from tensorlens.app.explore_command import _listen
+from tensorlens.app.explorer.connections import configuration
+from tensorlens.app.explorer.guard import Access
 from tensorlens.app.explorer.library import Library
 from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.server import create_app
 
+HOST = "http://127.0.0.1:8765"
 SENTENCE = "The cat sat on the mat"
 _WORDS = ("The", "Ġcat", "Ġsat", "Ġon", "Ġthe", "Ġmat", "Ġdog", "<script>alert(1)</script>", "شمس", "👩‍🚀")
 
@@ -59,18 +66,19 @@ def events(response: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
+def make_client(shelf: Library | None = None, limits: Limits | None = None, **access: Any) -> TestClient:
+    """The application without a socket."""
+    app = create_app(shelf or library(), access=Access(**access), limits=limits)
+    return TestClient(app, base_url=HOST, raise_server_exceptions=False)
+
+
 @contextmanager
 def serving(shelf: Library, limits: Limits | None = None, **access: Any):
     """A real server on a free port; yields its address and its inside."""
-    import uvicorn
-
-    from tensorlens.app.explore_command import _listen
-    from tensorlens.app.explorer.guard import Access
-    from tensorlens.app.explorer.server import create_app
-
     listener = _listen("127.0.0.1", 0)
     app = create_app(shelf, access=Access(**access), limits=limits)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    bounds = limits or Limits()
+    server = uvicorn.Server(configuration(app, bounds, log_level="error", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tensorlens import cancel
 from tensorlens.axes import Range
 from tensorlens.errors import SizeError
 
@@ -96,6 +97,7 @@ class Pieces:
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """What `work` gives, or None if memory ran out, in which case the piece comes again, smaller."""
+        cancel.check()
         try:
             return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:

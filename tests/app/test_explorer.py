@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import http.client
 import json
-import sys
-import threading
-import time
-import weakref
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from explorer_samples import SENTENCE, events, library, load, png, serving
-from starlette.testclient import TestClient
+from explorer_samples import HOST, SENTENCE, events, library, load, make_client, png
 
 import tensorlens as tl
 from tensorlens.app.explorer.answers import ROWS_AT_A_TIME
-from tensorlens.app.explorer.guard import Access
-from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker
 from tensorlens.app.explorer.library import open_library
-from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.recent import Recent
-from tensorlens.app.explorer.server import create_app
-from tensorlens.folding import pull as folded
 from tensorlens.maps.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-HOST = "http://127.0.0.1:8765"
-
-
-def make_client(shelf=None, limits=None, **access):
-    app = create_app(shelf or library(), access=Access(**access), limits=limits)
-    return TestClient(app, base_url=HOST, raise_server_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +24,16 @@ def client():
 
 
 def ask(client, path="/api/map", **question):
-    body = {"model": "gpt2"} | ({} if "image" in question else {"text": SENTENCE}) | question
+    body = {"model": "gpt2", "method": "tensor.in_out"} | ({} if "image" in question else {"text": SENTENCE}) | question
     return client.post(path, json=body)
 
 
 def last(client, **question):
     response = ask(client, **question)
     assert response.status_code == 200, response.text
-    return events(response)[-1]
+    found = events(response)
+    of_map = [{"map": event["map"]} for event in found if event["type"] == "map"]
+    return (of_map[-1] if of_map else {}) | found[-1]
 
 
 def _like(found, expected):
@@ -88,7 +70,11 @@ def test_every_method_gives_the_map_of_the_library(client, method):
     assert found.out_tokens == expected.out_tokens
     for name, value in expected.meta.items():
         assert name in ("certificate", "versions") or _like(found.meta[name], value), name
-    assert event["certificate"]["passed"] and event["certificate"]["error"] < 1e-6
+    if method.startswith("tensor."):
+        assert event["is_of_tensor"] and event["certificate"]["passed"] and event["certificate"]["error"] < 1e-6
+    else:
+        assert not event["is_of_tensor"] and event["certificate"] is None
+        assert ["Certificate", "not derived from T"] in event["caption"]
 
 
 @pytest.mark.parametrize("method", ["tensor.in_out", "tensor.in_class", "tensor.norm"])
@@ -338,144 +324,45 @@ def test_a_token_is_asked_for_and_kept_in_a_cookie():
         assert client.get("/api/start").status_code == 200
 
 
-# The queue -----------------------------------------------------------------------------------------------------------
+# The first question --------------------------------------------------------------------------------------------------
 
 
-def test_the_queue_is_bounded_and_forgets_the_cancelled():
-    worker, gate, started = Worker(2), threading.Event(), threading.Event()
-
-    def hold(job):
-        started.set()
-        gate.wait(10)
-        return {"type": "done"}
-
-    jobs = [Job(hold, seconds=60.0) for _ in range(4)]
-    worker.submit(jobs[0])
-    assert started.wait(5)
-    worker.submit(jobs[1])
-    worker.submit(jobs[2])
-    assert worker.ahead_of(jobs[2]) == 2
-    with pytest.raises(Busy, match="line of 2"):
-        worker.submit(jobs[3])
-    jobs[1].cancel()
-    worker.submit(jobs[3])
-    gate.set()
-    worker.close()
+def test_a_model_with_a_head_is_asked_why_this_word(client):
+    found = events(ask(client, method=None))
+    told = next(event for event in found if event["type"] == "input")
+    first = load("gpt2")(SENTENCE).predictions(1, -1)[0]
+    assert told["method"] == "tensor.in_class" and not told["every"] and told["out_token"] == 5
+    assert told["predictions"][0]["index"] == first[1]
+    result = kept_map(client, found[-1])
+    assert result.shape == (1, 6) and result.meta["target"] == first.name
+    sums = next(event for event in found if event["type"] == "map")["map"]["sums"]
+    assert sums[0].startswith("inputs sum to ") and f"the logit is {first.logit:.2f}".replace("-", "−") in sums[0]
 
 
-def test_a_job_stops_between_blocks_and_leaves_the_model_whole():
-    worker, lens = Worker(4), load("gpt2")
-    n_runs, before = [], lens(SENTENCE).output
-    worker.watch(lens.anatomy.blocks)
-    job = Job(lambda _: {"type": "done", "map": lens(SENTENCE)}, seconds=60.0)
-    lens.anatomy.blocks[1].register_forward_pre_hook(lambda *_: n_runs.append(1) or job.cancel())
-    worker.submit(job)
-    while not job.is_over:
-        time.sleep(0.01)
-    event = job.news()[-1]
-    assert event["is_cancelled"] and len(n_runs) == 1
-    assert torch.equal(lens(SENTENCE).output, before)
-    worker.close()
+def test_a_model_without_a_head_is_asked_what_made_its_outputs():
+    with make_client(library("bert")) as client:
+        told = next(event for event in events(ask(client, model="bert", method=None)) if event["type"] == "input")
+    assert told["method"] == "tensor.in_out" and told["every"]
 
 
-def test_a_job_stops_between_steps_of_matrix_products():
-    T = load("gpt2")(SENTENCE)
-    whole, n_steps, through = T.map("tensor.norm").scores, [], folded.FoldedRows._through
+def test_a_map_is_there_before_its_certificate(client, monkeypatch):
+    seen = []
 
-    def counted(*args, **kwargs):
-        n_steps.append(1)
-        job.cancel()
-        return through(*args, **kwargs)
+    def measured(T):
+        explorer = client.app.state.explorer
+        seen.extend(client.get(f"/api/results/{key}.json").status_code for key in list(explorer.answers.results._kept))
+        return tl.operators.certificate.certify(T.operator)
 
-    def work(job):
-        with job.watching({folded.__file__}):
-            return {"type": "done", "map": T.map("tensor.norm")}
-
-    job = Job(work, seconds=60.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folded.FoldedRows, "_through", counted)
-        job.run()
-    assert job.news()[-1]["is_cancelled"] and len(n_steps) == 1
-    assert sys.getprofile() is None
-    assert torch.equal(T.map("tensor.norm").scores, whole)
+    monkeypatch.setattr(tl.AttentionTensor, "certificate", measured)
+    found = events(ask(client, text="The dog sat on the mat"))
+    kinds = [event["type"] for event in found]
+    assert kinds.index("map") < kinds.index("done") and found[-1]["certificate"]["passed"]
+    assert seen and set(seen) == {200}
 
 
-def test_time_is_limited():
-    with make_client(limits=Limits(seconds=0.0)) as client:
-        time.sleep(0.5)
-        event = last(client)
-    assert event["type"] == "error" and "within 0 s" in event["message"]
-
-
-def test_unread_news_of_a_kind_is_replaced():
-    job = Job(lambda _: {"type": "done"}, seconds=1.0)
-    for done in range(1000):
-        job.tell("progress", done=done)
-    job.run()
-    assert job.news() == [{"type": "progress", "done": 999}, {"type": "done"}]
-    assert issubclass(Cancelled, BaseException) and not issubclass(Cancelled, Exception)
-
-
-def test_recent_is_bounded_in_number_and_bytes():
-    recent = Recent(3, 100)
-    for key in range(5):
-        recent.put(key, str(key), 10)
-    assert len(recent) == 3 and recent.get(1) is None and recent.get(2) == "2"
-    recent.put(9, "large", 500)
-    assert len(recent) == 1 and recent.get(9) == "large" and recent.n_bytes == 500
-
-
-def test_fifty_at_once_are_answered_or_refused_with_a_reason():
-    with serving(library(), Limits(waiting=4)) as (address, explorer):
-        host = address.removeprefix("http://")
-
-        def one(k: int):
-            connection = http.client.HTTPConnection(host, timeout=60)
-            body = json.dumps({"model": "gpt2", "text": SENTENCE, "out_token": k % 6, "method": "tensor.in_out"})
-            connection.request("POST", "/api/map", body)
-            response = connection.getresponse()
-            lines = response.read().decode().splitlines()
-            connection.close()
-            return response.status, json.loads(lines[-1])
-
-        with ThreadPoolExecutor(50) as pool:
-            found = list(pool.map(one, range(50)))
-        statuses = [status for status, _ in found]
-        assert set(statuses) <= {200, 503} and 200 in statuses and 503 in statuses
-        for status, event in found:
-            assert event["type"] == ("done" if status == 200 else "error")
-            assert status == 200 or "Try again" in event["message"]
-        assert one(1)[0] == 200
-
-
-def test_a_reader_who_goes_away_stops_the_work_and_leaves_nothing():
-    with serving(library("gpt2")) as (address, explorer):
-        host, running = address.removeprefix("http://"), threading.Event()
-        seen, ballasts = [], []
-
-        def endless(job, ask):
-            seen.append(job)
-            ballast = torch.zeros(1_000_000)
-            ballasts.append(weakref.ref(ballast))
-            running.set()
-            while True:
-                job.check()
-                job.tell("progress", stage="Computing", done=int(ballast[0]), total=2)
-                time.sleep(0.01)
-
-        explorer.answers.map = endless
-        for _ in range(3):
-            running.clear()
-            connection = http.client.HTTPConnection(host, timeout=30)
-            connection.request("POST", "/api/map", json.dumps({"model": "gpt2", "text": SENTENCE}))
-            response = connection.getresponse()
-            assert running.wait(20)
-            response.read(10)
-            response.close()
-            connection.close()
-            deadline = time.monotonic() + 10
-            while not seen[-1].is_over and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert seen[-1].is_over and seen[-1].is_cancelled
-        gc.collect()
-        assert [ballast() for ballast in ballasts] == [None] * 3
+def test_words_and_causality_reach_the_map(client):
+    event = last(client, text="The cat sat")
+    found = kept_map(client, event)
+    assert found.meta["causal"] is True and found.meta["offsets"] == [[0, 3], [3, 7], [7, 11]]
+    response = client.get(f"/api/results/{event['result']}.json?words=1")
+    assert response.json()["meta"]["grouped"] == "words"

@@ -14,6 +14,7 @@ from view_samples import HOSTILE
 
 from tensorlens.errors import InputError
 from tensorlens.maps import files
+from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap, Top
 
 
@@ -72,8 +73,14 @@ def test_what_does_not_fit_is_refused(changes, words, monkeypatch):
 
 def test_shape_and_sign():
     assert make(torch.ones(2, 3)).shape == (2, 3)
-    assert not make(torch.ones(2, 3)).is_signed
-    assert make(torch.tensor([[1.0, -1.0]])).is_signed
+    assert not make(torch.ones(2, 3), method="tensor.norm").is_signed
+    assert make(torch.tensor([[1.0, -1.0]]), method="mine").is_signed
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_has_one_palette_whatever_its_scores(name):
+    positive = make(torch.ones(2, 3), method=name)
+    assert positive.is_signed == positive.view().is_signed == METHODS[name].summary.endswith("; signed")
 
 
 def test_repr_is_one_short_line():
@@ -294,3 +301,43 @@ def test_notebook_form_is_a_fragment():
     html = make(torch.rand(2, 2))._repr_html_()
     assert html.startswith("<div data-tensorlens")
     assert "<html" not in html
+
+
+@pytest.mark.parametrize("label", ["=1+1", "+1", "-1", "−1", "@SUM(A1)", "\tx", "\rx", "＝1"])
+def test_a_spreadsheet_sees_no_formula_in_a_label(tmp_path, label):
+    path = make(torch.ones(1, 2), in_tokens=(label, " fine"), out_tokens=(label,)).save(tmp_path / "map.csv")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))[1:]
+    assert [row[3] for row in rows] == [f"'{label}", " fine"]
+    assert {row[1] for row in rows} == {f"'{label}"}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_odd_numbers_in_meta_are_written_as_strict_json(tmp_path, suffix):
+    found = make(torch.ones(1, 1), meta={"certificate": {"errors": {"value": float("nan")}}})
+    path = found.save(tmp_path / f"map{suffix}")
+    assert b"NaN" not in path.read_bytes()
+    assert TokenMap.load(path).meta["certificate"]["errors"]["value"] != 0.0
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"grid": 3},
+        {"grid": {"rows": "1", "columns": 1, "first": 0}},
+        {"grid": {"rows": 1, "columns": 1, "first": 0, "more": 1}},
+        {"grid": {"rows": 1, "columns": 1, "first": 0}, "image": 3},
+    ],
+)
+def test_meta_of_wrong_types_is_refused_with_a_reason(meta):
+    with pytest.raises(InputError, match="Expected"):
+        make(torch.ones(1, 1), meta=meta).view()
+
+
+@pytest.mark.parametrize("name", ["out_positions", "logit", "target", "set_aside", "offsets", "text", "certificate"])
+@pytest.mark.parametrize("value", [None, 3, "x", [None], [{}], ["x"], {"passed": []}, float("nan")])
+def test_meta_that_is_odd_is_still_drawn(name, value):
+    found = make(torch.ones(1, 2), meta={name: value})
+    found.view()
+    found.words().view()
+    found._repr_html_()

@@ -15,6 +15,7 @@ import zoo
 from torch import nn
 
 import tensorlens as tl
+from tensorlens.freezing.interception import current_fingerprint
 from tensorlens.models.fingerprint import Samples, fingerprint, in_this_thread, moved, what_changed
 
 
@@ -115,7 +116,7 @@ def test_a_pass_changes_nothing_even_while_it_runs() -> None:
     before, during = fingerprint(model), []
 
     def look(*_: object) -> None:
-        thread = threading.Thread(target=lambda: during.append(fingerprint(model)))
+        thread = threading.Thread(target=lambda: during.append(current_fingerprint(model)))
         thread.start()
         thread.join()
 

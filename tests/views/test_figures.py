@@ -187,3 +187,38 @@ def test_without_matplotlib_the_install_line_is_given(monkeypatch, draw_map):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=re.escape('pip install "attention-tensorlens[plot]"')):
         draw_map(map_view(np.eye(2), grid=PatchGrid(rows=1, columns=2, first=0)))
+
+
+CAPTION = (("Method", "tensor.in_class"), ("Model", "smollm2-135m"), ("Target", "“ Paris”"))
+
+
+@pytest.mark.parametrize("scores", [[[1.0, 2.0, 3.0]], np.eye(3)])
+@pytest.mark.parametrize("grid", [None, PatchGrid(rows=1, columns=2, first=1)])
+def test_every_figure_says_what_it_is_of(tmp_path, scores, grid):
+    view = map_view(scores, title="tensor.in_class", caption=CAPTION, grid=grid)
+    heading = figures.figure_of(view).texts[0].get_text()
+    assert heading == "tensor.in_class  ·  smollm2-135m  ·  “ Paris”"
+    figures.write(view, tmp_path / "map.svg", "svg")
+    assert "tensor.in_class" in (tmp_path / "map.svg").read_text("utf-8")
+
+
+def test_a_long_heading_fits_the_page():
+    figure = figures.heat_map(map_view(np.eye(3), caption=(("Model", "a-very-long-name/" * 4),)))
+    heading = figure.texts[0]
+    assert glyphs.text_width(heading.get_text(), heading.get_fontsize()) <= figure.get_figwidth()
+
+
+def test_what_is_set_aside_has_no_colour_and_a_bar_of_its_own():
+    view = map_view([[6.1, 0.1, 2.7]], set_aside=(0,))
+    figure = figures.figure_of(view)
+    first, _, last = (patch.get_facecolor() for patch in figure.axes[0].patches)
+    assert first == (1.0, 1.0, 1.0, 1.0) and last != first
+    assert "set aside: w0 6.1" in figure.texts[-1].get_text()
+    assert len(figure.axes) == len(figures.figure_of(map_view([[6.1, 0.1, 2.7]])).axes) + 1
+    cells = figures.heat_map(map_view(np.tril(np.full((3, 3), 2.0)) * [9, 1, 1], set_aside=(0,))).axes[0].collections[0]
+    assert np.ma.getmaskarray(cells.get_array())[:, 0].all() and cells.norm.vmax == 2.0
+
+
+def test_one_palette_for_a_method_whatever_its_scores():
+    assert figures.heat_map(map_view(np.eye(2), signed=True)).axes[0].collections[0].norm.vmin == -1.0
+    assert figures.heat_map(map_view(np.eye(2), signed=False)).axes[0].collections[0].norm.vmin == 0.0

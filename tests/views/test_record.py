@@ -6,7 +6,7 @@ from view_samples import map_view
 
 from tensorlens.errors import InputError
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.record import PatchGrid, caption_lines, palette, row_caption_lines
+from tensorlens.views.record import PatchGrid, caption_lines, palette, row_caption_lines, sum_lines
 
 
 def test_limit_is_the_largest_finite_size():
@@ -52,8 +52,8 @@ def test_caption_puts_the_known_first_and_reads_plainly():
         "certificate": {"passed": True, "errors": {"value": 3e-7}},
         "image": "data:…",
     }
-    assert caption_lines("m", meta, 3) == (
-        ("Method", "m"),
+    assert caption_lines("tensor.norm", meta, 3) == (
+        ("Method", "tensor.norm"),
         ("Target", "“ Paris”"),
         ("Model", "m"),
         ("Blocks", "0 to 3"),
@@ -65,8 +65,29 @@ def test_caption_puts_the_known_first_and_reads_plainly():
 
 
 def test_a_failed_or_missing_certificate_says_so():
-    assert ("Certificate", "FAILED") in caption_lines("m", {"certificate": {"passed": False}}, 1)
-    assert ("Certificate", "not checked") in caption_lines("m", {"certificate": None}, 1)
+    assert ("Certificate", "FAILED") in caption_lines("tensor.norm", {"certificate": {"passed": False}}, 1)
+    assert ("Certificate", "not checked") in caption_lines("tensor.norm", {"certificate": None}, 1)
+
+
+@pytest.mark.parametrize("method", ["rollout.attn", "control.random", "gradient.integrated"])
+def test_a_certificate_of_T_says_nothing_of_a_baseline(method):
+    found = caption_lines(method, {"certificate": {"passed": True, "errors": {"value": 0.0}}}, 1)
+    assert found == (("Method", method), ("Certificate", "not derived from T"))
+
+
+def test_the_sum_is_said_in_one_sentence():
+    meta = {"logit": [12.8419, -1.0]}
+    lines = sum_lines(np.array([12.8419, 3.0]), np.array([-6.7e-7, 0.5]), meta)
+    assert lines[0] == "inputs sum to 12.84; the bias gives 0.00; the logit is 12.84"
+    assert lines[1].endswith("the logit is −1.00 with all heads, 2.50 with those kept")
+    for other in ({}, {"logit": [None, 1.0]}, {"logit": 3.0}, {"logit": ["a", "b"]}):
+        assert sum_lines(np.zeros(2), np.zeros(2), other) == ()
+
+
+def test_what_is_set_aside_takes_no_part_in_the_limit():
+    view = map_view([[9.0, 1.0, -2.0]], set_aside=(0,))
+    assert view.limit == 2.0
+    assert np.isnan(view.coloured[0, 0]) and view.scores[0, 0] == 9.0
 
 
 def test_values_of_each_output_are_kept_apart():

@@ -57,7 +57,7 @@ def test_a_long_map_is_summed_up():
     scores = np.eye(300) + 0.01
     text = shown(map_view(scores))
     assert "12 of 300 outputs" in text
-    assert re.search(r"299\s+w299\s+w299 \+1.01", text)
+    assert re.search(r"299\s+w299\s+w299 1.01", text)
 
 
 def test_patches_are_drawn_in_their_grid():
@@ -120,3 +120,31 @@ def test_odd_numbers_are_printed(scores):
     text = shown(map_view(scores))
     for value in np.ravel(scores):
         assert np.isfinite(value) or str(value) in text
+
+
+def test_unsigned_numbers_have_no_plus():
+    for scores in ([[1.0, 2.0]], np.ones((2, 2)), np.ones((60, 60))):
+        assert "+" not in shown(map_view(scores, signed=False))
+    assert "+1.00" in shown(map_view([[1.0, 2.0]], signed=True))
+
+
+def test_what_is_set_aside_has_a_bar_of_its_own():
+    text = shown(map_view([[6.1, 0.1, 2.7, -0.5]], labels=WORDS[:4], set_aside=(0,)))
+    lines = text.splitlines()
+    of_sink = next(line for line in lines if "+6.10" in line)
+    of_rest = next(line for line in lines if "+2.70" in line)
+    assert lines.index(of_sink) > lines.index(of_rest) and re.match(r"\s*0 The", of_sink)
+    assert of_rest.count("█") == 12, "the scale is that of the others"
+    assert "Set aside" in text
+    whole = shown(map_view([[6.1, 0.1, 2.7, -0.5]], labels=WORDS[:4]))
+    assert "Set aside" not in whole
+    assert next(line for line in whole.splitlines() if "+2.70" in line).count("█") == 5
+
+
+def test_a_column_that_is_set_aside_is_named_below_a_grid():
+    text = shown(map_view([[8.0, 0.0, 0.0], [8.0, 1.0, 0.0], [8.0, 1.0, 2.0]], labels=("a", "b", "c"), set_aside=(0,)))
+    assert "score ÷ 2" in text and "not in the colours: a." in text
+
+
+def test_the_sum_of_one_row_is_printed():
+    assert re.search(r"Sum\s+inputs sum to 1", shown(map_view([[1.0]], sums=("inputs sum to 1",))))

@@ -87,6 +87,7 @@ def _serve(
 ) -> None:  # fmt: skip
     import uvicorn
 
+    from tensorlens.app.explorer.connections import configuration
     from tensorlens.app.explorer.guard import LOOPBACK, Access
     from tensorlens.app.explorer.server import create_app
 
@@ -98,8 +99,4 @@ def _serve(
     typer.echo(f"TensorLens explorer: {address}\nStop it with Ctrl+C.")
     if opens_browser:
         threading.Timer(0.6, webbrowser.open, (address,)).start()
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=limits.connections,
-        timeout_keep_alive=10, timeout_graceful_shutdown=3, h11_max_incomplete_event_size=64 * 1024,
-    )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listener])
+    uvicorn.Server(configuration(app, limits)).run(sockets=[listener])

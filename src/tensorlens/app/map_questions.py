@@ -97,11 +97,11 @@ def first_question(T: AttentionTensor, method: str | None, out_token: int | None
     Without a method it is the first question that people have: why did the model say this? That is In+Class at the
     last output, or at the masked token, where the blocks asked for reach a head; In+Out otherwise.
     """
-    frozen, classes = T.operator.frozen, T.context.classes
+    recording, classes = T.operator.recording, T.context.classes
     if method is None:
-        reaches_head = classes is not None and T.operator.span.stop == frozen.n_blocks
+        reaches_head = classes is not None and T.operator.span.stop == recording.n_blocks
         method = IN_CLASS if reaches_head or target is not None else IN_OUT
-        if method == IN_CLASS and out_token is None and not frozen.pools:
+        if method == IN_CLASS and out_token is None and not recording.pools:
             out_token = _masked(T)
     n_out = T.shape[0]
     if out_token is not None and not -n_out <= out_token < n_out:
@@ -160,8 +160,8 @@ def _is_one_token(tokenizer: Any, text: str) -> bool:
 
 def predictions(T: AttentionTensor, question: MapQuestion) -> list[Prediction]:
     """What the model says at the output asked about; nothing if it has no head, or every output is asked about."""
-    frozen = T.operator.frozen
-    if T.context.classes is None or frozen.readout is None or (question.out_token is None and not frozen.pools):
+    recording = T.operator.recording
+    if T.context.classes is None or recording.readout is None or (question.out_token is None and not recording.pools):
         return []
     return T.predictions(k=N_PREDICTIONS, out_token=-1 if question.out_token is None else question.out_token)
 

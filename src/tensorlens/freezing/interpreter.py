@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlens.freezing.rules  # noqa: F401  (fills the table)
+from tensorlens import cancel
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.conventions import Rules
@@ -223,6 +224,7 @@ class Interpreter:
 
     def call_module(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model: by its adapter if it has one and something live comes in."""
+        cancel.check()
         self.path.append(self.names[id(module)])
         try:
             live = any(source.live for source in traced_in(args, kwargs))

@@ -24,6 +24,7 @@ from tensorlens.errors import InputError
 
 FORMAT = "tensorlens.token_map/1"
 _FAMILY, _, _VERSION = FORMAT.rpartition("/")
+_FORMULA = ("=", "+", "-", "−", "@", "＝", "＋", "－", "＠", "\t", "\r")
 _TEXT_FIELDS = ("out_tokens", "in_tokens", "method", "meta")
 
 
@@ -59,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The record in a file of `write_json`; `InputError` for a foreign, damaged or newer one."""
     try:
         document = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise _damaged(path, error) from error
     _check_format(path, document.get("format") if isinstance(document, dict) else None)
     try:
@@ -67,14 +68,15 @@ def read_json(path: Path) -> dict[str, Any]:
         record["meta"] = _decode(record["meta"])
         record["scores"] = _tensor(document["scores"])
         record["bias_share"] = _tensor(document["bias_share"])
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise _damaged(path, error) from error
     return record
 
 
 def write_safetensors(path: Path, record: dict[str, Any]) -> None:
     """Both tensors bit for bit, everything else as JSON in the header."""
-    text = json.dumps({name: record[name] for name in _TEXT_FIELDS})
+    fields = {name: record[name] for name in _TEXT_FIELDS}
+    text = json.dumps(fields | {"meta": _encode(fields["meta"])}, allow_nan=False)
     tensors = {name: record[name].contiguous() for name in ("scores", "bias_share")}
     path.write_bytes(save(tensors, metadata={"format": FORMAT, "record": text}))
 
@@ -86,19 +88,27 @@ def read_safetensors(path: Path) -> dict[str, Any]:
             header = file.metadata() or {}
             _check_format(path, header.get("format"))
             record = _text_fields(json.loads(header["record"]))
+            record["meta"] = _decode(record["meta"])
             return record | {name: file.get_tensor(name) for name in ("scores", "bias_share")}
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
         raise _damaged(path, error) from error
 
 
 def write_csv(path: Path, record: dict[str, Any]) -> None:
-    """One line a pair of output and input, for spreadsheets and data frames."""
+    """One line per pair of output and input, for spreadsheets and data frames.
+
+    A spreadsheet would run a label that begins like a formula; such a label is written behind an apostrophe.
+    """
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["out_token", "out_text", "in_token", "in_text", "score"])
         for i, row in enumerate(record["scores"].tolist()):
-            label = record["out_tokens"][i]
-            writer.writerows((i, label, j, record["in_tokens"][j], score) for j, score in enumerate(row))
+            label = _cell(record["out_tokens"][i])
+            writer.writerows((i, label, j, _cell(record["in_tokens"][j]), score) for j, score in enumerate(row))
+
+
+def _cell(label: str) -> str:
+    return f"'{label}" if label.startswith(_FORMULA) else label
 
 
 def _text_fields(document: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from torch import Tensor
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError
 from tensorlens.maps import files
-from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines
+from tensorlens.maps.sinks import sink_columns
+from tensorlens.maps.words import Word, fits, words
+from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines, sum_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _LOADABLE = {".json": files.read_json, ".safetensors": files.read_safetensors}
 _DATA = {".json": files.write_json, ".csv": files.write_csv, ".safetensors": files.write_safetensors}
 _FIGURES = (".png", ".svg", ".pdf")
+SIGNED = frozenset({"tensor.in_out", "tensor.in_class", "gradient.times_input", "gradient.integrated"})
+"""Methods whose scores may be below zero, whether or not those of one map are: a method has one palette."""
 
 
 class Top(NamedTuple):
@@ -54,7 +58,9 @@ class TokenMap:
             they explain.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
-            `standard_error` and `out_positions` may be lists with one entry for each output.
+            `standard_error` and `out_positions` may be lists with one entry for each output. For texts `text` and
+            `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
+            `set_aside`: the inputs that take no part in the colours.
     """
 
     scores: TokenMatrix
@@ -91,8 +97,8 @@ class TokenMap:
 
     @property
     def is_signed(self) -> bool:
-        """Whether any score is below zero."""
-        return bool((self.scores < 0).any())
+        """Whether scores of this method may be below zero; a method that is not known goes by its scores."""
+        return self.method in SIGNED or bool((self.scores < 0).any())
 
     def row(self, out_token: int) -> TokenMap:
         """The map of one output only; negative positions count from the end.
@@ -116,6 +122,56 @@ class TokenMap:
         total = self.scores.abs().nansum(dim=1, keepdim=True)
         return replace(self, scores=self.scores / torch.where(total > 0, total, torch.ones_like(total)))
 
+    def set_aside(self, *in_tokens: int) -> TokenMap:
+        """The same map with these inputs out of the colours, though not out of the sum; each has a bar of its own.
+
+        A decoder's first token carries what attention has no other place for and drowns the rest; where it exceeds
+        every other input it is set aside without asking. `set_aside()` sets nothing aside. Negative positions count
+        from the end.
+
+        Raises:
+            InputError: there is no such input.
+        """
+        n_in = self.shape[1]
+        for position in in_tokens:
+            if type(position) is not int or not -n_in <= position < n_in:
+                raise InputError(
+                    f"Expected an input between {-n_in} and {n_in - 1}, got {position!r}. Pass positions of inputs."
+                )
+        chosen = sorted({position % n_in for position in in_tokens})
+        return replace(self, meta=self.meta | {"set_aside": chosen})
+
+    def words(self) -> TokenMap:
+        r"""The same map with the tokens of each word as one input: labels joined, columns summed.
+
+        $S'_{i←w} = Σ_{j ∈ w} S_{i←j}$: what a word contributes is the sum of what its tokens do, so that rows of
+        `tensor.in_out` and `tensor.in_class` sum to the same. (A sum of norms bounds the norm of the word's block.)
+        Outputs stay tokens, since each token has a prediction of its own. Pieces of one character are joined too.
+
+        Raises:
+            InputError: the inputs are patches of a picture.
+        """
+        if self.meta.get("grid") is not None:
+            raise InputError("Expected a map of a text, got one of a picture. Its patches have no words.")
+        groups = words(self.in_tokens, self.meta)
+        index = torch.tensor([k for k, word in enumerate(groups) for _ in range(word.start, word.stop)])
+        scores = self.scores.new_zeros(self.shape[0], len(groups)).index_add_(1, index.long(), self.scores)
+        return replace(
+            self, scores=scores, in_tokens=tuple(word.label for word in groups), meta=self._word_meta(groups)
+        )
+
+    def _word_meta(self, groups: tuple[Word, ...]) -> dict[str, Any]:
+        offsets, text = self.meta.get("offsets"), self.meta.get("text")
+        meta = {name: value for name, value in self.meta.items() if name != "offsets"} | {"grouped": "words"}
+        if "set_aside" in meta:
+            aside = sink_columns(self.scores, self.meta)
+            meta["set_aside"] = [k for k, word in enumerate(groups) if any(word.start <= j < word.stop for j in aside)]
+        if isinstance(text, str) and fits(offsets, self.shape[1], len(text)):
+            assert offsets is not None
+            spans = [[pair for pair in offsets[word.start : word.stop] if pair] for word in groups]
+            meta["offsets"] = [[span[0][0], max(stop for _, stop in span)] if span else None for span in spans]
+        return meta
+
     def top(self, k: int = 10, out_token: int = -1) -> list[Top]:
         """The `k` inputs with the largest absolute score for one output, strongest first; NaN comes last.
 
@@ -137,8 +193,12 @@ class TokenMap:
         terminal.show(chosen.view(), console)
 
     def view(self) -> MapView:
-        """The plain data that `views` draw."""
-        grid = self.meta.get("grid")
+        """The plain data that `views` draw.
+
+        Raises:
+            InputError: `meta` holds a grid, an image or positions that are none; files come from strangers.
+        """
+        groups = () if self.meta.get("grid") is not None else words(self.in_tokens, self.meta)
         return MapView(
             scores=_array(self.scores),
             out_tokens=self.out_tokens,
@@ -147,9 +207,13 @@ class TokenMap:
             bias_share=_array(self.bias_share),
             caption=caption_lines(self.method, self.meta, self.shape[0]),
             row_caption=row_caption_lines(self.meta, self.shape[0]),
-            grid=None if grid is None else PatchGrid(**grid),
-            image=self.meta.get("image"),
+            grid=self._grid(),
+            image=self._image(),
             out_positions=self._out_positions(),
+            signed=self.is_signed,
+            set_aside=sink_columns(self.scores, self.meta),
+            words=groups if len(groups) < self.shape[1] else (),
+            sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta),
         )
 
     def save(self, path: str | Path) -> Path:
@@ -193,7 +257,23 @@ class TokenMap:
 
     def _out_positions(self) -> tuple[int, ...] | None:
         positions: Any = self.meta.get("out_positions")
-        return tuple(positions) if is_by_output("out_positions", positions, self.shape[0]) else None
+        is_known = is_by_output("out_positions", positions, self.shape[0]) and all(type(k) is int for k in positions)
+        return tuple(positions) if is_known else None
+
+    def _grid(self) -> PatchGrid | None:
+        grid = self.meta.get("grid")
+        names = ("rows", "columns", "first")
+        if grid is None:
+            return None
+        if not isinstance(grid, dict) or grid.keys() != {*names} or not all(type(grid[name]) is int for name in names):
+            raise InputError(f"Expected a grid of whole numbers {names}, got {grid!r:.80}. Save the map again.")
+        return PatchGrid(**grid)
+
+    def _image(self) -> str | None:
+        image = self.meta.get("image")
+        if image is not None and not isinstance(image, str):
+            raise InputError(f"Expected an image as text, got {type(image).__name__}. Pass a base64 data URI.")
+        return image
 
     def _position(self, out_token: int) -> int:
         n_out = self.shape[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -184,6 +185,7 @@ def _not_found(model: nn.Module) -> AnatomyError:
 
 def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
     _refuse_several_states(chain, evidence)
+    _refuse_second_state(chain, evidence)
     found = find_encoder(chain, evidence)
     encoder, of_encoder = (None, []) if found is None else found
     return Anatomy(
@@ -219,6 +221,22 @@ def _refuse_several_states(chain: Chain, evidence: Evidence) -> None:
                 f"{', '.join(str(seen.shape) for seen in holder.taken)}; expected one state that goes from block to "
                 "block. Look at one of its parts by itself."
             )
+
+
+def _refuse_second_state(chain: Chain, evidence: Evidence) -> None:
+    """A second state beside the first, made of the same input, would be lost: only one of them is the operator's."""
+    for a, b in pairwise(chain):
+        for seen in b.taken[1:]:
+            is_state = (
+                any(evidence.is_same(given.node, seen.node) for given in a.given) and seen.node != entering(b).node
+            )
+            firsts = [first for first in chain[0].taken[1:] if len(first.shape) == len(seen.shape)]
+            sources = evidence.roots(entering(chain[0]).node)
+            if is_state and any(sources & evidence.roots(first.node) for first in firsts):
+                raise AnatomyError(
+                    f"`{b.path}` takes two states that blocks before it gave, of shapes {entering(b).shape} and "
+                    f"{seen.shape}, both made of the same input; expected one state that goes from block to block."
+                )
 
 
 def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:
@@ -296,7 +314,7 @@ def _as_unembedding(
 def _channels(encoder: Chain, chain: Chain, ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
     found = [reading_axis(entering(call), call.walk(), evidence) for call in (*encoder, *chain)]
     end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), chain[-1])
-    last = None
+    last = found[-1] if end is chain[-1] and ending.state.shape == entering(end).shape else None
     if end is not chain[-1] and end.taken and end.taken[0].shape == ending.state.shape:
         last = reading_axis(end.taken[0], end.walk(), evidence)
     return (*found, writing_axis(ending.state, end.walk()) if last is None else last)

@@ -13,9 +13,11 @@ from tensorlens.models.evidence import Evidence, ModuleCall, Seen
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 COVERED = 0.5
-"""A module is opened, and counts as a stage and not as a block, if what repeats in it has this part of its weights."""
+"""A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
 CUT = 0.3
 """And if the whole state passes through this part of its members: around attention and its like goes a residual."""
+STEM = 0.001
+"""A first block with a smaller part of the chain's weights belongs to what comes before."""
 
 Chain = list[ModuleCall]
 
@@ -28,7 +30,7 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
     """
     for sound in (True, False):
         search = _Search(evidence, sound)
-        chain = search.chain(within or evidence.root)
+        chain = search.without_stem(search.chain(within or evidence.root))
         if len(chain) > 1:
             return chain
     return []
@@ -88,6 +90,12 @@ class _Search:
         self._sizes: dict[int, list[int]] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
 
+    def without_stem(self, chain: Chain) -> Chain:
+        """A chain from the first block on that is no mere stem: small convolutions over pixels may be alike too."""
+        least = STEM * self._size(chain)
+        first = next((n for n, call in enumerate(chain) if self._size([call]) >= least), 0)
+        return chain[first:]
+
     def chain(self, call: ModuleCall) -> Chain:
         """The best chain among the parts of a call."""
         kids = [_Part(kid, self._opened(kid)) for kid in call.children if self._matrices(kid.module)]
@@ -101,14 +109,15 @@ class _Search:
 
     def _opened(self, kid: ModuleCall) -> Chain:
         inner = self.chain(kid)
-        is_stage = len(inner) > 1 and self._size(inner) >= COVERED * self._size([kid])
-        return inner if is_stage and (not self.sound or self._is_cut(inner)) else [kid]
+        large = {id(part.module): part for part in kid.children if len(self._matrices(part.module)) > 1}
+        is_stage = len(inner) > 1 and self._size(inner) >= COVERED * self._size(list(large.values()))
+        return inner if is_stage and (not self.sound or self._is_cut(inner, kid)) else [kid]
 
     def _repeated(self, parts: list[_Part]) -> list[_Part]:
         """Parts that are stages, calls that have their like beside them, and what stands with either in one list."""
-        kinds = Counter(self._signature(part) for part in parts if not part.is_stage)
+        kinds = Counter(self._signature(block) for part in parts for block in part.blocks)
         large = [part for part in parts if part.is_stage or len(self._matrices(part.call.module)) > 1]
-        sure = [part for part in large if part.is_stage or kinds[self._signature(part)] > 1]
+        sure = [part for part in large if part.is_stage or kinds[self._signature(part.call)] > 1]
         lists = {self._list_of(part.call) for part in sure} - {None}
         return [part for part in large if part in sure or self._list_of(part.call) in lists]
 
@@ -128,12 +137,12 @@ class _Search:
     def _lonely(self, series: list[_Part], everything: list[_Part]) -> list[_Part]:
         """Parts of a series that have their like beside them, but not in it: they share an input, and are no chain."""
         kinds, of_all = (
-            Counter(self._signature(part) for part in some if not part.is_stage) for some in (series, everything)
+            Counter(self._signature(part.call) for part in some if not part.is_stage) for some in (series, everything)
         )
         return [
             part
             for part in series
-            if not part.is_stage and of_all[self._signature(part)] > kinds[self._signature(part)] == 1
+            if not part.is_stage and of_all[self._signature(part.call)] > kinds[self._signature(part.call)] == 1
         ]
 
     def _flows(self, a: _Part, b: _Part) -> bool:
@@ -143,18 +152,21 @@ class _Search:
         sources = {seen.node for seen in last.given}
         return self.evidence.reaches(sources, entering(first).node, since=last.start)
 
-    def _is_cut(self, chain: Chain) -> bool:
-        """Whether the state goes through most members of a chain, and not around them."""
-        cuts = [not self._is_bypassed(a, b, chain[0].start) for a, b in pairwise(chain)]
-        return sum(cuts) >= CUT * len(cuts)
+    def _is_cut(self, chain: Chain, stage: ModuleCall) -> bool:
+        """Whether the state of a stage goes through most members of a chain, and not around them."""
+        start = chain[0].start
+        entry = {seen.node for seen in stage.taken}
 
-    def _is_bypassed(self, a: ModuleCall, b: ModuleCall, start: int) -> bool:
-        """Whether the state of `a`, or one since the chain began, reaches `b` on a way that does not go through `a`."""
-        given, target = {seen.node for seen in a.given}, entering(b).node
-        return any(
-            self.evidence.reaches(sources, target, past=given, since=start)
-            for sources in ({entering(a).node}, range(start, a.start))
-        )
+        def is_bypassed(a: ModuleCall, b: ModuleCall) -> bool:
+            given, target = {seen.node for seen in a.given}, entering(b).node
+            since = min(start, *entry) if entry else start
+            return any(
+                self.evidence.reaches(sources, target, past=given, since=since)
+                for sources in ({entering(a).node, *entry} - given, range(start, a.start))
+            )
+
+        cuts = [not is_bypassed(a, b) for a, b in pairwise(chain)]
+        return sum(cuts) >= CUT * len(cuts)
 
     # What a module is made of ----------------------------------------------------------------------------------------
 
@@ -170,9 +182,9 @@ class _Search:
     def _size(self, calls: Sequence[ModuleCall]) -> int:
         return sum(sum(self._matrices(call.module)) for call in calls)
 
-    def _signature(self, part: _Part) -> tuple[Any, ...]:
+    def _signature(self, call: ModuleCall) -> tuple[Any, ...]:
         """Class and weights of a module: blocks of a stack agree in them, attention and feed-forward do not."""
-        module = part.call.module
+        module = call.module
         if id(module) not in self._signatures:
             names = tuple(name for name, weight in module.named_parameters() if weight.dim() > 1)
             self._signatures[id(module)] = type(module), names

@@ -95,8 +95,11 @@ def _is_like(given: Seen, state: Seen) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Whether a module only scales and shifts: its weights have one axis."""
     weights = list(module.parameters())
-    return bool(weights or "norm" in type(module).__name__.lower()) and all(weight.dim() <= 1 for weight in weights)
+    if not weights:
+        return "norm" in type(module).__name__.lower()
+    return all(max(weight.shape, default=1) == weight.numel() for weight in weights)
 
 
 def _begins_head(call: ModuleCall, state: Seen) -> bool:

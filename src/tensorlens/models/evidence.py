@@ -135,6 +135,16 @@ class Evidence:
                 todo += self.parents[node]
         return False
 
+    def roots(self, node: int) -> set[int]:
+        """The nodes that were made from no other, from which `node` came: the inputs of the pass."""
+        todo, met = [node], set[int]()
+        while todo:
+            node = todo.pop()
+            if node not in met:
+                met.add(node)
+                todo += self.parents[node]
+        return {node for node in met if not self.parents[node]}
+
     def is_same(self, a: int, b: int) -> bool:
         """Whether one node holds values of the other, viewed, copied or chosen from."""
         return self.origins[a] == self.origins[b]

@@ -30,6 +30,7 @@ _NO_STATE = frozenset(
     + ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     + ("_is_full_backward_hook", "_is_hf_initialized", "_output_capturing_hooks_installed")
 )
+_NO_HOOKS = ((),) * len(_HOOKS)
 _HEAD = ("identity", "class", "training mode", "hooks")
 _SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _PLAIN = frozenset((nn.Parameter, Tensor))
@@ -169,12 +170,10 @@ def _add_state(
 
 
 def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
-    """The numbers of the hooks, which torch never gives again."""
+    """The numbers of the hooks, which torch never gives again; those that only look on are left out."""
     if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
-        found = tuple([tuple([n for n, hook in inside[name].items() if not _only_watches(hook)]) for name in _HOOKS])
-        if any(found[:-1]):
-            return found
-    return tuple(inside["_backward_pre_hooks"])
+        return tuple([tuple([n for n, hook in inside[name].items() if not _looks_on(hook)]) for name in _HOOKS])
+    return (*_NO_HOOKS[:-1], tuple(inside["_backward_pre_hooks"])) if inside["_backward_pre_hooks"] else _NO_HOOKS
 
 
 def in_this_thread(hook: Any) -> Any:
@@ -188,11 +187,12 @@ def in_this_thread(hook: Any) -> Any:
     return mine
 
 
-def _only_watches(hook: Any) -> bool:
-    """One of `in_this_thread`, or of those by which transformers collects hidden states, left there once installed."""
-    if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
-        return True
-    return getattr(hook, "is_for_one_pass", False)
+def _looks_on(hook: Any) -> bool:
+    """Whether it is one of ours, or of those with which transformers collects hidden states once it was asked to."""
+    return (
+        getattr(hook, "is_for_one_pass", False)
+        or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    )
 
 
 def _tensor(tensor: Tensor) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from typing import Literal, get_args
 import torch
 
 from tensorlens.errors import InputError
-from tensorlens.folding.pull import folding_pays, inner_width
+from tensorlens.folding.pull import folding_pays
 from tensorlens.models.precision import Precision, matmul_mode
+from tensorlens.operators.engines import inner_width_by_sizes
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
@@ -67,7 +68,7 @@ def estimate(
     each = {"sketch": probes, "in_out": 1}.get(work, d_out)
     stored = {"rows": 1, "dense": n_out}.get(work, 0) * d_out * operator.n_tokens * operator.n_channels
     n_columns = min(n_outputs * each, MOST_COTANGENTS.get(operator.device.type, 2048))
-    folds = operator.folded is not None and n_outputs * each >= ENOUGH_TO_FOLD
+    folds = operator.may_fold and n_outputs * each >= ENOUGH_TO_FOLD
     flops = folded_flops(operator, n_outputs, each) if folds else _backward_flops(operator, n_outputs * each)
     rate = 0.5 * matmul_rate(operator.device, operator.precision, operator.compute_type)
     return Estimate(
@@ -80,27 +81,18 @@ def estimate(
 
 
 def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) -> float:
-    """Operations of the folded adjoint; a causal model carries only the tokens up to the output."""
-    folded = operator.folded
-    assert folded is not None, "asked of an operator that folds"
+    """Operations of the folded adjoint by sizes alone, as if every token saw every other."""
     n, d = operator.n_tokens, operator.n_channels
     width = min(n_outputs * n_cotangents, MOST_COTANGENTS.get(operator.device.type, 2048))
     n_passes = max(1, round(n_outputs * n_cotangents / width))
-    n_columns = n_outputs * n_cotangents
-    total = 0.0
-    for block in list(folded.parts)[:-1]:
-        parts = folded.parts[block]
-        inner = inner_width(operator.recording, parts)
-        n_mixed, n_value = parts.out.weight.shape[0], parts.value.weight.shape[1]
-        is_causal = max(folded.block(block).last[: n // 2 + 1], default=0) <= n // 2
-        live = n / 2 if is_causal and n_outputs > 1 else n
-        keeps = n_passes > 2
-        token_wise = 4.0 * d * inner * live * n_columns
-        if keeps or folding_pays(d, inner, width):
-            token_wise = 2.0 * d * d * live * n_columns + 2.0 * d * d * inner * n * (1 if keeps else n_passes)
-        mixing = 2.0 * live * live * n_mixed * n_columns
-        total += token_wise + 2.0 * d * (n_mixed + n_value) * live * n_columns + mixing
-    return total
+    n_columns, keeps = n_outputs * n_cotangents, n_passes > 2
+    inner = inner_width_by_sizes(operator.recording)
+    token_wise = 4.0 * d * inner * n * n_columns
+    if keeps or folding_pays(d, inner, width):
+        token_wise = 2.0 * d * d * n * n_columns + 2.0 * d * d * inner * n * (1 if keeps else n_passes)
+    mixing = 2.0 * n * n * d * n_columns
+    n_blocks = operator.span.stop - operator.span.start - 1  # in the last block one token is live
+    return n_blocks * (token_wise + 4.0 * d * d * n * n_columns + mixing)
 
 
 def _backward_flops(operator: FrozenOperator, n_cotangents: int) -> float:

@@ -14,8 +14,10 @@ from tensorlens.folding.pull import CAPTURES, FoldedRows
 from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
 from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.places import Place, Span
-from tensorlens.freezing.recording import Recording
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, FrozenOperator
+
+NOTHING = 1e-6
+"""A block or an operator that passes on less than this part of a random state passes on nothing."""
 
 WAYS = ("states", "few", "many", "matrices")
 """How folded cotangents can go, on any device."""
@@ -151,7 +153,7 @@ def _folded_answers(
     if "states" in ways:
         u = probes.normal(ENOUGH_TO_FOLD, n_out, d_out)
         yield "states", operator.adjoint_folded(u), u
-    outputs = sorted({0, n_out // 2, n_out - 1})
+    outputs = sorted({n_out // 2, n_out - 1})  # not the first: tokens before it must be found to be in sight
     starts = probes.normal(len(outputs), 2, d_out).to(operator.compute_type)
     for way in ways:
         if way == "states" or way == "captured" and operator.device.type not in CAPTURES:
@@ -161,8 +163,3 @@ def _folded_answers(
             rows, tokens, _ = folded.pull(outputs, starts, **options)
         folded.forget_matrices()
         yield way, *operator.as_states(rows, tokens, outputs, starts)  # type: ignore[possibly-unbound]
-
-
-def threshold(recording: Recording) -> float:
-    """Below this part of its input, what a block or an operator passes on is rounding."""
-    return 100 * torch.finfo(recording.states[0].dtype).eps

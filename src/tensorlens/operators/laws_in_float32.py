@@ -23,20 +23,26 @@ from tensorlens.operators.laws import relative
 HALF = (torch.bfloat16, torch.float16)
 
 
-def errors_in_float32(recording: Recording, span: Span, heads: Heads, seed: int = 0) -> dict[str, float]:
-    """The largest error of linearity and of the adjoint over the blocks of a range.
+def errors_in_float32(
+    recording: Recording, span: Span, heads: Heads, seed: int = 0
+) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The largest error of linearity and of the adjoint over the blocks of a range, and the blocks left out.
 
-    Raises:
-        RuntimeError: The model's code mixes types in a way that torch refuses.
+    A block is left out where torch refuses its code two types at once: what follows the last one stays as it is.
     """
     generator = torch.Generator().manual_seed(seed)
-    worst = {"linearity": 0.0, "adjoint": 0.0}
+    worst: dict[str, float] = {}
+    left_out = []
     for n in range(*span):
         block = recording.anatomy.blocks[min(n, len(recording.anatomy.blocks) - 1)]
-        with _in_float32(block):
-            for law, error in _laws(FactorReplay(_widened(recording, n)), n, heads, generator).items():
-                worst[law] = max(worst[law], error)
-    return worst
+        try:
+            with _in_float32(block):
+                found = _laws(FactorReplay(_widened(recording, n)), n, heads, generator)
+        except RuntimeError:
+            left_out.append(n)
+            continue
+        worst = {law: max(error, worst.get(law, 0.0)) for law, error in found.items()}
+    return worst, tuple(left_out)
 
 
 def _laws(replay: FactorReplay, n: int, heads: Heads, generator: torch.Generator) -> dict[str, float]:

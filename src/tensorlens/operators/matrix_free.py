@@ -181,6 +181,13 @@ class FrozenOperator(TensorOperator):
             return None
 
     @property
+    def may_fold(self) -> bool:
+        """Whether folding is worth a try, as far as one can say without looking at a block."""
+        recording = self.recording
+        is_chain = not (recording.n_encoder_blocks or recording.side_channels or recording.starts_at_embedding)
+        return is_chain and not self.is_streamed
+
+    @property
     def is_streamed(self) -> bool:
         """Whether no factors are kept, because the input is long."""
         return not self.replay.keeps_factors

@@ -18,7 +18,7 @@ import numpy as np
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.views.glyphs import drawable, families, text_width
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.record import MapView, palette
+from tensorlens.views.record import MapView, limit_of, palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,8 @@ COLUMN_WIDTH = 3.35
 _MARGIN = 0.05
 _LEGEND = 0.36
 _TITLE = 0.17
+_HEADING = 0.2
+_NOTE = 0.16
 _LARGEST_CELL = 0.3
 _LABEL_SIZE = 7.5
 _SMALLEST_LABEL = 4.0
@@ -56,22 +58,25 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     n_out, n_in = view.scores.shape
     size = min(_LABEL_SIZE, 0.85 * 72 * (width - 0.6) / max(n_in, n_out / 1.35))
     left, top = (_TITLE + _gutter(tokens, size) for tokens in (view.out_tokens, view.in_tokens))
+    top += _HEADING
     cell_width = min(_LARGEST_CELL, (width - left - _MARGIN) / n_in)
     lowest = 0.1 if 4 * n_out <= n_in else cell_width
     cell_height = min(_LARGEST_CELL, 1.35 * width / n_out, max(cell_width, lowest))
     plot_width, plot_height = n_in * cell_width, n_out * cell_height
     height = top + plot_height + _LEGEND
     figure = _figure(width, height)
+    _add_heading(figure, view)
     axes = figure.add_axes((left / width, _LEGEND / height, plot_width / width, plot_height / height))
     colouring = _colouring(view, view.limit)
-    _draw_cells(axes, view.scores, colouring, min(cell_width, cell_height))
+    _draw_cells(axes, view.coloured, colouring, min(cell_width, cell_height))
     _label_axis(axes.xaxis, view.in_tokens, min(size, 0.85 * 72 * cell_width))
     _label_axis(axes.yaxis, view.out_tokens, min(size, 0.85 * 72 * cell_height))
     axes.tick_params(axis="x", top=False, bottom=False, labeltop=True, labelbottom=False, labelrotation=90)
-    figure.text(left / width, 1 - 0.02 / height, "input →", fontsize=_LABEL_SIZE, color=_MUTED, va="top")
+    figure.text(left / width, 1 - (_HEADING + 0.02) / height, "input →", fontsize=_LABEL_SIZE, color=_MUTED, va="top")
     place = (0.02 / width, 1 - top / height)
     figure.text(*place, "← output", fontsize=_LABEL_SIZE, color=_MUTED, rotation=90, va="top", ha="left")
     _add_legend(figure, colouring, left, min(max(plot_width, 0.8), 1.6))
+    _add_aside(figure, view, None, left + min(max(plot_width, 0.8), 1.6) + 0.15)
     return figure
 
 
@@ -79,15 +84,21 @@ def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     """The input text, each token on the colour of its score for one output."""
     row = _row(view, out_token)
     boxes, depth = _place_tokens(view.in_tokens, width)
-    height = depth + _LEGEND + 0.02
+    lines = [view.sums[out_token]] if view.sums else []
+    height = depth + _LEGEND + 0.02 + _NOTE * len(lines)
     figure = _figure(width, height)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
     axes.set(xlim=(0, width), ylim=(height, 0))
-    colouring = _colouring(view, _limit(row))
-    for box, score in zip(boxes, row, strict=True):
-        _draw_token(axes, box, colouring.of(float(score)))
+    shown = view.coloured[out_token]
+    colouring = _colouring(view, limit_of(shown))
+    for j, (box, score) in enumerate(zip(boxes, shown, strict=True)):
+        _draw_token(axes, box, colouring.of(float(score)), is_aside=j in view.set_aside)
+    _add_heading(figure, view)
+    for line in lines:
+        axes.text(_MARGIN, depth + 0.12, line, fontsize=_LABEL_SIZE - 0.5, color=_MUTED)
     _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
+    _add_aside(figure, view, row, _MARGIN + min(1.6, width / 2) + 0.15)
     return figure
 
 
@@ -98,20 +109,20 @@ def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     if grid is None:
         raise InputError("Expected a map of image patches, got one of text. Use heat_map or row_over_text.")
     of_patches = row[grid.first : grid.first + grid.n_patches]
-    limit = _limit(of_patches)  # a class token beside them may be many times larger
+    limit = limit_of(of_patches)  # a class token beside them may be many times larger
     patches = _finite(of_patches.reshape(grid.rows, grid.columns), limit)
     side = width - 2 * _MARGIN
-    height = side * grid.rows / grid.columns + _LEGEND + _MARGIN
+    height = side * grid.rows / grid.columns + _LEGEND + _HEADING
     figure = _figure(width, height)
-    axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + _MARGIN) / height))
+    _add_heading(figure, view)
+    axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + _HEADING) / height))
     extent = (0.0, float(grid.columns), float(grid.rows), 0.0)
     colouring = _colouring(view, limit)
     alpha = np.ones_like(patches)
     if view.image is not None:
         axes.imshow(_picture(view.image), extent=extent, interpolation="antialiased", aspect="auto")
-        # Weak patches let the picture through, as in the page's overlay.
-        strength = np.nan_to_num(np.abs(patches) / limit)
-        alpha = opacity * ((1 - opacity**2) * strength + opacity**2)
+        # A patch covers the picture by the size of its score, as in the page's overlay.
+        alpha = opacity * np.nan_to_num(np.abs(patches) / limit, nan=1.0)
     image = {"cmap": colouring.colours, "norm": colouring.scale, "alpha": alpha}
     axes.imshow(patches, extent=extent, interpolation="nearest", aspect="auto", **image)
     axes.set(xticks=[], yticks=[])
@@ -150,11 +161,6 @@ def _colouring(view: MapView, limit: float) -> _Colouring:
     stops = palette("signed" if view.is_signed else "unsigned", "light")
     colours = LinearSegmentedColormap.from_list("tensorlens", list(stops), N=511).with_extremes(bad=_missing())
     return _Colouring(colours, Normalize(-limit if view.is_signed else 0.0, limit, clip=True))
-
-
-def _limit(row: np.ndarray) -> float:
-    finite = np.abs(row[np.isfinite(row)])
-    return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
 
 
 def _finite(scores: np.ndarray, limit: float) -> np.ndarray:
@@ -218,7 +224,7 @@ def _label(token: str) -> str:
 
 def _place_tokens(tokens: tuple[str, ...], width: float) -> tuple[list[tuple[float, float, float, str]], float]:
     """Left edge, top, width and text of each token, broken into lines; and the depth of all lines."""
-    boxes, x, y = [], _MARGIN, _MARGIN
+    boxes, x, y = [], _MARGIN, _MARGIN + _HEADING
     for token in tokens:
         text = shorten(drawable(visible(token)), 40).replace(" ", "\u00a0")
         box_width = text_width(text, _TEXT_SIZE) + 0.03
@@ -231,17 +237,49 @@ def _place_tokens(tokens: tuple[str, ...], width: float) -> tuple[list[tuple[flo
     return boxes, y + _LINE
 
 
-def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any) -> None:
+def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any, *, is_aside: bool = False) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import FancyBboxPatch
 
     x, y, width, text = box
     rounded = "round,pad=0,rounding_size=0.025"
-    axes.add_patch(FancyBboxPatch((x, y), width, _LINE - 0.03, boxstyle=rounded, facecolor=colour, edgecolor="none"))
+    face = {"facecolor": "white", "edgecolor": _MUTED, "linestyle": ":", "linewidth": 0.6}
+    face = face if is_aside else {"facecolor": colour, "edgecolor": "none"}
+    colour = "white" if is_aside else colour
+    axes.add_patch(FancyBboxPatch((x, y), width, _LINE - 0.03, boxstyle=rounded, **face))
     red, green, blue = (part**2.2 for part in to_rgb(colour))
     ink = "#111418" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#ffffff"
     style = {"fontsize": _TEXT_SIZE, "family": families(), "color": ink, "parse_math": False}
     axes.text(x + 0.015, y + 0.13, text, **style)
+
+
+def _add_heading(figure: Figure, view: MapView) -> None:
+    """What the picture is of, in one line at the top, as small as it takes."""
+    width, height = figure.get_size_inches()
+    text = drawable(visible(view.heading)).strip()
+    size = min(_LABEL_SIZE, _LABEL_SIZE * (width - 2 * _MARGIN) / max(text_width(text, _LABEL_SIZE), 1e-6))
+    style = {"fontsize": max(size, _SMALLEST_LABEL), "family": families(), "color": _INK, "parse_math": False}
+    figure.text(_MARGIN / width, 1 - 0.03 / height, shorten(text, 160), va="top", **style)
+
+
+def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:
+    """Beside the legend: what has no colour, with a bar of its own where there is one row."""
+    if not view.set_aside:
+        return
+    width, height = figure.get_size_inches()
+    names = ", ".join(_label(view.in_tokens[j]) for j in view.set_aside[:3])
+    numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.set_aside[:3])
+    style = {"fontsize": _LABEL_SIZE - 0.5, "family": families(), "color": _MUTED, "parse_math": False}
+    figure.text(left / width, 0.13 / height, f"set aside: {names}{numbers}", va="top", **style)
+    if row is not None:
+        bar = figure.add_axes((left / width, 0.2 / height, max(width - left - _MARGIN, 0.1) / width, 0.065 / height))
+        bar.set_facecolor(_missing())
+        bar.set(xticks=[], yticks=[])
+        _thin_frame(bar)
+
+
+def _number(score: float, view: MapView) -> str:
+    return f"{score:{'+' if view.is_signed else ''}.3g}"
 
 
 def _add_legend(figure: Figure, colouring: _Colouring, left: float, length: float) -> None:

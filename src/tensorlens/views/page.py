@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.record import MapView
+from tensorlens.views.record import MapView, limit_of
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = (
@@ -33,6 +33,8 @@ _SCRIPTS = (
     "text",
     "patches",
     "panels",
+    "aside",
+    "words",
     "shade",
     "lens",
 )
@@ -85,6 +87,9 @@ def payload(view: MapView) -> dict[str, Any]:
         "outTokens": None if view.has_one_text else list(view.out_tokens),
         "outPositions": None if view.out_positions is None else list(view.out_positions),
         "isSigned": view.is_signed,
+        "setAside": list(view.set_aside),
+        "words": [list(word) for word in view.words],
+        "sums": list(view.sums),
         "biasShare": bias,
         "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},
         "image": view.image,
@@ -95,8 +100,8 @@ def payload(view: MapView) -> dict[str, Any]:
 def _encode(view: MapView) -> dict[str, Any]:
     """Little-endian base64: single precision while it is small, half of it in units of the limit for long maps."""
     is_small = max(view.scores.shape, default=0) <= _EXACT_UP_TO
-    in_range = 1e-30 < view.limit < 1e30
-    dtype, unit = ("<f4", 1.0) if is_small and in_range else ("<f4" if is_small else "<f2", view.limit)
+    in_range = 1e-30 < limit_of(view.scores) < 1e30
+    dtype, unit = ("<f4", 1.0) if is_small and in_range else ("<f4" if is_small else "<f2", limit_of(view.scores))
     data = (view.scores / unit).astype(dtype).tobytes()
     name = "float32" if dtype == "<f4" else "float16"
     return {"dtype": name, "unit": unit, "data": base64.b64encode(data).decode()}
@@ -113,7 +118,8 @@ def _fallback(view: MapView) -> str:
     if n_out and n_in:
         row = view.scores[-1]
         order = np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable")[:_FALLBACK_TOKENS]
-        pairs = (f"{_text(shorten(view.in_tokens[j], 24)).strip()} {row[j]:+.3g}" for j in order)
+        sign = "+" if view.is_signed else ""
+        pairs = (f"{_text(shorten(view.in_tokens[j], 24)).strip()} {row[j]:{sign}.3g}" for j in order)
         lines.append(f"Output {_text(shorten(view.out_tokens[-1], 24)).strip()} from: {', '.join(pairs)}")
     return f"<p>{'<br>'.join(lines)}</p>"
 
@@ -124,7 +130,7 @@ def _isolated(start: str) -> str:
 
 def _json(value: Any) -> str:
     """ASCII JSON in which nothing can end a script tag or open a comment."""
-    text = json.dumps(value, separators=(",", ":"))
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from tensorlens.errors import InputError
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
-_NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions"}
+_NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside"}
 _MOST_LISTED = 12
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
 
@@ -46,6 +46,9 @@ class MapView:
     `caption` holds names and values for the whole map, `row_caption` names with one value for each output.
     `out_positions` says which tokens of the text the outputs are, where they are not simply all of them.
     `image` is a base64 data URI of a PNG, JPEG, GIF or WebP, and needs a `grid`.
+    `signed` says whether the method's scores may be below zero; None leaves it to the scores.
+    `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
+    word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
     """
 
     scores: np.ndarray
@@ -58,6 +61,10 @@ class MapView:
     grid: PatchGrid | None = None
     image: str | None = None
     out_positions: tuple[int, ...] | None = None
+    signed: bool | None = None
+    set_aside: tuple[int, ...] = ()
+    words: tuple[tuple[str, int, int], ...] = ()
+    sums: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that numbers, labels, grid and image fit together."""
@@ -74,8 +81,8 @@ class MapView:
 
     @property
     def is_signed(self) -> bool:
-        """Whether any score is below zero, which calls for diverging colours."""
-        return bool((self.scores < 0).any())
+        """Whether scores may be below zero, which calls for diverging colours."""
+        return bool((self.scores < 0).any()) if self.signed is None else self.signed
 
     @property
     def has_one_text(self) -> bool:
@@ -84,13 +91,34 @@ class MapView:
 
     @property
     def limit(self) -> float:
-        """The largest finite absolute score: where the colours end; 1.0 when there is none above zero."""
-        finite = np.abs(self.scores[np.isfinite(self.scores)])
-        return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
+        """The largest finite absolute score in the colours: where they end; 1.0 when there is none above zero."""
+        return limit_of(self.coloured)
+
+    @property
+    def coloured(self) -> np.ndarray:
+        """The scores with NaN for the inputs that are set aside."""
+        if not self.set_aside:
+            return self.scores
+        scores = self.scores.copy()
+        scores[:, list(self.set_aside)] = np.nan
+        return scores
+
+    @property
+    def heading(self) -> str:
+        """Method, model and target in one line, for pictures that travel without their caption."""
+        one_row = {name: values[0] for name, values in self.row_caption if len(values) == 1}
+        known = dict(self.caption) | one_row
+        return "  ·  ".join([self.title, *(known[name] for name in ("Model", "Target") if name in known)])
 
     def position(self, out_token: int) -> int:
         """Where output `out_token` stands in the text."""
         return out_token if self.out_positions is None else self.out_positions[out_token]
+
+
+def limit_of(scores: np.ndarray) -> float:
+    """The largest finite absolute score, or 1.0 when there is none above zero."""
+    finite = np.abs(scores[np.isfinite(scores)])
+    return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
 
 
 BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")
@@ -108,6 +136,34 @@ def row_caption_lines(meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, t
     return tuple((_title(key), tuple(_plain(value) for value in meta[key])) for key in keys)
 
 
+NOT_DERIVED = "not derived from T"
+"""What stands in the place of a certificate beside a baseline or a control."""
+
+
+def is_of_tensor(method: str) -> bool:
+    """Whether a method's maps are of T itself, so that a certificate of T speaks for them."""
+    return method.startswith("tensor.")
+
+
+def sum_lines(sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """For each row that explains a logit, what it sums to: inputs + bias = logit."""
+    logits: Any = meta.get("logit")
+    if not is_by_output("logit", logits, len(sums)) or not all(isinstance(logit, (int, float)) for logit in logits):
+        return ()
+    lines = []
+    for total, share, logit in zip(sums, bias_share, logits, strict=True):
+        bias = share * logit
+        line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; the logit is {_fixed(logit)}"
+        is_whole = abs(total + bias - logit) <= 0.005 + 0.001 * abs(logit)
+        lines.append(line if is_whole else f"{line} with all heads, {_fixed(total + bias)} with those kept")
+    return tuple(lines)
+
+
+def _fixed(value: float) -> str:
+    """Two decimals, no minus before a zero."""
+    return f"{round(float(value), 2) + 0:.2f}".replace("-", "−") if np.isfinite(value) else "unknown"
+
+
 def caption_lines(method: str, meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, str], ...]:
     """Names and values to print beside a map: the method first, then what is known of its origin."""
     meta = {key: value for key, value in meta.items() if not is_by_output(key, value, n_out)}
@@ -116,6 +172,8 @@ def caption_lines(method: str, meta: Mapping[str, Any], n_out: int) -> tuple[tup
     lines = [("Method", method)]
     for key in known + others:
         text = _PRINTED.get(key, _plain)(meta[key])
+        if key == "certificate" and not is_of_tensor(method):
+            text = NOT_DERIVED
         if text:
             lines.append((_title(key), text))
     return tuple(lines)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from rich.cells import set_cell_size
@@ -61,13 +62,32 @@ def _one_row(view: MapView) -> RenderableType:
     if view.grid is not None:
         parts.append(Padding(_patches(row, view.grid, view), (1, 0, 0, 0)))
     n_listed = _LISTED_INPUTS if view.grid is None else _LISTED_INPUTS // 3
-    if len(row) <= n_listed:
-        return Group(*parts, Padding(_bars(view, range(len(row))), (1, 0)))
-    note = Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim")
-    return Group(*parts, Padding(_bars(view, _by_strength(row)[:n_listed]), (1, 0)), Padding(note, (0, 0, 1, 0)))
+    in_colours = [j for j in range(len(row)) if j not in view.set_aside]
+    is_long = len(in_colours) > n_listed
+    if is_long:
+        in_colours = [j for j in _by_strength(row) if j not in view.set_aside][:n_listed]
+    parts.append(Padding(_bars(view, in_colours), (1, 0)))
+    if is_long:
+        parts.append(Padding(Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim"), (0, 0, 1, 0)))
+    return Group(*parts, *([_aside(view)] if view.set_aside else []))
 
 
-def _bars(view: MapView, order: Iterable[int]) -> Table:
+def _aside(view: MapView) -> RenderableType:
+    """What is out of the colours and in the sum, each with a bar of its own."""
+    own = replace(
+        view,
+        scores=view.scores[:, list(view.set_aside)],
+        in_tokens=tuple(view.in_tokens[j] for j in view.set_aside),
+        signed=view.is_signed,
+        set_aside=(),
+        grid=None,
+        image=None,
+    )
+    note = Text("Set aside: in the sum, on a scale of its own. .set_aside() puts it back.", style="dim")
+    return Padding(Group(_bars(own, range(len(view.set_aside)), view.set_aside), note), (0, 0, 1, 0))
+
+
+def _bars(view: MapView, order: Iterable[int], positions: Sequence[int] | None = None) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -75,7 +95,12 @@ def _bars(view: MapView, order: Iterable[int]) -> Table:
     table.add_column(no_wrap=True)
     for j in order:
         score = float(view.scores[0, j])
-        table.add_row(str(j), Text(_label(view.in_tokens[j], 24)), _number(score, view), _bar(score, view))
+        table.add_row(
+            str(positions[j] if positions else j),
+            Text(_label(view.in_tokens[j], 24)),
+            _number(score, view),
+            _bar(score, view),
+        )
     return table
 
 
@@ -101,19 +126,23 @@ def _matrix(view: MapView) -> RenderableType:
         header.append(Text(set_cell_size(_label(token, _CELL_WIDTH - 1).strip(), _CELL_WIDTH - 1) + " ", style="dim"))
     table.add_row(*header)
     for i, token in enumerate(view.out_tokens):
-        cells = [_cell(float(score), view) for score in view.scores[i]]
+        cells = [_cell(float(score), view, j in view.set_aside) for j, score in enumerate(view.scores[i])]
         table.add_row(Text(f"{_label(token, _LABEL_WIDTH)} "), *cells)
     note = Text(f"Each cell is 100 × score ÷ {view.limit:.3g}, the largest score by size.", style="dim")
+    if view.set_aside:
+        names = ", ".join(_label(view.in_tokens[j], _LABEL_WIDTH).strip() for j in view.set_aside)
+        note.append(f"\nSet aside, in the sum but not in the colours: {names}.")
     return Padding(Group(table, Text(), note), (1, 0))
 
 
-def _cell(score: float, view: MapView) -> Text:
+def _cell(score: float, view: MapView, is_aside: bool = False) -> Text:
     share = score / view.limit
     if share != share:
         return Text(" nan ", style="dim")
     bounded = max(-1.0, min(share, 1.0))
     text = f"{share * 100:.0f}" if np.isfinite(share) else ("inf" if share > 0 else "-inf")
     style = Style(bgcolor=_colour(bounded, view.is_signed), color="black" if abs(bounded) < 0.55 else "white")
+    style = Style(dim=True) if is_aside else style
     return Text("0 ".rjust(_CELL_WIDTH) if text == "-0" else f"{text} ".rjust(_CELL_WIDTH), style=style)
 
 
@@ -148,7 +177,7 @@ def _strongest(view: MapView) -> RenderableType:
 
 def _inputs_of(view: MapView, i: int) -> Text:
     line = Text()
-    for j in _by_strength(view.scores[i])[:_INPUTS_A_LINE]:
+    for j in [j for j in _by_strength(view.scores[i]) if j not in view.set_aside][:_INPUTS_A_LINE]:
         score = float(view.scores[i, j])
         line.append(_label(view.in_tokens[j], _LABEL_WIDTH).strip(), style="bold")
         colour = _colour(0.7 if score > 0 else -0.7, view.is_signed)
@@ -161,7 +190,8 @@ def _caption(view: MapView) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     of_row = [(name, values[0]) for name, values in view.row_caption if len(values) == 1]
-    for name, value in (*view.caption, *of_row, *_bias_line(view.bias_share)):
+    of_sum = [("Sum", view.sums[0])] if len(view.sums) == 1 else []
+    for name, value in (*of_sum, *view.caption, *of_row, *_bias_line(view.bias_share)):
         table.add_row(Text(name), Text(visible(value)))
     return table
 
@@ -189,9 +219,9 @@ def _label(token: str, width: int) -> str:
 
 
 def _number(score: float, view: MapView) -> str:
-    """Signed, with as many decimals as show three digits of the largest score."""
-    magnitude = math.floor(math.log10(view.limit))
-    return f"{score:+.{max(2 - magnitude, 0)}f}" if -4 <= magnitude <= 5 else f"{score:+.2e}"
+    """With as many decimals as show three digits of the largest score, and a plus where there may be a minus."""
+    magnitude, sign = math.floor(math.log10(view.limit)), "+" if view.is_signed else ""
+    return f"{score:{sign}.{max(2 - magnitude, 0)}f}" if -4 <= magnitude <= 5 else f"{score:{sign}.2e}"
 
 
 def _colour(share: float, is_signed: bool) -> Color:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorlens.app.explorer.jobs import Event, Job, Worker
+from tensorlens.app.explorer.jobs import Event, Job, Worker, watch
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.parts import Parts
@@ -22,16 +22,14 @@ from tensorlens.app.explorer.pictures import read_picture
 from tensorlens.app.explorer.questions import Ask, Subject
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError
-from tensorlens.folding import fold, pull
 from tensorlens.lens import Lens
-from tensorlens.maps import baselines, decomposition
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
-from tensorlens.views.record import is_by_output
+from tensorlens.views.record import caption_lines, is_by_output, is_of_tensor
 
 ROWS_AT_A_TIME = {
     "tensor.norm": 1,
@@ -43,9 +41,6 @@ ROWS_AT_A_TIME = {
 """Methods whose cost grows with the outputs asked for, and how many outputs cost little more than one.
 
 The others take as long for one row as for all."""
-
-_PURE = frozenset(str(module.__file__) for module in (fold, pull, baselines, decomposition))
-"""Files of long matrix products that touch nothing outside themselves."""
 
 N_PREDICTIONS = 8
 _QUICK, _SLOW = 0.25, 1.0
@@ -63,7 +58,8 @@ class Answers:
     """
 
     def __init__(self, library: Library, worker: Worker, limits: Limits) -> None:
-        self.library, self.limits, self._worker = library, limits, worker
+        self.library, self.limits = library, limits
+        worker.on_stuck = self.forget
         self.tensors: Recent[Subject, Parts] = Recent(limits.tensors, limits.tensor_bytes)
         self.results: Recent[str, TokenMap] = Recent(64, limits.result_bytes)
         self.images: Recent[str, Any] = Recent(limits.images, limits.images * 4 * 1024 * 1024)
@@ -84,38 +80,44 @@ class Answers:
         parts = self._parts(job, subject)
         return {"type": "done", "predictions": predictions(parts.whole, out_token)}
 
+    def forget(self) -> None:
+        """Let go of models and passes: a thread that was given up may have left them half changed."""
+        self.library.opened.clear()
+        self.tensors.clear()
+
     def map(self, job: Job, ask: Ask) -> Event:
-        """The map of a question, with its certificate; news on the way."""
+        """The map of a question, told as soon as it is there, and then its certificate."""
         is_kept = self.tensors.get(ask.subject) is not None
         parts = self._parts(job, ask.subject)
         ask = _settled(parts.whole, ask)
         job.tell("input", **about(parts.whole, ask))
-        found = self.results.get(ask.key)
-        if found is None:
-            found = self._fresh(job, ask, parts)
-            self.results.put(ask.key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
-        return {"type": "done", "map": payload(found.view()), "result": ask.key, "is_kept": is_kept} | facts(found)
-
-    def _fresh(self, job: Job, ask: Ask, parts: Parts) -> TokenMap:
         T = parts.part(ask)
+        found = self.results.get(ask.key) or self._fresh(job, ask, T)
+        self._keep(ask.key, found)
+        job.tell("map", map=payload(found.view()), result=ask.key)
+        if is_of_tensor(found.method) and not found.meta.get("certificate"):
+            job.tell("progress", stage="Measuring the certificate", done=None)
+            certificate = T.certificate()
+            verdict = {"passed": certificate.passed, "errors": certificate.errors}
+            found = replace(found, meta=found.meta | {"certificate": verdict})
+            self._keep(ask.key, found)
+        return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
+
+    def _fresh(self, job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
         compute = _rows if ask.method in ROWS_AT_A_TIME else _at_once
         try:
-            with job.watching(_PURE):
-                found = compute(job, ask, T)
+            return compute(job, ask, T)
         finally:
             _forget_matrices(T)
-        if found.scores.numel() <= _PREVIEW_CELLS:
-            job.tell("preview", map=payload(found.view()))
-        job.tell("progress", stage="Measuring the certificate", done=None)
-        certificate = T.certificate()
-        verdict = {"passed": certificate.passed, "errors": certificate.errors}
-        return replace(found, meta=found.meta | {"certificate": verdict})
+
+    def _keep(self, key: str, found: TokenMap) -> None:
+        self.results.put(key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
 
     def _lens(self, job: Job, name: str) -> Lens:
         if name not in self.library.opened:
             job.tell("progress", stage=f"Loading {name}", done=None)
             lens = self.library.lens(name)
-            self._worker.watch((*lens.anatomy.blocks, *lens.anatomy.encoder_blocks))
+            watch((*lens.anatomy.blocks, *lens.anatomy.encoder_blocks))
         return self.library.lens(name)
 
     def _parts(self, job: Job, subject: Subject) -> Parts:
@@ -136,8 +138,10 @@ class Answers:
                 raise InputError("Expected a picture that is still here, got one that is gone. Drop it again.")
             return lens(picture)
         assert subject.text is not None
-        T = lens(_token_ids(lens, subject.text, self.limits))
-        return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | {"text": subject.text}))
+        ids, offsets = _tokens(lens, subject.text, self.limits)
+        T = lens(ids)
+        about_text = {"text": subject.text, "offsets": offsets, "causal": _is_causal(lens)}
+        return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | about_text))
 
 
 def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
@@ -151,7 +155,15 @@ def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
 
 
 def _settled(T: AttentionTensor, ask: Ask) -> Ask:
-    """The question with the output it is about, if it is about one that was not named."""
+    """The question with its method and the output it is about, where they were left open.
+
+    What a model with a head says is explained first, at the output looked at first; without one, every output state.
+    """
+    if ask.method is None:
+        is_at_end = ask.blocks is None or ask.blocks[1] == T.n_blocks
+        has_head = T.context.classes is not None and T.operator.recording.readout is not None and is_at_end
+        method = "tensor.in_class" if has_head else "tensor.in_out"
+        ask = replace(ask, method=method, is_one=ask.is_one or has_head)
     is_open = ask.is_one and ask.out_token is None and not T.operator.recording.pools
     return replace(ask, is_one=False, out_token=_default_output(T) if is_open else ask.out_token)
 
@@ -167,27 +179,48 @@ def about(T: AttentionTensor, ask: Ask) -> Event:
         "tokens": list(T.out_tokens),
         "pools": recording.pools,
         "out_token": out_token % T.shape[0],
+        "method": ask.method,
+        "every": ask.out_token is None and not recording.pools,
         "predictions": predictions(T, out_token),
     }
 
 
 def facts(found: TokenMap) -> Event:
-    """Verdict and largest error of a map's certificate, to stand beside it."""
-    certificate = found.meta.get("certificate")
-    if not isinstance(certificate, dict) or not certificate.get("errors"):
-        return {"certificate": None}
-    return {"certificate": {"passed": certificate["passed"], "error": max(certificate["errors"].values())}}
+    """Verdict and largest error of a map's certificate, to stand beside it, and the caption with it.
+
+    A certificate speaks for maps of T alone; a saved map may hold anything in its place.
+    """
+    is_ours, certificate = is_of_tensor(found.method), found.meta.get("certificate")
+    caption = [list(line) for line in caption_lines(found.method, found.meta, found.shape[0])]
+    errors = certificate.get("errors") if isinstance(certificate, dict) else None
+    numbers = [one for one in errors.values() if isinstance(one, (int, float))] if isinstance(errors, dict) else []
+    verdict = None
+    if is_ours and isinstance(certificate, dict) and numbers:
+        verdict = {"passed": certificate.get("passed") is True, "error": max(numbers)}
+    return {"certificate": verdict, "is_of_tensor": is_ours, "caption": caption}
 
 
-def _token_ids(lens: Lens, text: str, limits: Limits) -> list[int]:
-    """The text as tokens. A lens would open a text that ends in .png as a file; ids it takes as they are."""
+def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], list[list[int] | None] | None]:
+    """The text as tokens, and where each stands in it.
+
+    A lens would open a text that ends in .png as a file; ids it takes as they are.
+    """
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:
         raise InputError(f"`{lens.name}` takes no text. Drop a picture instead, or choose another model.")
-    ids = tokenizer(text)["input_ids"]
+    found = tokenizer(text, return_offsets_mapping=True) if getattr(tokenizer, "is_fast", False) else tokenizer(text)
+    ids, offsets = list(found["input_ids"]), found.get("offset_mapping")
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
-    return list(ids)
+    return ids, None if offsets is None else [[start, stop] if stop > start else None for start, stop in offsets]
+
+
+def _is_causal(lens: Lens) -> bool:
+    """Whether transformers knows the model as one that reads from left to right."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = type(lens.model).__name__
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.startswith(("Bert", "Roberta", "Electra"))
 
 
 def _forget_matrices(T: AttentionTensor) -> None:
@@ -203,11 +236,13 @@ def _target(ask: Ask) -> Target | None:
 
 def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     job.tell("progress", stage="Computing", done=None)
+    assert ask.method is not None
     return T.map(ask.method, ask.out_token, _target(ask))
 
 
 def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     """The rows one after the other: the one looked at first before the others."""
+    assert ask.method is not None
     pools = T.operator.recording.pools and ask.method == "tensor.in_class"
     at_a_time = ROWS_AT_A_TIME[ask.method]
     if pools or ask.out_token is not None or T.shape[0] <= at_a_time:

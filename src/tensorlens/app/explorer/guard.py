@@ -7,6 +7,9 @@ A page elsewhere on the web can send requests to a server on loopback. It cannot
 from __future__ import annotations
 
 import hmac
+import json
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -18,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 COOKIE = "tensorlens_token"
+_log = logging.getLogger("tensorlens.explorer")
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -58,9 +62,16 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        response = self._refusal(scope)
-        app = self._app if response is None else response
-        await app(scope, receive, _with_headers(send))
+        safely = _Sender(send)
+        try:
+            response = self._refusal(scope)
+            app = self._app if response is None else response
+            await app(scope, receive, safely)
+        except Exception as error:
+            if safely.has_started:
+                raise
+            _log.exception("a request failed")
+            await _refuse(500, _apology(error))(scope, receive, safely)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -87,19 +98,52 @@ class Guard:
         return _refuse(401, "Expected the token of this explorer, got none or another. Open the address it printed.")
 
 
-def _with_headers(send: Send) -> Send:
-    async def send_safely(message: Message) -> None:
+class _Sender:
+    """Sends on, with safe headers; knows whether an answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.has_started = send, False
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            self.has_started = True
             headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)
-        await send(message)
+        await self._send(message)
 
-    return send_safely
+
+class StrictJson(JSONResponse):
+    """JSON in ASCII, so that half a surrogate pair can be sent, and without NaN, which is no JSON."""
+
+    def render(self, content: object) -> bytes:
+        """The bytes of the body."""
+        return strict_json(content).encode("ascii")
+
+
+def strict_json(content: object) -> str:
+    """JSON in ASCII; numbers that are none become null."""
+    try:
+        return json.dumps(content, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(content), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _apology(error: Exception) -> str:
+    kind = type(error).__name__
+    return f"The explorer met something it did not expect ({kind}). The server goes on; see its terminal."
 
 
 def _refuse(status: int, message: str) -> Response:
-    return JSONResponse({"type": "error", "message": message}, status_code=status)
+    return StrictJson({"type": "error", "message": message}, status_code=status)
 
 
 def _name(host: str) -> str:

@@ -17,9 +17,12 @@ class Limits:
         image_pixels: Of a picture, once it is decoded.
         images: Uploaded pictures kept.
         waiting: Questions in the queue; the next one is refused.
-        connections: Requests in the air at a time.
+        connections: Open sockets; beyond it, the one that has waited longest without a request is closed.
+        header_seconds: For the head of a request to arrive.
         seconds: For one question, from its start.
         upload_seconds: For a body to arrive.
+        body_bytes: Of all bodies that are arriving at a time.
+        conversions: Files made or pictures decoded at a time.
         tensors: Model passes kept.
         tensor_bytes: Memory of all of them; the newest is kept in any case.
         result_bytes: Memory of the maps kept for download.
@@ -31,10 +34,13 @@ class Limits:
     image_bytes: int = 12 * 2**20
     image_pixels: int = 40_000_000
     images: int = 32
-    waiting: int = 8
-    connections: int = 96
+    waiting: int = 256
+    connections: int = 512
+    header_seconds: float = 10.0
     seconds: float = 300.0
     upload_seconds: float = 30.0
+    body_bytes: int = 96 * 2**20
+    conversions: int = 2
     tensors: int = 4
     tensor_bytes: int = 3 * 2**30
     result_bytes: int = 256 * 2**20

@@ -36,7 +36,7 @@ class Ask:
 
     Attributes:
         subject: Model and input.
-        method: A name in `METHODS`.
+        method: A name in `METHODS`, or None for the one that answers the first question a model raises.
         out_token: The output, or None for every one.
         is_one: Whether None means the one that a reader looks at first instead.
         target: What to explain, or None for the model's own prediction.
@@ -48,7 +48,7 @@ class Ask:
     """
 
     subject: Subject
-    method: str = "tensor.in_out"
+    method: str | None = None
     out_token: int | None = None
     is_one: bool = False
     target: Pick | None = None
@@ -71,8 +71,8 @@ def read_ask(document: Any, limits: Limits) -> Ask:
         InputError: a part is missing, of the wrong kind or too long.
     """
     subject = read_subject(document, limits)
-    method = document.get("method", "tensor.in_out")
-    if not isinstance(method, str) or method not in METHODS:
+    method = document.get("method")
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
         raise InputError(f"Expected a method by name, got {_brief(method)}. Choose one of {', '.join(METHODS)}.")
     target, against = (_pick(document, name) for name in ("target", "against"))
     if against is not None and target is None:
@@ -119,20 +119,32 @@ def _check_text(text: str, limits: Limits) -> None:
         raise InputError("Expected some text, got none. Type a sentence.")
     if len(text) > limits.characters:
         raise InputError(f"Expected at most {limits.characters} characters, got {len(text)}. Shorten the text.")
+    _check_unicode(text)
+
+
+def _check_unicode(text: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError("Expected text in Unicode, got half of a surrogate pair. Paste it again from its source.")
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number that a position or an id can be; others overflow further in."""
+    return type(value) is int and abs(value) < 2**31
+
+
 def _number(document: Mapping[str, Any], name: str) -> int | None:
     value = document.get(name)
-    if value is not None and type(value) is not int:
+    if value is not None and not _is_whole(value):
         raise InputError(f"Expected `{name}` to be a whole number or null, got {_brief(value)}. Send a position.")
     return value
 
 
 def _pick(document: Mapping[str, Any], name: str) -> Pick | None:
     value = document.get(name)
-    if value is None or type(value) is int or isinstance(value, str) and 0 < len(value) <= 200:
+    if isinstance(value, str) and 0 < len(value) <= 200:
+        _check_unicode(value)
+        return value
+    if value is None or _is_whole(value):
         return value
     raise InputError(f"Expected `{name}` to be a token, a class or its number, got {_brief(value)}. Choose one.")
 
@@ -140,7 +152,7 @@ def _pick(document: Mapping[str, Any], name: str) -> Pick | None:
 def _blocks(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
-    if isinstance(value, list) and len(value) == 2 and all(type(end) is int for end in value):
+    if isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value)):
         return value[0], value[1]
     raise InputError(f"Expected `blocks` to be two whole numbers such as [3, 9], got {_brief(value)}. Send a range.")
 
@@ -151,7 +163,9 @@ def _heads(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
     try:
         if len(value) > 1_000 or any(len(heads) > 1_000 for heads in value.values()):
             raise ValueError("too many")
-        found = {int(block): tuple(sorted({int(head) for head in heads})) for block, heads in value.items()}
+        found = {int(block): tuple(sorted(set(heads))) for block, heads in value.items()}
+        if not all(_is_whole(number) for block, heads in found.items() for number in (block, *heads)):
+            raise ValueError("not whole")
     except (AttributeError, TypeError, ValueError):
         raise InputError(
             f'Expected `heads` as blocks and their heads such as {{"3": [0, 2]}}, got {_brief(value)}. Send an object.'

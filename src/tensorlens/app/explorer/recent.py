@@ -49,5 +49,10 @@ class Recent(Generic[Key, Value]):
             while len(self._kept) > self._most or len(self._kept) > 1 and self._total() > self._most_bytes:
                 self._kept.popitem(last=False)
 
+    def clear(self) -> None:
+        """Keep nothing."""
+        with self._lock:
+            self._kept.clear()
+
     def _total(self) -> int:
         return sum(n_bytes for _, n_bytes in self._kept.values())

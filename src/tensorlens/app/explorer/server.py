@@ -16,20 +16,23 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tensorlens.__about__ import __version__
 from tensorlens.app.explorer.answers import Answers, facts
-from tensorlens.app.explorer.guard import Access, Guard
+from tensorlens.app.explorer.guard import Access, Guard, StrictJson, strict_json
 from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.method_titles import QUESTIONS
 from tensorlens.app.explorer.questions import read_ask, read_output, read_subject
+from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.views.page import component, payload
+from tensorlens.views.record import is_of_tensor
 
 STATIC = Path(__file__).parent / "static"
 _SHARED = "mount, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
@@ -73,7 +76,9 @@ class _Explorer:
         self.library, self.limits = library, limits
         self.worker = Worker(limits.waiting)
         self.answers = Answers(library, self.worker, limits)
-        self.decoders = asyncio.Semaphore(2)
+        self.conversions = asyncio.Semaphore(limits.conversions)
+        self.files: Recent[str, bytes] = Recent(16, 64 * 2**20)
+        self.arriving = 0  # bytes of bodies that are not whole yet
 
     def app(self, access: Access) -> Starlette:
         routes = [
@@ -85,14 +90,14 @@ class _Explorer:
             Route("/api/map", self.map, methods=["POST"]),
             Route("/api/predictions", self.predict, methods=["POST"]),
             Route("/api/images", self.upload, methods=["POST"]),
-            Route("/api/saved/{number:int}", self.saved),
+            Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
-            Route("/reports/{number:int}", self.report),
+            Route("/reports/{number}", self.report),
         ]
         app = Starlette(
             routes=routes,
             middleware=[Middleware(Guard, access=access)],
-            exception_handlers={TensorLensError: _explain, Exception: _apologise},
+            exception_handlers={TensorLensError: _explain},
             lifespan=self.lifespan,
         )
         app.state.explorer = self
@@ -122,14 +127,20 @@ class _Explorer:
     async def start(self, request: Request) -> Response:
         """What there is to choose from."""
         opened = self.library.opened
-        return JSONResponse(
+        return StrictJson(
             {
                 "version": __version__,
                 "models": [
                     {"name": n, "kind": kind_of(opened[n]) if n in opened else None} for n in self.library.names
                 ],
                 "methods": [
-                    {"name": name, "summary": method.summary, "takes_target": method.takes_target}
+                    {
+                        "name": name,
+                        "title": QUESTIONS.get(name, name),
+                        "summary": method.summary,
+                        "takes_target": method.takes_target,
+                        "is_of_tensor": is_of_tensor(name),
+                    }
                     for name, method in METHODS.items()
                 ],
                 "maps": [title for title, _ in self.library.maps],
@@ -157,39 +168,44 @@ class _Explorer:
         return self._stream(request, lambda job: self.answers.predict(job, subject, out_token))
 
     async def upload(self, request: Request) -> Response:
-        async with self.decoders:
-            data = await self._body(request, self.limits.image_bytes)
-            return JSONResponse({"image": await run_in_threadpool(self.answers.add_image, data)})
+        data = await self._body(request, self.limits.image_bytes)
+        async with self.conversions:
+            return StrictJson({"image": await run_in_threadpool(self.answers.add_image, data)})
 
     # What is there already --------------------------------------------------------------------------------------------
 
     async def saved(self, request: Request) -> Response:
-        number = request.path_params["number"]
-        found = await run_in_threadpool(self._kept, f"saved-{number}")
-        event = {"type": "done", "result": f"saved-{number}", "map": await run_in_threadpool(_payload, found)}
-        return JSONResponse(event | facts(found))
+        name = f"saved-{request.path_params['number']}"
+        found = self._kept(name)
+        async with self.conversions:
+            event = {"type": "done", "result": name, "map": await run_in_threadpool(_payload, found)}
+        return StrictJson(event | facts(found))
 
     async def download(self, request: Request) -> Response:
         name, _, suffix = request.path_params["name"].rpartition(".")
         if f".{suffix}" not in _DOWNLOADS:
             raise InputError(f"Expected a name ending in one of {' '.join(_DOWNLOADS)}, got {suffix[:20]!r}.")
         found = self._kept(name)
-        content = await run_in_threadpool(_saved, found, f".{suffix}")
+        in_words = request.query_params.get("words") == "1"
+        is_certified = bool(found.meta.get("certificate"))  # the same map, before and after
+        async with self.conversions:
+            found = found.words() if in_words else found
+            content = await self._file(f"{name}.{suffix} {in_words} {is_certified}", found, f".{suffix}")
         file = f"{found.method.replace('.', '-')}.{suffix}"
         headers = {"content-disposition": f'attachment; filename="{file}"'}
         return Response(content, media_type=_KINDS[f".{suffix}"], headers=headers)
 
     async def report(self, request: Request) -> Response:
-        number = request.path_params["number"]
+        number = _number(request.path_params["number"])
         if number >= len(self.library.reports):
-            raise InputError(f"There is no report {number}; the explorer was started with {len(self.library.reports)}.")
+            raise InputError(f"There is no such report; the explorer was started with {len(self.library.reports)}.")
         text = await run_in_threadpool(self.library.reports[number].path.read_text, "utf-8")
         return HTMLResponse(text, headers={"content-security-policy": _REPORT_POLICY})
 
     def _kept(self, name: str) -> TokenMap:
         kind, _, number = name.partition("saved-")
-        if kind == "" and number.isdecimal() and int(number) < len(self.library.maps):
-            return self.library.maps[int(number)][1]
+        if kind == "" and _number(number) < len(self.library.maps):
+            return self.library.maps[_number(number)][1]
         found = self.answers.results.get(name)
         if found is None:
             raise InputError("This map is no longer kept by the server. Ask for it again, then save it.")
@@ -210,18 +226,32 @@ class _Explorer:
             async with asyncio.timeout(self.limits.upload_seconds):
                 async for part in request.stream():
                     body += part
+                    self.arriving += len(part)
                     if len(body) > most:
                         raise TooLarge(f"Expected at most {most:,} bytes, got more. Send something smaller.")
+                    if self.arriving > self.limits.body_bytes:
+                        raise Busy("Expected room for one more file, got too many at once. Send it again in a moment.")
         except TimeoutError:
             raise InputError(
                 f"Expected the whole request within {self.limits.upload_seconds:g} s, got a part."
             ) from None
+        finally:
+            self.arriving -= len(body)
         return bytes(body)
+
+    async def _file(self, key: str, found: TokenMap, suffix: str) -> bytes:
+        """A map as a file: made once, however many ask for it."""
+        made = self.files.get(key)
+        if made is None:
+            made = await run_in_threadpool(_saved, found, suffix)
+            self.files.put(key, made, len(made))
+        return made
 
     def _stream(self, request: Request, work: Callable[[Job], Event]) -> Response:
         """Queue the work and give its news line by line as they come."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        job = Job(work, seconds=self.limits.seconds, notify=lambda: _wake(loop, news))
+        client = request.client.host if request.client else ""
+        job = Job(work, seconds=self.limits.seconds, notify=lambda: _wake(loop, news), client=client)
         self.worker.submit(job)
         return StreamingResponse(self._lines(request, job, news), media_type="application/x-ndjson")
 
@@ -230,12 +260,13 @@ class _Explorer:
         try:
             while not await request.is_disconnected():
                 news.clear()
+                self.worker.rescue()
                 events = job.news()
                 ahead = self.worker.ahead_of(job)
                 if not events:
                     events = [{"type": "beat"} if ahead is None else {"type": "waiting", "ahead": ahead}]
                 for event in events:
-                    yield json.dumps(event) + "\n"
+                    yield strict_json(event) + "\n"
                 if events[-1]["type"] in ("done", "error"):
                     return
                 await _quietly(asyncio.wait_for(news.wait(), _HEARTBEAT))
@@ -257,10 +288,15 @@ def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
         loop.call_soon_threadsafe(news.set)
 
 
+def _number(text: str) -> int:
+    """A number out of an address; more than any list has if it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 10**6
+
+
 def _static(name: str) -> Response:
     content = _files().get(name)
     if content is None:
-        return JSONResponse({"type": "error", "message": "There is no such page."}, status_code=404)
+        return StrictJson({"type": "error", "message": "There is no such page."}, status_code=404)
     return Response(content, media_type=_KINDS[Path(name).suffix])
 
 
@@ -284,11 +320,4 @@ def _status(error: Exception) -> int:
 
 
 async def _explain(request: Request, error: Exception) -> Response:
-    return JSONResponse({"type": "error", "message": str(error)}, status_code=_status(error))
-
-
-async def _apologise(request: Request, error: Exception) -> Response:
-    message = (
-        f"The explorer met something it did not expect ({type(error).__name__}). The server goes on; see its terminal."
-    )
-    return JSONResponse({"type": "error", "message": message}, status_code=500)
+    return StrictJson({"type": "error", "message": str(error)}, status_code=_status(error))

@@ -6,15 +6,16 @@ const WIDE = 732;
 const FIGURE_PART = 0.54;
 
 class MapLens {
-  constructor(host, data) {
+  constructor(host, data, source = data) {
     this.host = host;
-    this.data = { ...data, outTokens: data.outTokens ?? data.inTokens };
+    this.source = source;
+    this.data = { setAside: [], sums: [], ...data, outTokens: data.outTokens ?? data.inTokens };
     this.nOut = this.data.outTokens.length;
     this.nIn = this.data.inTokens.length;
     this.hasOneText = data.outTokens === null;
     this.isSigned = data.isSigned;
-    this.scores = new Scores(data.scores, this.nOut, this.nIn);
-    this.cursor = { i: Math.max(this.nOut - 1, 0), j: 0 };
+    this.scores = new Scores(data.scores, this.nOut, this.nIn, data.setAside);
+    this.cursor = this.start();
     this.hovered = null;
     this.perRow = false;
     this.contrast = 1;
@@ -23,6 +24,17 @@ class MapLens {
     this.applyShade();
     this.gone = new AbortController();
     onShadeChange(() => this.applyShade(), this.gone.signal);
+  }
+
+  // What is looked at first: the token that stands for a picture, or the last output; of one row the strongest input.
+  start() {
+    const i = this.data.grid?.first > 0 && this.nOut > 1 ? 0 : Math.max(this.nOut - 1, 0);
+    return { i, j: this.nOut === 1 ? (this.scores.strongest(0, 1)[0] ?? 0) : 0 };
+  }
+
+  // One row has the slider of the heat map that it does not have.
+  get rowContrast() {
+    return this.nOut === 1 ? this.contrast : 1;
   }
 
   // Where output i stands in the text, for a map that has only some of its rows.
@@ -58,8 +70,11 @@ class MapLens {
     this.rowLegend = legend();
     this.ranking = ranking(this);
     this.reading = element("h3", { class: "reading" });
-    const side = element("div", { class: "side" }, [this.buildText(), this.ranking.node, this.caption.node]);
+    this.sum = element("p", { class: "sum", hidden: "" });
+    this.aside = new Aside(this);
     if (this.nOut > 1) this.heatmap = new HeatMap(this);
+    const ranks = element("div", {}, [this.ranking.node, this.aside.node]);
+    const side = element("div", { class: "side" }, [this.buildText(), ranks, this.caption.node]);
     const columns = this.heatmap ? [this.buildFigure(), side] : [side];
     const kind = this.heatmap ? "body" : this.picture ? "body single pictured" : "body single";
     return element("div", { class: kind }, columns);
@@ -72,8 +87,6 @@ class MapLens {
       element("option", { value: "row", text: "each row" }),
     ]);
     scale.addEventListener("change", () => this.rescale({ perRow: scale.value === "row" }));
-    const contrast = element("input", { type: "range", min: "0", max: "100", value: "0", "aria-label": "Contrast" });
-    contrast.addEventListener("input", () => this.rescale({ contrast: 20 ** (contrast.value / 100) }));
     const zoom = element("span", { class: "zoom" }, [
       button("−", "Zoom out", () => this.heatmap.zoomBy(1 / 1.6)),
       button("+", "Zoom in", () => this.heatmap.zoomBy(1.6)),
@@ -81,11 +94,44 @@ class MapLens {
     ]);
     const controls = element("div", { class: "controls" }, [
       element("label", { class: "control" }, [element("span", { text: "Colours" }), scale]),
-      element("label", { class: "control" }, [element("span", { text: "Contrast" }), contrast]),
+      this.buildContrast(),
       zoom,
+      ...this.buildSwitches(),
     ]);
     this.below = element("div", {}, [this.mapLegend.node, controls]);
     return element("div", { class: "figure" }, [this.heatmap.node, this.below]);
+  }
+
+  buildContrast() {
+    const contrast = element("input", { type: "range", min: "0", max: "100", value: "0", "aria-label": "Contrast" });
+    contrast.addEventListener("input", () => this.rescale({ contrast: 20 ** (contrast.value / 100) }));
+    return element("label", { class: "control" }, [element("span", { text: "Contrast" }), contrast]);
+  }
+
+  buildSwitches() {
+    const words = this.source.words.length ? [checkbox("Whole words", this.isInWords, (isOn) => this.useWords(isOn))] : [];
+    return [...(this.aside.control ? [this.aside.control] : []), ...words];
+  }
+
+  get isInWords() {
+    return this.nIn !== this.source.inTokens.length;
+  }
+
+  // What is known of the map's origin may grow, as by a certificate.
+  recaption(lines) {
+    this.source.caption = this.data.caption = lines;
+    const next = caption(this);
+    this.caption.node.replaceWith(next.node);
+    this.caption = next;
+    next.update();
+  }
+
+  // The map of the words, or of the tokens again, with the same output chosen.
+  useWords(isOn) {
+    const { i } = this.cursor;
+    const next = mount(this.host, isOn ? inWords(this.source) : this.source, this.source);
+    if (i !== next.cursor.i) next.select({ i, j: next.cursor.j });
+    next.node.querySelector(".switch:last-child input")?.focus();
   }
 
   buildText() {
@@ -102,7 +148,9 @@ class MapLens {
       const label = this.hasOneText ? "Tokens; the selected one is the output" : "Inputs";
       this.addText(parts, inTokens, { label, moves, isColoured: true });
     }
-    return element("section", {}, [...parts, this.rowLegend.node]);
+    const isAlone = !this.heatmap && !grid;
+    const controls = isAlone ? [element("div", { class: "controls" }, [this.buildContrast(), ...this.buildSwitches()])] : [];
+    return element("section", {}, [...parts, this.sum, this.rowLegend.node, ...controls]);
   }
 
   addText(parts, tokens, options) {
@@ -150,8 +198,11 @@ class MapLens {
     this.texts.forEach((text) => text.paint());
     this.picture?.paint();
     this.ranking.update();
+    this.aside.update();
+    this.sum.textContent = visible(this.data.sums[i] ?? "");
+    this.sum.hidden = !this.data.sums[i];
     const [limit, what] = this.picture ? [this.picture.limit(), "the patches"] : [this.scores.scaleOf(i, true), "this row"];
-    this.rowLegend.update(this, limit, 1, what);
+    this.rowLegend.update(this, limit, this.picture ? 1 : this.rowContrast, what);
     this.mark(true);
   }
 

@@ -1,9 +1,10 @@
 // From a host element with its data to a living map. `mount` alone is for pages that bring their own data.
 
-function mount(host, data) {
+// `source` is the data before tokens were put together into words.
+function mount(host, data, source = data) {
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
   host.tensorlens?.gone.abort();
-  const lens = new MapLens(host, data);
+  const lens = new MapLens(host, data, source);
   host.tensorlens = lens;
   root.replaceChildren(element("style", { text: STYLE }), lens.node);
   lens.applyShade();

@@ -71,9 +71,9 @@ class PatchOverlay {
     const opacity = lens.data.image ? Number(this.slider.value) / 100 : 1;
     for (let k = 0; k < grid.rows * grid.columns; k++) {
       const share = lens.scores.at(lens.cursor.i, grid.first + k) / limit;
-      const strength = Math.min(Math.abs(share) || 0, 1);
-      // Weak patches let the picture through; at full opacity only the map is left.
-      const alpha = opacity * ((1 - opacity ** 2) * strength + opacity ** 2);
+      // A patch covers the picture by the size of its score; one without a value, wholly.
+      const strength = share !== share ? 1 : Math.min(Math.abs(share), 1);
+      const alpha = lens.data.image ? opacity * strength : 1;
       image.data.set([...lens.colours.rgb(share), Math.round(255 * alpha)], 4 * k);
     }
     pen.putImageData(image, 0, 0);

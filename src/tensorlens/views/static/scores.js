@@ -22,14 +22,24 @@ function halfToSingle(halves) {
   return singles;
 }
 
+function decode(encoded) {
+  const bytes = bytesOf(encoded.data);
+  return encoded.dtype === "float16" ? halfToSingle(new Uint16Array(bytes.buffer)) : new Float32Array(bytes.buffer);
+}
+
 class Scores {
-  constructor(encoded, nOut, nIn) {
-    const bytes = bytesOf(encoded.data);
-    this.values = encoded.dtype === "float16" ? halfToSingle(new Uint16Array(bytes.buffer)) : new Float32Array(bytes.buffer);
+  constructor(encoded, nOut, nIn, aside = []) {
+    this.values = encoded.values ?? decode(encoded);
     this.unit = encoded.unit;
     this.nOut = nOut;
     this.nIn = nIn;
     this.limits = new Float32Array(nOut);
+    this.setAside(aside);
+  }
+
+  // Columns that take no part in limits and colours.
+  setAside(columns) {
+    this.aside = new Set(columns);
     this.hasMissing = false;
     this.findLimits();
     this.pyramids = {};
@@ -37,9 +47,11 @@ class Scores {
 
   findLimits() {
     const { values, nIn } = this;
+    const isAside = this.aside.size ? Array.from({ length: nIn }, (_, j) => this.aside.has(j)) : null;
     for (let i = 0; i < this.nOut; i++) {
       let limit = 0;
       for (let k = i * nIn; k < (i + 1) * nIn; k++) {
+        if (isAside !== null && isAside[k - i * nIn]) continue;
         const size = Math.abs(values[k]);
         if (size > limit && size !== Infinity) limit = size;
         if (size !== size) this.hasMissing = true;
@@ -59,16 +71,16 @@ class Scores {
   }
 
   share(i, j, perRow) {
-    return this.at(i, j) / this.scaleOf(i, perRow);
+    return this.aside.has(j) ? NaN : this.at(i, j) / this.scaleOf(i, perRow);
   }
 
-  // Inputs by size of their score, the largest first; zeros carry nothing and are left out.
+  // Inputs by size of their score, the largest first; zeros carry nothing and are left out, as is what is set aside.
   strongest(i, count) {
     const strength = (j) => {
       const size = Math.abs(this.at(i, j));
       return size !== size ? -1 : size;
     };
-    const order = Array.from({ length: this.nIn }, (_, j) => j).filter((j) => strength(j) !== 0);
+    const order = Array.from({ length: this.nIn }, (_, j) => j).filter((j) => strength(j) !== 0 && !this.aside.has(j));
     return order.sort((a, b) => strength(b) - strength(a) || a - b).slice(0, count);
   }
 
@@ -85,6 +97,7 @@ class Scores {
     for (let i = 0; i < nOut; i++) {
       const factor = this.unit / this.scaleOf(i, perRow);
       for (let k = i * nIn; k < (i + 1) * nIn; k++) shares[k] = values[k] * factor;
+      for (const j of this.aside) shares[i * nIn + j] = NaN;
     }
     return { values: shares, nOut, nIn };
   }

@@ -61,8 +61,11 @@ class TokenText {
   paint() {
     if (!this.isColoured) return;
     const { lens } = this;
+    const { aside } = lens.scores;
+    for (const span of this.node.querySelectorAll(".aside")) span.classList.remove("aside");
+    for (const j of aside) this.spans[j].classList.add("aside");
     this.spans.forEach((span, j) => {
-      const share = lens.scores.share(lens.cursor.i, j, true);
+      const share = aside.has(j) ? 0 : lens.scores.share(lens.cursor.i, j, true) * lens.rowContrast;
       span.style.backgroundColor = lens.colours.css(share);
       span.style.color = lens.colours.inkOn(share);
     });

@@ -13,8 +13,7 @@ export function group(label, node, extra = "") {
 export function choice(label, options, change) {
   const select = element("select", { "aria-label": label });
   const families = new Map();
-  for (const { name, title = name } of options) {
-    const family = name.includes(".") ? name.split(".")[0] : "";
+  for (const { name, title = name, family = "" } of options) {
     if (!families.has(family)) families.set(family, []);
     families.get(family).push(element("option", { value: name, text: visible(title) }));
   }
@@ -22,6 +21,12 @@ export function choice(label, options, change) {
   for (const [family, nodes] of families) select.append(...(isGrouped ? [element("optgroup", { label: family }, nodes)] : nodes));
   select.addEventListener("change", () => change(select.value));
   return { node: select, show: (value) => (select.value = value) };
+}
+
+// Methods by what they answer; those that are not derived from T stand apart.
+export function methodChoice(methods, change) {
+  const options = methods.map(({ name, title, is_of_tensor: isOfTensor }) => ({ name, title, family: isOfTensor ? "Maps of T" : `Not derived from T: ${name.split(".")[0]}` }));
+  return choice("Method", options, change);
 }
 
 // Names in a row, of which one may be chosen; choosing it again lets go of it.
@@ -52,7 +57,8 @@ export function percent(share) {
 // What is explained: one of the model's own predictions, another token typed in, or the difference of two.
 export function targets(change) {
   const first = chips("Explain", (pick) => change({ target: pick, against: null }));
-  const second = chips("Rather than", (pick) => change({ against: pick }));
+  const second = chips("Rather than", (pick) => change({ against: pick, ...(pick === null ? {} : { target: shown }) }));
+  let shown = null;
   const other = element("input", { type: "text", class: "other", placeholder: "another token…", "aria-label": "Another token to explain", maxlength: "100" });
   other.addEventListener("change", () => {
     if (other.value) change({ target: { index: null, name: other.value }, against: null });
@@ -61,14 +67,16 @@ export function targets(change) {
   const firstRow = element("div", { class: "chip-row" }, [first.node, other]);
   const explain = group("Explain", firstRow, "wide");
   const rather = group("Rather than", second.node, "wide");
-  const show = (view, { predictions, tokens, output }) => {
+  // `implied` is what a map explains when nothing was chosen: the model's own prediction.
+  const show = (view, { predictions, tokens, output, implied }) => {
     explain.hidden = !predictions.length;
-    rather.hidden = !predictions.length || view.target === null;
+    rather.hidden = !predictions.length || (view.target ?? implied) === null;
     const where = tokens[output] === undefined ? "" : ` after “${shorten(visible(tokens[output]), 20).trim()}”`;
     explain.firstChild.textContent = `Explain a prediction${where}`;
-    first.show(predictions, view.target, "the output state");
-    const others = predictions.filter((one) => one.index !== view.target?.index);
+    first.show(predictions, view.target ?? implied, "the output state");
+    const others = predictions.filter((one) => one.index !== (view.target ?? implied)?.index);
     second.show(others, view.against, "nothing else");
+    shown = view.target ?? implied;
   };
   return { nodes: [explain, rather], show };
 }
@@ -110,12 +118,29 @@ export function blockRange(change) {
   return { node, show };
 }
 
+function closeByEscapeOrOutside(node) {
+  let open = null;
+  node.addEventListener("toggle", () => {
+    open?.abort();
+    if (!node.open) return;
+    open = new AbortController();
+    const { signal } = open;
+    document.addEventListener("pointerdown", (event) => !event.composedPath().includes(node) && (node.open = false), { signal });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      node.open = false;
+      node.querySelector("summary").focus();
+    }, { signal });
+  });
+}
+
 // Every head as a small square; a click leaves it out, a click on the block's number all of its heads.
 export function headGrid(change) {
   const summary = element("summary", { text: "all heads" });
   const grid = element("div", { class: "heads" });
   const hint = element("p", { class: "hint", text: "Click a head to leave its token mixing out; click a block’s number for all of its heads." });
   const node = element("details", { class: "head-box" }, [summary, element("div", { class: "popover" }, [grid, hint])]);
+  closeByEscapeOrOutside(node);
   const toggle = (view, block, heads) => {
     const left = new Set(view.heads[block] ?? []);
     const isOut = heads.every((head) => left.has(head));

@@ -2,11 +2,10 @@
 
 import { getJson } from "./api.js";
 import { choice } from "./controls.js";
-import { Panel } from "./panel.js";
+import { EXAMPLES, Panel } from "./panel.js";
 import { FRESH, fromFragment, toFragment } from "./state.js";
 
 const { element, button, visible, shadeAround, chooseShade, onShadeChange } = window.TensorLens;
-const EXAMPLE = "The Eiffel Tower is located in the city of";
 const KEPT_SHADE = "tensorlens-shade";
 
 class Explorer {
@@ -57,7 +56,7 @@ class Explorer {
   }
 
   makePanel(view) {
-    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output) });
+    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied.") });
   }
 
   async start(panel) {
@@ -71,6 +70,7 @@ class Explorer {
       }
       this.write();
     } else if (view.image || (view.text && view.isLinked)) await panel.run();
+    else if (view.text && view.model) await panel.greet();
   }
 
   // The panels of the link, or a fresh one with an example.
@@ -83,7 +83,7 @@ class Explorer {
       method: methods.some(({ name }) => name === view.method) ? view.method : FRESH.method,
       isLinked: true,
     });
-    const fresh = { ...structuredClone(FRESH), model: models[0]?.name ?? null, text: EXAMPLE, saved: models.length || !maps.length ? null : 0 };
+    const fresh = { ...structuredClone(FRESH), model: models[0]?.name ?? null, text: EXAMPLES[0], saved: models.length || !maps.length ? null : 0 };
     const views = linked.length ? linked.map(known) : [fresh];
     this.panels.forEach((panel) => panel.stop());
     this.panels = views.map((view) => this.makePanel(view));
@@ -130,11 +130,15 @@ class Explorer {
 
   async copyLink() {
     this.write();
+    await this.copy(location.href, "Link copied. It works while this explorer runs.");
+  }
+
+  async copy(text, message) {
     try {
-      await navigator.clipboard.writeText(location.href);
-      this.toast("Link copied. It works while this explorer runs.");
+      await navigator.clipboard.writeText(text);
+      this.toast(message);
     } catch {
-      this.toast("The browser does not allow copying; take the link from the address bar.");
+      this.toast("The browser does not allow copying.");
     }
   }
 

@@ -1,21 +1,28 @@
 // One side of the explorer: an input, the controls, and the map they ask for.
 
 import { ask, uploadImage } from "./api.js";
-import { blockRange, choice, field, group, headGrid, targets } from "./controls.js";
+import { blockRange, choice, field, group, headGrid, methodChoice, percent, targets } from "./controls.js";
 import { Result } from "./result.js";
+import { asCommand, asPython } from "./snippets.js";
 import { question } from "./state.js";
 
-const { element, button, visible } = window.TensorLens;
+const { element, button, visible, shorten } = window.TensorLens;
 const CLASS_METHOD = "tensor.in_class";
 const STATE_METHOD = "tensor.in_out";
+export const EXAMPLES = [
+  "The Eiffel Tower is located in the city of",
+  "Anna put the keys in the drawer. Later, to find the keys, she opened the",
+  "One, two, three, four,",
+];
 
 export class Panel {
-  constructor(catalogue, view, { onChange, onSelect }) {
+  constructor(catalogue, view, { onChange, onSelect, onCopy }) {
     this.catalogue = catalogue;
     this.view = view;
     this.onChange = onChange;
     this.input = { predictions: [], tokens: [], n_blocks: 1, n_heads: [], pools: false };
-    this.result = new Result({ onSelect: (output, row) => this.selected(output, () => onSelect(this, output)) });
+    const snippet = (make) => () => onCopy(make({ ...this.mapped, output: this.view.output }));
+    this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
     this.build();
     this.show();
   }
@@ -23,7 +30,7 @@ export class Panel {
   build() {
     const { models, methods } = this.catalogue;
     this.model = choice("Model", models, (name) => this.useModel(name));
-    this.method = choice("Method", methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
+    this.method = methodChoice(methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
     this.outputs = choice("Outputs", [{ name: "every", title: "every output" }, { name: "one", title: "the selected one" }], (value) => this.change({ every: value === "every" }));
     this.targets = targets((change) => this.pick(change));
     this.blocks = blockRange((change) => this.change({ ...change, heads: inRange(this.view.heads, change.blocks) }));
@@ -34,7 +41,7 @@ export class Panel {
     this.buildProgress();
     this.error = element("div", { class: "card error", role: "alert", hidden: "" });
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
-    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), fields]);
+    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), this.buildExamples(), fields]);
     this.ask = card;
     this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.welcome]);
   }
@@ -44,7 +51,10 @@ export class Panel {
     this.text.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.run();
     });
-    this.text.addEventListener("input", () => (this.view.text = this.text.value));
+    this.text.addEventListener("input", () => {
+      this.view.text = this.text.value;
+      this.showAge();
+    });
     this.text.addEventListener("paste", (event) => this.take(event.clipboardData?.files, event));
     this.thumbnail = element("img", { alt: "The picture to look at" });
     this.picture = element("div", { class: "image-input", hidden: "" }, [this.thumbnail, button("Remove", "Remove the picture", () => this.dropImage())]);
@@ -64,6 +74,27 @@ export class Panel {
     return composer;
   }
 
+  buildExamples() {
+    const chip = (text) => {
+      const node = element("button", { type: "button", class: "chip example", text: shorten(text, 48), title: text });
+      node.addEventListener("click", () => this.tryText(text));
+      return node;
+    };
+    this.examples = element("div", { class: "chips examples", role: "group", "aria-label": "Examples" }, [element("span", { class: "label", text: "Try" }), ...EXAMPLES.map(chip)]);
+    return this.examples;
+  }
+
+  tryText(text) {
+    this.text.value = text;
+    Object.assign(this.view, { text, target: null, against: null, output: null });
+    this.run();
+  }
+
+  // A map of another text than the one that stands there is dimmed.
+  showAge() {
+    this.result.node.classList.toggle("stale", this.mapped !== undefined && !this.isSameInput(this.mapped));
+  }
+
   buildProgress() {
     this.stage = element("span", { class: "stage" });
     this.meter = element("progress", { max: "1", "aria-label": "Progress" });
@@ -78,17 +109,27 @@ export class Panel {
   show() {
     const { view, input } = this;
     if (document.activeElement !== this.text) this.text.value = view.text;
-    this.text.hidden = view.image !== null;
+    this.text.hidden = this.examples.hidden = view.image !== null;
+    this.showAge();
     this.picture.hidden = view.image === null;
     this.model.show(view.model);
-    this.method.show(view.method);
+    this.method.show(view.method ?? CLASS_METHOD);
     this.outputs.show(view.every ? "every" : "one");
-    this.summary.textContent = this.catalogue.methods.find((method) => method.name === view.method)?.summary ?? "";
+    const method = this.catalogue.methods.find(({ name }) => name === (view.method ?? CLASS_METHOD));
+    this.summary.replaceChildren(element("code", { text: method.name }), ` ${method.summary}`);
     for (const node of this.more) node.hidden = !input.tokens.length;
     if (!input.tokens.length) return;
     this.blocks.show(view, input.n_blocks);
     this.heads.show(view, input.n_heads);
-    this.targets.show(view, { ...input, output: view.output ?? input.out_token });
+    const implied = this.takesTarget(view.method) ? (input.predictions[0] ?? null) : null;
+    this.targets.show(view, { ...input, output: view.output ?? input.out_token, implied });
+    this.result.say(this.saying());
+  }
+
+  // What the model itself says, before any of it is explained.
+  saying() {
+    const [first] = this.input.predictions;
+    return first && this.view.saved === null ? [`“${shorten(visible(first.name), 40)}”`, percent(first.probability)] : null;
   }
 
   // A change of the question is answered at once: the model pass is kept.
@@ -99,22 +140,26 @@ export class Panel {
     else this.onChange();
   }
 
-  isOfSameInput() {
+  isSameInput(other) {
     const { model, text, image } = this.view;
-    return this.asked && this.asked.model === model && this.asked.image === image && (image !== null || this.asked.text === text);
+    return other.model === model && other.image === image && (image !== null || other.text === text);
+  }
+
+  isOfSameInput() {
+    return this.asked !== undefined && this.isSameInput(this.asked);
   }
 
   pick(change) {
     const isWhole = this.view.blocks === null || this.view.blocks[1] === this.input.n_blocks;
     const method = change.target === null ? {} : this.takesTarget(this.view.method) ? {} : { method: CLASS_METHOD, ...(isWhole ? {} : { blocks: null }) };
-    const back = change.target === null && this.view.method === CLASS_METHOD ? { method: STATE_METHOD } : {};
+    const back = change.target === null && this.takesTarget(this.view.method) ? { method: STATE_METHOD } : {};
     this.change({ ...change, ...method, ...back });
   }
 
   // What was chosen for one model may not exist in another: blocks, heads, classes.
   changeModel(name) {
-    const method = this.takesTarget(this.view.method) ? STATE_METHOD : this.view.method;
-    Object.assign(this.view, { model: name, method, target: null, against: null, blocks: null, heads: {}, output: null });
+    const isPlain = this.view.method === STATE_METHOD || this.takesTarget(this.view.method);
+    Object.assign(this.view, { model: name, ...(isPlain ? { method: null, every: true } : {}), target: null, against: null, blocks: null, heads: {}, output: null });
   }
 
   useModel(name) {
@@ -157,8 +202,21 @@ export class Panel {
   async open(name) {
     const { kind } = await ask("/api/open", { model: name }, { hear: (event) => this.hear(event) });
     this.catalogue.models.find((model) => model.name === name).kind = kind;
-    this.progress.hidden = true;
+    this.rest();
     return kind;
+  }
+
+  // The first thing a visitor sees is an answer; a model of pictures has to wait for one.
+  async greet() {
+    const { model, text } = this.view;
+    const known = this.catalogue.models.find(({ name }) => name === model);
+    try {
+      const kind = known.kind ?? (await this.open(model));
+      const isUntouched = this.asked === undefined && this.view.text === text && this.view.model === model;
+      if (kind === "text" && isUntouched) await this.run();
+    } catch (error) {
+      this.fail(error);
+    }
   }
 
   dropImage() {
@@ -172,54 +230,72 @@ export class Panel {
     this.stop();
     const mine = new AbortController();
     this.running = mine;
-    const start = performance.now();
+    this.began = performance.now();
     if (this.asked && !this.isOfSameInput()) this.view.output = null;
     this.asked = { ...this.view };
+    this.showAge();
     this.error.hidden = true;
     this.welcome.hidden = true;
     this.hear({ type: "progress", stage: "Asking", done: null });
     try {
       const found = await ask("/api/map", question(this.view), { signal: mine.signal, hear: (event) => this.hear(event) });
-      this.result.show(found.map, { output: this.view.output });
-      this.result.finish({ ...found, seconds: (performance.now() - start) / 1000 });
-      this.view.output = this.result.output;
-      this.show();
+      this.result.finish(found);
     } catch (error) {
       if (error.name !== "AbortError") this.fail(error);
     } finally {
-      if (this.running === mine) this.progress.hidden = true;
+      if (this.running === mine) this.rest();
       this.onChange();
     }
   }
 
   hear(event) {
     if (event.type === "input") this.learn(event);
-    if (event.type === "preview") this.result.show(event.map, { output: this.view.output, isPreview: true });
+    if (event.type === "map") this.answered(event);
+    if (event.type === "preview") {
+      this.mapped = this.asked;
+      this.result.show(event.map, { output: this.view.output, isPreview: true });
+      this.showAge();
+    }
     if (event.type === "waiting") this.say(event.ahead ? `Waiting behind ${event.ahead}` : "Waiting", null);
     if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
+  }
+
+  answered({ map, result }) {
+    this.result.show(map, { output: this.view.output });
+    this.result.offer(result, (performance.now() - this.began) / 1000);
+    this.view.output = this.result.output;
+    this.mapped = Object.assign(this.asked, { method: this.view.method, every: this.view.every });
+    this.show();
   }
 
   learn(event) {
     this.input = event;
     this.view.output ??= event.out_token;
+    if (this.view.method === null) Object.assign(this.view, { method: event.method, every: event.every });
     this.show();
   }
 
   say(text, part) {
     this.progress.hidden = false;
+    this.result.node.classList.add("asking");
     this.stage.textContent = visible(text);
     if (part === null) this.meter.removeAttribute("value");
     else this.meter.value = part;
   }
 
+  rest() {
+    this.progress.hidden = true;
+    this.result.node.classList.remove("asking");
+  }
+
   stop() {
     this.running?.abort();
     this.running = null;
-    this.progress.hidden = true;
+    this.rest();
   }
 
   fail(error) {
-    this.progress.hidden = true;
+    this.rest();
     this.error.textContent = visible(error.message).replaceAll("⏎", "\n");
     this.error.hidden = false;
   }
@@ -253,8 +329,10 @@ export class Panel {
     this.welcome.hidden = true;
     this.error.hidden = true;
     this.result.show(found.map, { output: this.view.output });
+    this.result.offer(found.result);
     this.result.finish(found);
     this.result.origin.textContent = visible(title);
+    this.result.copies.hidden = true;
   }
 }
 

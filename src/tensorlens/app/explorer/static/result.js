@@ -2,23 +2,31 @@
 
 import { percent } from "./controls.js";
 
-const { mount, element } = window.TensorLens;
-const FILES = ["html", "png", "json"];
+const { mount, element, button } = window.TensorLens;
+const FILES = ["html", "png", "svg", "json", "csv"];
 
 export class Result {
-  constructor({ onSelect }) {
+  constructor({ onSelect, copies }) {
+    this.says = element("p", { class: "says", hidden: "" });
     this.verdict = element("span", { class: "verdict" });
     this.bias = element("span", { class: "bias" });
     this.origin = element("span", { class: "origin" });
+    this.copies = element("span", { class: "saves" }, ["Copy as", ...copies.map(([name, act]) => button(name, `Copy as ${name}`, act))]);
     this.saves = element("span", { class: "saves", "aria-label": "Save as" });
-    this.facts = element("div", { class: "facts" }, [this.verdict, this.bias, this.origin, this.saves]);
-    this.host = element("div", { class: "host" });
-    this.node = element("section", { class: "card result", "aria-label": "Map", hidden: "" }, [this.facts, this.host]);
+    this.facts = element("div", { class: "facts" }, [this.verdict, this.bias, this.origin, element("span", { class: "files" }, [this.copies, this.saves])]);
+    this.age = element("p", { class: "age", text: "The text has changed since. Press Map for its map." });
+    this.host = element("div", { class: "host embedded" });
+    this.node = element("section", { class: "card result", "aria-label": "Map", hidden: "" }, [this.says, this.facts, this.age, this.host]);
     this.onSelect = onSelect;
     this.host.addEventListener("tensorlens:select", (event) => {
       this.showBias();
-      if (!this.isQuiet) onSelect(this.positions()[event.detail.outToken], event.detail.outToken);
+      if (!this.isQuiet) onSelect(this.positions()[event.detail.outToken]);
     });
+  }
+
+  // The component makes itself anew when tokens become words.
+  get lens() {
+    return this.host.tensorlens;
   }
 
   positions() {
@@ -32,15 +40,12 @@ export class Result {
     this.node.hidden = false;
     this.node.classList.toggle("preview", isPreview);
     performance.mark("explorer:start");
-    this.lens = mount(this.host, data);
+    mount(this.host, data);
     performance.measure("explorer:picture", "explorer:start");
-    this.host.shadowRoot.querySelector(".shade").hidden = true; // the page has its own
     this.choose(output);
     this.showBias();
-    if (isPreview) {
-      this.verdict.textContent = "";
-      this.saves.replaceChildren();
-    }
+    this.verdict.textContent = "";
+    this.saves.replaceChildren();
   }
 
   choose(output) {
@@ -55,22 +60,40 @@ export class Result {
     return this.lens && this.lens.nOut ? this.positions()[this.lens.cursor.i] : null;
   }
 
+  say(saying) {
+    this.says.hidden = saying === null;
+    if (saying) this.says.replaceChildren("The model says ", element("bdi", { text: saying[0] }), ` (${saying[1]})`);
+  }
+
   showBias() {
     const share = this.data.biasShare[this.lens?.cursor.i ?? 0];
     const isKnown = share !== null && share !== undefined;
     this.bias.replaceChildren("Bias share ", element("b", { text: isKnown ? percent(share) : "not known to this method" }));
   }
 
-  finish({ certificate, result, seconds, is_kept: isKept }) {
-    const failed = certificate !== null && !certificate.passed;
-    this.verdict.classList.toggle("failed", failed);
-    const error = certificate === null ? "" : ` (largest error ${certificate.error.toExponential(0)})`;
-    this.verdict.textContent = certificate === null ? "" : failed ? `✗ Not certified${error}` : `✓ Certified exact and linear${error}`;
-    this.verdict.title = "Value, linearity, adjoint, completeness and composition, measured at this input";
+  // Files can be had as soon as the map is there; the certificate may take longer.
+  offer(result, seconds) {
+    this.seconds = seconds;
+    const link = (kind) => {
+      const href = `/api/results/${result}.${kind}`;
+      const node = element("a", { href, download: "", text: kind.toUpperCase(), "data-kind": kind });
+      node.addEventListener("click", () => (node.href = this.lens.isInWords ? `${href}?words=1` : href));
+      return node;
+    };
+    this.saves.replaceChildren("Save", ...FILES.map(link));
+    this.copies.hidden = false;
+  }
+
+  finish({ certificate, caption, is_of_tensor: isOfTensor, is_kept: isKept }) {
+    const state = !isOfTensor ? "foreign" : certificate === null ? "unchecked" : certificate.passed ? "passed" : "failed";
+    const error = certificate === null ? "" : ` (largest error ${certificate.error === null ? "unknown" : certificate.error.toExponential(0)})`;
+    const texts = { foreign: "Not derived from T", unchecked: "", passed: `✓ Certified exact and linear${error}`, failed: `✗ Not certified${error}` };
+    this.verdict.className = `verdict ${state}`;
+    this.verdict.textContent = texts[state];
+    this.verdict.title = state === "foreign" ? "A baseline or control: the certificate of T says nothing about it" : "Value, linearity, adjoint, completeness and composition, measured at this input";
     const pass = isKept ? "kept model pass" : "new model pass";
-    this.origin.textContent = seconds === undefined ? "" : `${seconds.toFixed(1)} s, ${pass}`;
-    const links = FILES.map((kind) => element("a", { href: `/api/results/${result}.${kind}`, download: "", text: kind.toUpperCase(), "data-kind": kind }));
-    this.saves.replaceChildren("Save", ...links);
+    this.origin.textContent = this.seconds === undefined ? "" : `${this.seconds.toFixed(1)} s, ${pass}`;
+    this.lens.recaption(caption);
   }
 
   hide() {

@@ -5,7 +5,7 @@ export const FRESH = {
   text: "",
   image: null,
   saved: null,
-  method: "tensor.in_out",
+  method: null, // the server's choice, until someone chooses
   every: true,
   output: null,
   target: null,
@@ -18,7 +18,7 @@ const PICKS = ["target", "against"];
 
 function write(view) {
   const parts = new URLSearchParams();
-  for (const name of ["model", "text", "image", "method"]) if (view[name]) parts.set(name, view[name]);
+  for (const name of ["model", view.image ? "image" : "text", "method"]) if (view[name]) parts.set(name, view[name]);
   if (view.saved !== null) parts.set("saved", view.saved);
   if (view.output !== null) parts.set("output", view.output);
   if (!view.every) parts.set("only", "1");
@@ -66,17 +66,15 @@ function heads(found) {
   return Object.fromEntries(Object.entries(found).filter(([block, list]) => /^\d+$/.test(block) && isList(list)));
 }
 
+const BETWEEN = "&and&"; // no part of a view: its own ampersands are escaped
+
 export function toFragment(views) {
-  return "#" + views.map((view) => encodeURIComponent(write(view))).join("&");
+  return "#" + views.map(write).join(BETWEEN);
 }
 
 export function fromFragment(fragment) {
-  const parts = fragment.replace(/^#/, "").split("&").filter(Boolean).slice(0, 2);
-  try {
-    return parts.map((part) => read(decodeURIComponent(part)));
-  } catch {
-    return [];
-  }
+  const parts = fragment.replace(/^#/, "").split(BETWEEN).filter((part) => part.includes("="));
+  return parts.slice(0, 2).map(read);
 }
 
 // What the server is asked for.

@@ -1,0 +1,34 @@
+"""Cancelling by a callback: long work calls `check()` between its pieces, and whoever started it may raise there.
+
+The work knows nothing of jobs, readers or clocks; a piece is never interrupted in its middle, so nothing half done is
+left behind. The callback belongs to the context that set it: another thread, or a caller who set none, pays one lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_callback: ContextVar[Callable[[], None] | None] = ContextVar("tensorlens_cancel", default=None)
+
+
+def check() -> None:
+    """Call the callback of this context, which raises if the work must stop; nothing happens if there is none."""
+    callback = _callback.get()
+    if callback is not None:
+        callback()
+
+
+@contextmanager
+def checking(callback: Callable[[], None]) -> Iterator[None]:
+    """Within the block, `check()` calls `callback`.
+
+    Args:
+        callback: Raises to stop the work. Use an exception that is no `Exception`, so that nothing swallows it.
+    """
+    token = _callback.set(callback)
+    try:
+        yield
+    finally:
+        _callback.reset(token)

@@ -1,0 +1,102 @@
+"""What a certificate says beside the laws: engines, what is held, half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import tensorlens as tl
+from tensorlens.models.fingerprint import fingerprint
+from tensorlens.operators import matrix_free
+from tensorlens.operators.laws_in_float32 import errors_in_float32
+
+
+def tensor(name: str, **options: Any) -> tl.AttentionTensor:
+    return tl.Lens(zoo.build(name, **options))(zoo.sample(name))
+
+
+def test_it_is_measured_again_when_another_engine_has_answered() -> None:
+    T = tensor("gpt2")
+    first = T.certificate()
+    assert first is T.certificate() and "folded" not in first.engines
+    T.rows(3)
+    second = T.certificate()
+    assert second is not first and second.passed and second.engines["folded"] < 1e-9
+    assert second is T.certificate()
+
+
+def test_an_unknown_set_of_engines_is_refused(unchecked: None) -> None:
+    with pytest.raises(tl.InputError, match="`engines` must be 'answered' or 'all'"):
+        tensor("gpt2").certificate(engines="some")  # type: ignore[arg-type]
+
+
+class Lost(nn.Module):
+    """Passes nothing of its input on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return 0 * x + 1
+
+
+def test_a_block_that_passes_nothing_on_is_no_plain_pass() -> None:
+    model: Any = zoo.build("gpt2")
+    model.transformer.h[1] = Lost(model.transformer.h[1])
+    certificate = tl.Lens(model)(zoo.sample("gpt2")).certificate()
+    assert not certificate.passed and certificate.carried < 1e-12
+    assert any("block 1 passes nothing" in said for said in certificate.reservations)
+    assert "passes nothing" in str(certificate)
+
+
+def test_how_much_is_carried_is_reported() -> None:
+    T = tensor("gpt2")
+    certificate = T.certificate()
+    carried = (T.output - T.bias).norm() / T.output.norm()
+    assert certificate.carried == pytest.approx(float(carried)) and len(certificate.passing) == 3
+    assert min(certificate.passing) > 0.1 and not certificate.reservations
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_half_precision_is_judged_in_float32(name: str, attention: str) -> None:
+    model = zoo.build(name, attention, dtype=torch.bfloat16)
+    before = fingerprint(model)
+    T = tl.Lens(model)(zoo.sample(name))
+    certificate = T.certificate()
+    said = "block 2 could not be measured in float32: rounding may hide a fault"  # a pooler follows it
+    assert certificate.reservations == ((said,) if name == "bert" else ())
+    assert certificate.errors["linearity, float32"] < 1e-4 < certificate.rounded["linearity"]
+    assert certificate.errors["adjoint, float32"] < 1e-4
+    assert certificate.passed, str(certificate)
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * len(list(model.parameters()))
+    assert fingerprint(model) == before
+
+
+def test_a_fault_of_one_per_cent_does_not_hide_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    T = tensor("gpt2", dtype=torch.bfloat16)
+    recording, span = T.operator.recording, T.operator.span
+    assert errors_in_float32(recording, span, {})[0]["adjoint"] < 1e-4
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: tuple(1.01 * g for g in grad(*a, **k)))
+    assert errors_in_float32(recording, span, {})[0]["adjoint"] > 2e-3
+    assert not T.certificate().passed
+
+
+def test_one_output_costs_one_pull_and_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    T = tensor("gpt2")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("not for a single output")
+
+    monkeypatch.setattr(matrix_free, "FoldedRows", fails)
+    monkeypatch.setattr(type(T.operator.replay), "push", fails)
+    monkeypatch.setattr(type(T.operator.replay), "graph", fails)
+    found = T.map(out_token=-1)
+    assert found.meta["engine"] == "recorded graph"
+    assert T.estimate("norm").n_bytes > 0
