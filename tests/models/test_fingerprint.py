@@ -16,7 +16,7 @@ from torch import nn
 
 import tensorlens as tl
 from tensorlens.freezing.interception import current_fingerprint
-from tensorlens.models.fingerprint import Samples, fingerprint, moved, what_changed
+from tensorlens.models.fingerprint import Samples, fingerprint, in_this_thread, moved, what_changed
 
 
 def block(model: Any, n: int) -> Any:
@@ -182,8 +182,23 @@ def test_a_write_through_data_is_seen_by_the_samples() -> None:
     assert not samples.same()
 
 
-def test_states_collected_by_transformers_change_nothing() -> None:
+def test_hooks_that_only_watch_are_no_change_and_a_users_hook_beside_them_is() -> None:
     model = zoo.build("gpt2")
     before = fingerprint(model)
-    model(torch.tensor([zoo.sample("gpt2")]), output_hidden_states=True)
-    assert fingerprint(model) == before
+    with torch.no_grad():
+        model(torch.tensor([zoo.sample("gpt2")]), output_hidden_states=True)  # installs hooks for good
+    handle = block(model, 1).register_forward_hook(in_this_thread(lambda *_: None))
+    assert block(model, 1)._forward_hooks and fingerprint(model) == before
+    block(model, 1).register_forward_hook(lambda *_: None)
+    assert fingerprint(model) != before
+    handle.remove()
+
+
+def test_a_hook_for_one_pass_is_run_by_no_other_thread() -> None:
+    ran: list[int] = []
+    hook = in_this_thread(ran.append)
+    other = threading.Thread(target=hook, args=(1,))
+    other.start()
+    other.join()
+    hook(2)
+    assert ran == [2]
