@@ -86,7 +86,8 @@ class Lens:
 
     def maps(
         self, inputs: Iterable[Any], method: str = "tensor.in_out", *, out_token: int = -1,
-        target: Target | None = None, batch_size: int | None = None, probes: int | None = None, seed: int = 0, progress: bool | None = None,
+        target: Target | None = None, batch_size: int | None = None, probes: int | None = None, seed: int = 0,
+        progress: bool | None = None,
     ) -> Iterator[TokenMap]:  # fmt: skip
         """Maps of a data set, in batches and in the order of the inputs: each is what it would be alone.
 

@@ -63,6 +63,7 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
                 stack.enter_context(torch.set_grad_enabled(run.grad))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(_REPORTING_FUNCTIONS)
+                stack.enter_context(_no_fused_layers())
                 if run.grad:  # recomputing happens after the pass, where no rule applies
                     stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTING))
                 if run.audit is not None:
@@ -94,6 +95,17 @@ def own_precision() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextmanager
+def _no_fused_layers() -> Iterator[None]:
+    """Torch's own Transformer layers in single steps: their fused form is a kernel that no rule sees into."""
+    was_fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_fused)
 
 
 class _ReportingFunctions:

@@ -16,6 +16,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.places import Place, Site
+from tensorlens.freezing.rules.in_place import write_out
 from tensorlens.freezing.rules.linear import describe, dropout, linear
 from tensorlens.freezing.rules.modules import find_adapter
 from tensorlens.freezing.rules.recurrences import with_kernels
@@ -194,6 +195,8 @@ class Interpreter:
             sources = traced_in(args, kwargs)
         if rule is describe:
             return describe(self, function, args, kwargs)
+        if kwargs.get("out") is not None:
+            return write_out(self, function, args, kwargs)
         self.n_reads += "embedding" in roles and rule is not dropout
         live = [source for source in sources if source.live]
         if not live:

@@ -173,7 +173,7 @@ class FrozenOperator(TensorOperator):
     @cached_property
     def folded(self) -> FoldedRows | None:
         """The folded adjoint, or None where a block cannot be taken apart or factors are not kept."""
-        if self.is_streamed:
+        if self.is_streamed or not self.recording.rules.holds_factors:
             return None
         try:
             return FoldedRows(self.recording, self.span, self.heads, self.precision)
@@ -185,7 +185,7 @@ class FrozenOperator(TensorOperator):
         """Whether folding is worth a try, as far as one can say without looking at a block."""
         recording = self.recording
         is_chain = not (recording.n_encoder_blocks or recording.side_channels or recording.starts_at_embedding)
-        return is_chain and not self.is_streamed
+        return is_chain and not self.is_streamed and recording.rules.holds_factors
 
     @property
     def is_streamed(self) -> bool:
