@@ -1,0 +1,185 @@
+"""Maps of a data set beside plain input times gradient in batches, and long inputs beside plain passes: one run, ratios.
+
+    PYTHONPATH=src python benchmarks/data_sets.py --out results.json [--only batches long]
+
+Random weights in the real classes of transformers. Needs a GPU for the numbers of docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+import tensorlens as tl
+
+SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+               intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)  # fmt: skip
+LLAMA_8B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+                intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192)  # fmt: skip
+
+
+def finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], Any], n: int = 3) -> float:
+    """Median seconds."""
+    found = []
+    for _ in range(n):
+        finish()
+        start = time.perf_counter()
+        work()
+        finish()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def plain_maps(model: Any, ids: list[list[int]], batch_size: int) -> None:
+    """Input times gradient of the predicted logit, in batches of samples sorted by length, padded at the end."""
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    embed = model.get_input_embeddings()
+    device = embed.weight.device
+    for at in range(0, len(order), batch_size):
+        some = [ids[i] for i in order[at : at + batch_size]]
+        longest = max(map(len, some))
+        tokens = torch.tensor([one + [0] * (longest - len(one)) for one in some], device=device)
+        mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in some], device=device)
+        last = torch.tensor([len(one) - 1 for one in some], device=device)
+        x = embed(tokens).detach().requires_grad_()
+        logits = model(inputs_embeds=x, attention_mask=mask, **extra(model)).logits
+        rows = logits if logits.dim() == 2 else logits[torch.arange(len(some), device=device), last]
+        gradient = torch.autograd.grad(rows.max(-1).values.sum(), x)[0]
+        (gradient * x).sum(-1).tolist()
+
+
+def extra(model: Any) -> dict[str, Any]:
+    return {"use_cache": False} if hasattr(model, "generate") else {}
+
+
+def batches(device: str) -> dict[str, float]:
+    """Samples a second of the library over those of the yardstick."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    found: dict[str, float] = {}
+    models = {
+        "smollm2": hf.LlamaForCausalLM._from_config(hf.LlamaConfig(**SMOLLM2), attn_implementation="sdpa"),
+        "bert-base": hf.BertForSequenceClassification._from_config(hf.BertConfig(), attn_implementation="sdpa"),
+    }
+    for name, model in models.items():
+        model = model.to(device).eval().requires_grad_(False)
+        lens, generator = tl.Lens(model), torch.Generator().manual_seed(0)
+        n, size = (512, 128) if device == "cuda" else (16, 8)
+
+        def draw(length: int, generator: torch.Generator = generator) -> list[int]:
+            return torch.randint(5, 30000, (length,), generator=generator).tolist()
+
+        equal = [draw(128) for _ in range(n)]
+        mixed = [draw(int(torch.randint(16, 257, (1,), generator=generator))) for _ in range(n)]
+        for label, ids in (("128 tokens", equal), ("16 to 256 tokens", mixed)):
+            for warm in (ids[:size], ids):
+                plain_maps(model, warm, size)
+            plain = timed(lambda ids=ids, model=model: plain_maps(model, ids, size))
+            works = {"in_class": "tensor.in_class"}
+            if label == "128 tokens":
+                works |= {"in_out": "tensor.in_out"}
+            for key, method in works.items():
+                list(lens.maps(ids[:size], method, batch_size=size))
+                ours = timed(lambda ids=ids, m=method, lens=lens: list(lens.maps(ids, m, batch_size=size)))
+                found[f"{name}, {label}, {key}"] = plain / ours
+                print(
+                    f"{name:10} {label:18} {key:10} plain {n / plain:7.0f}/s ours {n / ours:7.0f}/s  x{plain / ours:.3f}"
+                )
+            few = ids[:size]
+            if label == "128 tokens" and name == "smollm2":
+                each = timed(lambda few=few, model=model: plain_maps(model, few, size))
+                for key, method, options in (
+                    ("contribution", "tensor.contribution", {}),
+                    ("sketch", "tensor.norm", {"probes": 16}),
+                ):
+                    ours = timed(
+                        lambda few=few, m=method, o=options, lens=lens: list(lens.maps(few, m, batch_size=size, **o)), 1
+                    )
+                    found[f"{name}, {label}, {key}"] = each / ours
+                    print(f"{name:10} {label:18} {key:12} {size / ours:7.0f}/s  x{each / ours:.3f}")
+        del model, lens
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def long(device: str, n_tokens: int = 8192) -> dict[str, float]:
+    """Llama-8B's shape at 8,192 tokens in bfloat16, over plain passes."""
+    config = hf.LlamaConfig(**(LLAMA_8B if device == "cuda" else SMOLLM2 | {"num_hidden_layers": 2}))
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        model = hf.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(
+        5, 40000, (n_tokens if device == "cuda" else 64,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    tokens = torch.tensor([ids], device=device)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(tokens, use_cache=False, logits_to_keep=1)
+
+    def both() -> None:
+        x = model.get_input_embeddings()(tokens).detach().requires_grad_()
+        model(inputs_embeds=x, use_cache=False, logits_to_keep=1).logits[0, -1].max().backward()
+
+    found: dict[str, float] = {}
+    forward(), both()
+    plain, plain_both = timed(forward), timed(both)
+    print(f"plain forward {plain:.3f} s, forward and backward {plain_both:.3f} s")
+    for name, rules in (("paper", tl.Rules.paper()), ("attn_lrp", tl.Rules.attn_lrp())):
+        lens = tl.Lens(model, rules=rules)
+        lens(ids).map("tensor.in_class", out_token=-1)
+        one = timed(lambda lens=lens: lens(ids).map("tensor.in_class", out_token=-1))
+        found[f"in_class from ids, {name}, over forward and backward"] = one / plain_both
+        print(f"{name:9} In+Class from ids {one:.3f} s  x{one / plain_both:.3f}")
+        if name == "paper":
+            T = lens(ids)
+            T.map("tensor.in_class", out_token=-1)
+            further = timed(lambda: T.map("tensor.in_class", out_token=-2))
+            found["a further output, seconds"] = further
+            push = timed(lambda: T @ T.input, 2)
+            found["push over forward"] = push / plain
+            print(f"further output {further:.3f} s, push {push:.3f} s  x{push / plain:.2f}")
+            del T
+        if device == "cuda":
+            print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+            torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=["batches", "long"])
+    chosen = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {}
+    for part, work in (("batches", batches), ("long", long)):
+        if part in chosen.only:
+            try:
+                found[part] = work(device)
+            except Exception as error:  # noqa: BLE001  the other part is worth its numbers
+                import traceback
+
+                traceback.print_exc()
+                found[part] = str(error)
+    print(json.dumps(found, indent=1))
+    if chosen.out is not None:
+        chosen.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
