@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from tensorlens.batch import Batch
+from tensorlens.dataset_maps import Asked, maps
 from tensorlens.errors import InputError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import Replay
-from tensorlens.maps.targets import Classes
+from tensorlens.maps.targets import Classes, Target
+from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -82,6 +84,25 @@ class Lens:
         """
         return Batch(self, [self.prepare(value) for value in inputs])
 
+    def maps(
+        self, inputs: Iterable[Any], method: str = "tensor.in_out", *, out_token: int = -1,
+        target: Target | None = None, batch_size: int | None = None, probes: int | None = None, seed: int = 0, progress: bool | None = None,
+    ) -> Iterator[TokenMap]:  # fmt: skip
+        """Maps of a data set, in batches and in the order of the inputs: each is what it would be alone.
+
+        Args:
+            inputs: Each as for a call; any iterable.
+            method: A name in `METHODS`.
+            out_token: The output to explain; negative ones count from each sample's own end.
+            target: For `tensor.in_class`; the model's own prediction for each sample if None.
+            batch_size: Samples at a time; as many as go into free memory if None.
+            probes: For `tensor.norm`: random probes to sketch it with.
+            seed: Seed for the probes.
+            progress: Whether to show a progress bar; on a terminal if None.
+        """
+        asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
+        return maps(self, inputs, asked, batch_size=batch_size, progress=progress)
+
     def prepare(self, value: Any) -> ModelInput:
         """What the model takes, of anything that a call takes."""
         return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
@@ -119,6 +140,8 @@ class Lens:
         meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
         if prepared.text is not None:
             meta["text"] = prepared.text
+            if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
+                meta["offsets"] = prepared.offsets
         grid = prepared.grid(self.model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from zoo import build
 
 import tensorlens as tl
+from tensorlens import surface
 from tensorlens.app import cli, map_questions, options, printing
 from tensorlens.app.method_names import METHOD_NAMES
 from tensorlens.maps.targets import Classes
@@ -117,6 +118,15 @@ def test_help_fits_a_terminal_of_eighty_columns():
 
 def test_the_names_known_without_torch_are_those_of_the_methods():
     assert tuple(tl.METHODS) == METHOD_NAMES
+
+
+def test_every_public_name_is_found_when_it_is_asked_for():
+    assert not [name for name in tl.__all__ if not hasattr(tl, name)]
+    imported = {name for name in vars(surface) if not name.startswith("__")} - {"jaxtyping"}  # which checks the tests
+    assert imported | {"__version__"} == set(tl.__all__)
+    assert set(tl.__all__) <= set(dir(tl))
+    with pytest.raises(AttributeError, match="no attribute 'lenz'"):
+        tl.lenz  # noqa: B018
 
 
 def test_commands_that_read_a_model_share_their_options():

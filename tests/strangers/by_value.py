@@ -28,13 +28,23 @@ def tensors(value: Any) -> list[Tensor]:
     return [tensor for one in values for tensor in tensors(one)]
 
 
+def widths(layer: nn.Module) -> set[int]:
+    """How many channels a layer takes and gives."""
+    if isinstance(layer, nn.Linear):
+        return {layer.in_features, layer.out_features}
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d)):
+        return {layer.in_channels, layer.out_channels}
+    weight = getattr(layer, "weight", None)
+    return {weight.numel()} if "norm" in type(layer).__name__.lower() and isinstance(weight, Tensor) else set()
+
+
 def layouts(state: Tensor, module: nn.Module) -> list[Callable[[Tensor], Tensor]]:
     """Ways to read a state of one sample as (token, channel), the batch axis anywhere.
 
     In a picture, channels are the axis whose size the weights of the module have; both, if the weights have both.
     """
     if state.dim() == 4 and state.shape[0] == 1:
-        sizes = {size for parameter in module.parameters() for size in parameter.shape[:2]}
+        sizes = {size for layer in module.modules() for size in widths(layer)}
         last, first = (lambda s: s[0].flatten(0, 1)), (lambda s: s[0].flatten(1).T)
         return [last] * (state.shape[3] in sizes) + [first] * (state.shape[1] in sizes) or [first]
     if state.dim() == 3 and state.shape[0] == 1:
@@ -87,14 +97,11 @@ class Watch:
         return None
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.x is None and not list(module.children()):
-            self.used += sum(p.numel() for p in module.parameters())
+        is_layer = not list(module.children()) and any(True for _ in module.parameters())
+        self.used += is_layer
+        self.used_within += is_layer and self.x is not None
         if self.x is None:
             return
-        if not list(module.children()):
-            size = sum(p.numel() for p in module.parameters())
-            self.used += size
-            self.used_within += size
         for state in tensors(output):
             read = matching(state, self.last, module)
             if read is not None:
@@ -110,7 +117,7 @@ def judge_by_value(model: nn.Module, call: Callable[[nn.Module], Any], given: An
         model: In evaluation mode, in float64.
         call: Runs it on the same input.
         given: What the lens gets.
-        share: How much of the parameters that ran must lie between X⁰ and X^N.
+        share: How many of the layers that ran must lie behind X⁰.
     """
     try:
         T = tl.Lens(model)(given)
@@ -137,11 +144,13 @@ def _against(
     if watch.x is None or watch.y is None:
         lost = "X⁰" if watch.x is None else "X^N"
         return Verdict("wrong", f"{lost} of T {T.shape} is no state of the model, with these axes", passed)
+    if not watch.y.requires_grad:
+        return Verdict("wrong", f"X^N of T {T.shape} does not depend on the state that is X⁰", passed)
     y = watch.read_y(watch.y)
 
     def pull(cotangents: Tensor) -> Tensor:
-        rows = [torch.autograd.grad(y, watch.x, one, retain_graph=True)[0] for one in cotangents]
-        return torch.stack([watch.read_x(one) for one in rows])
+        rows = [torch.autograd.grad(y, watch.x, one, retain_graph=True, allow_unused=True)[0] for one in cotangents]
+        return torch.stack([watch.read_x(torch.zeros_like(watch.x) if one is None else one) for one in rows])
 
     pulled = pull(u)
     errors = {name: gap(answers[name], pulled[: len(answers[name])]) for name in ("adjoint of 1", "adjoint of 9")}
@@ -158,11 +167,11 @@ def _against(
         return Verdict("wrong", "passes nothing of a random state on", passed)
     within = watch.used_within / max(1, watch.used)
     if within < share:
-        return Verdict("wrong", f"T {T.shape} covers {within:.0%} of the parameters that ran", passed)
+        return Verdict("wrong", f"T {T.shape} covers {within:.0%} of the layers that ran", passed)
     if watch.from_head:
         return Verdict("wrong", f"X^N of T {T.shape} is what the head gives", passed)
     if watch.norm_after:
         return Verdict("wrong", f"X^N of T {T.shape} is before the final {watch.norm_after}", passed)
     if not passed:
         return Verdict("wrong", f"exact, but not certified: {T.certificate().errors}", passed)
-    return Verdict("exact", f"{max(errors.values()):.1e}, T {T.shape}, {T.n_blocks} blocks, {within:.0%} of parameters")
+    return Verdict("exact", f"{max(errors.values()):.1e}, T {T.shape}, {T.n_blocks} blocks, {within:.0%} of layers")

@@ -38,7 +38,6 @@ class Stranger:
         expect: ``exact``; ``refused``; or ``either``, where a clear error is as good.
         has_ranges: Whether ranges of blocks mean something.
         tolerance: Relative.
-        large: Only in the long run.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Stranger:
     expect: Literal["exact", "refused", "either"] = "exact"
     has_ranges: bool = True
     tolerance: float = 1e-9
-    large: bool = False
 
     def model(self) -> nn.Module:
         return randomised(self.build())
@@ -128,6 +126,19 @@ def check(stranger: Stranger, verdict: Verdict) -> None:
         assert len(verdict.detail) > 60 and ("`" in verdict.detail or "'" in verdict.detail), verdict.detail
 
 
+SAMPLE = {
+    "nanoGPT, a list of ids", "Meta's Llama with its cache", "TransformerEncoder, -inf causal mask",
+    "Sequential blocks and a list of heads", "a dict in, a dict out", "plain, to begin with", "plain with a head",
+    "between blocks: a norm", "between blocks: a weight in the model's forward", "skip from the embedding, cloned",
+    "ends in softmax", "returns (loss, logits)", "BatchNorm1d without running statistics", "max_pool2d",
+    "feed-forward: shifted softplus", "feed-forward: amax", "feed-forward: through numpy",
+    "feed-forward: a scripted gelu", "feed-forward: out=", "branches in threads", "checkpoint in evaluation",
+}  # fmt: skip
+"""Those that are tried every time; the others take their turn in the long run."""
+
+
 def as_parameters(strangers: list[Stranger]) -> list[Any]:
-    """Strangers as parameters of a test, the larger ones marked."""
-    return [pytest.param(one, id=one.name, marks=[pytest.mark.large] if one.large else []) for one in strangers]
+    """Strangers as parameters of a test, all but the sample marked as large."""
+    return [
+        pytest.param(one, id=one.name, marks=[] if one.name in SAMPLE else [pytest.mark.large]) for one in strangers
+    ]

@@ -62,9 +62,8 @@ STRANGERS = [
         given=lambda: {"idx": ids(), "targets": ids()},
         call=lambda m: m(ids(), ids()),
         places=GPT,
-        large=True,
     ),
-    Stranger(name="nanoGPT, logits of the last alone", build=lambda: NanoGPT(last_only=True), places=GPT, large=True),
+    Stranger(name="nanoGPT, logits of the last alone", build=lambda: NanoGPT(last_only=True), places=GPT),
     Stranger(name="Meta's Llama with its cache", build=MetaLlama, twin=plainly(PlainLlama), places=LLAMA),
     Stranger(
         name="Meta's Llama, start_pos given",
@@ -72,7 +71,6 @@ STRANGERS = [
         twin=plainly(PlainLlama),
         given=lambda: {"tokens": ids(), "start_pos": 0},
         places=LLAMA,
-        large=True,
     ),
     encoder("TransformerEncoder", torch_encoder, {"src": src()}),
     encoder("TransformerEncoder, batch second", lambda: torch_encoder(batch_first=False), {"src": src(LENGTH, 1, D)}),
@@ -82,7 +80,6 @@ STRANGERS = [
         "TransformerEncoder, causal mask and is_causal",
         torch_encoder,
         {"src": src(), "mask": CAUSAL, "is_causal": True},
-        large=True,
     ),
     encoder("TransformerEncoder, src_key_padding_mask", torch_encoder, {"src": src(), "src_key_padding_mask": PADDED}),
     encoder(
@@ -90,13 +87,11 @@ STRANGERS = [
         lambda: torch_encoder(norm_first=False, norm=False, activation="relu"),
         {"src": src()},
         Places(blocks="layers", end=f"layers.{DEPTH - 1}"),
-        large=True,
     ),
     encoder(
         "TransformerEncoder, softplus",
         lambda: torch_encoder(activation=nn.functional.softplus),
         {"src": src()},
-        large=True,
     ),
     Stranger(
         name="TransformerEncoder, a plain tensor",
@@ -104,10 +99,9 @@ STRANGERS = [
         given=src,
         call=lambda m: m(src()),
         places=TORCH,
-        large=True,
     ),
     encoder("TransformerDecoder with memory", torch_decoder, MEMORY),
-    encoder("TransformerDecoder, causal", torch_decoder, MEMORY | {"tgt_mask": CAUSAL}, large=True),
+    encoder("TransformerDecoder, causal", torch_decoder, MEMORY | {"tgt_mask": CAUSAL}),
     encoder(
         "nn.Transformer",
         torch_transformer,
@@ -126,7 +120,6 @@ STRANGERS = [
         name="TransformerEncoder in a classifier, a list of ids",
         build=TorchClassifier,
         places=Places(blocks="encoder.layers", end="encoder.norm"),
-        large=True,
     ),
     Stranger(
         name="Sequential blocks and a list of heads",

@@ -14,10 +14,8 @@ import tensorlens as tl
 
 HOOKS = [name for name in HABITS if "hook on a block" in name]
 SAMPLE = {
-    ("hand-written", "hook on a block: scale"), ("Llama", "pre-hook on a block: zero a token"),
-    ("BERT", "hook on a feed-forward"), ("Llama", "norm replaced"), ("hand-written", "linear replaced"),
-    ("hand-written", "activation replaced"), ("BERT", "blocks reordered"), ("Llama", "LoRA in place"),
-    ("hand-written", "weights changed by data"), ("BERT", "training mode"),
+    ("hand-written", "hook on a block: scale"), ("BERT", "hook on a feed-forward"), ("hand-written", "norm replaced"),
+    ("hand-written", "activation replaced"), ("Llama", "LoRA in place"), ("hand-written", "weights changed by data"),
 }  # fmt: skip
 
 
@@ -43,7 +41,7 @@ def test_nothing_stale_is_used_after_a_change(kind: str, habit: str):
     assert verdicts["old tensor"].outcome in ("exact", "refused"), f"old tensor: {verdicts['old tensor']}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["hand-written", pytest.param("Llama", marks=pytest.mark.large)])
 def test_a_tensor_refuses_once_an_adapter_is_switched(kind: str):
     model = KINDS[kind].model()
     lora_in_place(model, KINDS[kind])

@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "crossvit": ("crossvit_tiny_240", "crossvit_9_240"),
     "levit": ("levit_128s", "levit_conv_128s"),
     "convit": ("convit_tiny",),
-    "coat": ("coat_lite_tiny", "coat_tiny"),
+    "coat": ("coat_tiny",),
     "tnt": ("tnt_s_legacy_patch16_224",),
     "twins": ("twins_pcpvt_small", "twins_svt_small"),
     "gcvit": ("gcvit_xxtiny", "gcvit_xtiny"),

@@ -208,6 +208,12 @@ def test_a_long_heading_fits_the_page():
     assert glyphs.text_width(heading.get_text(), heading.get_fontsize()) <= figure.get_figwidth()
 
 
+def test_a_long_sum_fits_the_page():
+    figure = figures.row_over_text(map_view([[1.0, 2.0]], sums=("inputs sum to 1.00; " * 5,)))
+    (line,) = [text for text in figure.axes[0].texts if text.get_text().startswith("inputs")]
+    assert glyphs.text_width(line.get_text(), line.get_fontsize()) <= figure.get_figwidth()
+
+
 def test_what_is_set_aside_has_no_colour_and_a_bar_of_its_own():
     view = map_view([[6.1, 0.1, 2.7]], set_aside=(0,))
     figure = figures.figure_of(view)

@@ -43,10 +43,10 @@ def map_(
     words: Annotated[bool, typer.Option("--words", help="One score a word instead of one a token.")] = False,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
     heads: Annotated[
-        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads. Repeatable.")
+        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads, such as 3:0,2. Repeatable.")
     ] = None,
     without_heads: Annotated[
-        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out. Repeatable.")
+        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out, such as 3:0,2. Repeatable.")
     ] = None,
     norm: Annotated[str, typer.Option(help="For tensor.norm: frobenius or spectral.")] = "frobenius",
     certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,

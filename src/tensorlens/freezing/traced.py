@@ -39,7 +39,7 @@ class Interpreter(Protocol):
         """Told of a product of two live tensors whose roles are a convention and not a consequence."""
 
 
-FACTORS = frozenset(["gate", "factor", "statistic", "attention"])
+FACTORS = frozenset(["gate", "factor", "statistic"])
 """Roles of what multiplies other live tensors and is held, or not, as the rules say."""
 
 _threads = threading.local()
@@ -151,6 +151,11 @@ def constant(tensor: Tensor) -> Tensor:
 def is_live(value: Any) -> bool:
     """Whether `value` is a tensor that depends on the operator's input."""
     return isinstance(value, Traced) and value.live
+
+
+def is_factor(run: Interpreter, value: Any) -> bool:
+    """Whether a live tensor is what multiplies others: a gate, a router's weight, a statistic, live attention."""
+    return is_live(value) and (value.role in FACTORS or value.role == "attention" and run.rules.attention != "hold")
 
 
 def traced_in(*values: Any) -> list[Traced]:

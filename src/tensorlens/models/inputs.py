@@ -44,12 +44,15 @@ class ModelInput:
         arguments: Keyword arguments of the model's forward, by its own names, with a batch axis of 1.
         kind: What it was: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
         text: The text, if there was one.
+        offsets: Where each token stands in the text, [start, stop), or None for one that is no part of it; None if the
+            tokenizer does not tell.
         image: The picture as a data URI, if there was one.
     """
 
     arguments: dict[str, Any]
     kind: str
     text: str | None = None
+    offsets: tuple[tuple[int, int] | None, ...] | None = None
     image: str | None = field(default=None, repr=False)
 
     def labels(self, n_tokens: int, model: nn.Module, processor: Any) -> tuple[str, ...]:
@@ -151,10 +154,15 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
         )
     if not text.strip():
         raise InputError(f"Expected some text; got {text!r}, which holds no words.")
-    ids = tokenizer(text)["input_ids"]
+    is_fast = getattr(tokenizer, "is_fast", False)
+    made = tokenizer(text, return_offsets_mapping=True) if is_fast else tokenizer(text)
+    ids = made["input_ids"]
     if not ids:
         raise InputError(f"The tokenizer made no tokens of {text!r}. Pass some other text.")
-    return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text)
+    places = (
+        tuple([(start, stop) if stop > start else None for start, stop in made["offset_mapping"]]) if is_fast else None
+    )
+    return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text, offsets=places)
 
 
 def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 
 def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
@@ -14,13 +15,22 @@ def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
     A word-initial token keeps its space, so that the label is what one would pass as a target. A piece of a character
     that is no text by itself is shown as its bytes, ``⟨E2⟩⟨82⟩``.
     """
-    pieces = tokenizer.convert_ids_to_tokens(list(ids))
-    return tuple(_readable(piece, tokenizer) for piece in pieces)
+    known = _known_labels.setdefault(tokenizer, {})
+    new = [i for i in dict.fromkeys(ids) if i not in known]
+    if new:
+        special = set(tokenizer.all_special_tokens)
+        pieces = tokenizer.convert_ids_to_tokens(new)
+        known |= {i: _readable(piece, tokenizer, special) for i, piece in zip(new, pieces, strict=True)}
+    return tuple([known[i] for i in ids])
 
 
-def _readable(piece: Any, tokenizer: Any) -> str:
+_known_labels: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+"""Labels by tokenizer and id: a data set asks for the same ones over and over."""
+
+
+def _readable(piece: Any, tokenizer: Any, special: set[str]) -> str:
     piece = piece.decode("utf-8", "replace") if isinstance(piece, bytes) else str(piece)
-    if piece in tokenizer.all_special_tokens or piece.startswith("##"):
+    if piece in special or piece.startswith("##"):
         return piece
     if piece.startswith("▁"):
         return " " + piece[1:].replace("▁", " ")

@@ -96,7 +96,7 @@ def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
         _draw_token(axes, box, colouring.of(float(score)), is_aside=j in view.set_aside)
     _add_heading(figure, view)
     for line in lines:
-        axes.text(_MARGIN, depth + 0.12, line, fontsize=_LABEL_SIZE - 0.5, color=_MUTED)
+        axes.text(_MARGIN, depth + 0.12, line, fontsize=_fitting(line, _LABEL_SIZE - 0.5, width), color=_MUTED)
     _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
     _add_aside(figure, view, row, _MARGIN + min(1.6, width / 2) + 0.15)
     return figure
@@ -257,9 +257,14 @@ def _add_heading(figure: Figure, view: MapView) -> None:
     """What the picture is of, in one line at the top, as small as it takes."""
     width, height = figure.get_size_inches()
     text = drawable(visible(view.heading)).strip()
-    size = min(_LABEL_SIZE, _LABEL_SIZE * (width - 2 * _MARGIN) / max(text_width(text, _LABEL_SIZE), 1e-6))
-    style = {"fontsize": max(size, _SMALLEST_LABEL), "family": families(), "color": _INK, "parse_math": False}
-    figure.text(_MARGIN / width, 1 - 0.03 / height, shorten(text, 160), va="top", **style)
+    text = shorten(text, 160)
+    style = {"fontsize": _fitting(text, _LABEL_SIZE, width), "family": families(), "color": _INK, "parse_math": False}
+    figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **style)
+
+
+def _fitting(text: str, size: float, width: float) -> float:
+    """The font size, at most `size`, at which a line fits a page of this width."""
+    return max(min(size, size * (width - 2 * _MARGIN) / max(text_width(text, size), 1e-6)), _SMALLEST_LABEL)
 
 
 def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:

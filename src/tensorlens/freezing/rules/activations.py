@@ -16,7 +16,7 @@ from torch import Tensor
 from tensorlens.freezing.rules import gains
 from tensorlens.freezing.rules.replacements import taylor
 from tensorlens.freezing.rules.table import name_of, rules_for
-from tensorlens.freezing.traced import FACTORS, Interpreter, Traced, constant, mark, plain, raw
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, mark, plain, raw
 from tensorlens.models.precision import at_least_float32
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -40,7 +40,7 @@ def activate(
         gain: φ(z)/z as a function of z.
         value: φ itself; z times its gain if None.
     """
-    role = "factor" if getattr(z, "role", None) in FACTORS else "activated"
+    role = "factor" if is_factor(run, z) else "activated"
     if run.rules.activation == "taylor":
         run.note_rule(f"activation derivative: {name}")
         return mark(taylor(run, name, value or (lambda v: v * gain(v)), z), live=True, role=role)
@@ -55,7 +55,7 @@ def activate_from(run: Interpreter, name: str, z: Tensor, value: Elementwise, ro
         run.note_rule(f"activation derivative: {name}")
         return mark(taylor(run, name, value, z), live=True, role=role)
     run.note_rule(f"activation gain from φ(0): {name}")
-    z0, z = run.keep_factor(name, lambda: constant(z)), plain(z)
+    z0, z = run.keep_factor(name, lambda: constant(z).clone()), plain(z)
     y0 = raw(value, z0)
     if run.recording and not run.grad:
         return mark(y0, live=True, role=role)
@@ -86,7 +86,7 @@ def other_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwa
 def factor_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Activations with φ(0) ≠ 0, in affine form."""
     name, z = name_of(function), args[0] if args else kwargs["input"]
-    fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and z.role not in FACTORS
+    fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and not is_factor(run, z)
     return activate_from(run, name, z, _value(function, args, kwargs), "gate" if fresh else "factor")
 
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.activations import scale
-from tensorlens.freezing.rules.linear import held
+from tensorlens.freezing.rules.linear import held, role_of_factors
 from tensorlens.freezing.rules.table import name_of, rules_for
-from tensorlens.freezing.traced import FACTORS, Interpreter, Traced, constant, is_live, mark, plain, raw, type_of
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw, type_of
 
 
 @rules_for(
@@ -67,7 +67,9 @@ def absolute(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     """|x| as x ⊙ sign(x) with the sign held; of complex numbers, the real part of x ⊙ conj(x/|x|)."""
     run.note_rule("sign: abs")
     aligned = scale(args[0], run.keep_factor("abs", lambda: constant(args[0]).sgn().conj().resolve_conj()))
-    return mark(aligned.real.clone() if aligned.is_complex() else aligned, live=True, role=_role(args[0]))
+    return mark(
+        aligned.real.clone() if aligned.is_complex() else aligned, live=True, role=role_of_factors(run, args[0])
+    )
 
 
 @rules_for("clamp clamp_min clamp_max")
@@ -78,7 +80,7 @@ def clamp(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
     cut = raw(function, *args, **kwargs)
     passed = run.keep_factor("clamp.passed", lambda: constant(cut) == constant(x))
     bound = run.keep_factor("clamp.bound", lambda: constant(cut))
-    return mark(torch.where(passed, x, bound), live=True, role=_role(args[0]) or args[0].role)
+    return mark(torch.where(passed, x, bound), live=True, role=role_of_factors(run, args[0]) or args[0].role)
 
 
 @rules_for("maximum minimum fmax fmin")
@@ -90,13 +92,7 @@ def choose(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
     chosen = run.keep_factor(
         name_of(function), lambda: raw(function, constant(first), constant(second)) == constant(first)
     )
-    return mark(torch.where(chosen, first, second), live=True, role=_role(*both))
-
-
-def _role(*sources: Any) -> str | None:
-    """What is chosen among factors is a factor."""
-    roles = {source.role for source in sources if is_live(source)}
-    return None if not roles or not roles <= FACTORS else "statistic" if "statistic" in roles else "factor"
+    return mark(torch.where(chosen, first, second), live=True, role=role_of_factors(run, *both))
 
 
 @rules_for("sort topk kthvalue max min median mode cummax cummin")
@@ -115,7 +111,7 @@ def select(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
     keeps_dim = places.dim() == x.dim()
     values = raw(torch.take_along_dim, x, places if keeps_dim else places.unsqueeze(dim), dim)
     values = values if keeps_dim else values.squeeze(dim)
-    return type(result)((mark(values, live=True, role=_role(x)), places))
+    return type(result)((mark(values, live=True, role=role_of_factors(run, x)), places))
 
 
 def _dimension(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -133,7 +129,7 @@ def _of_all(run: Interpreter, function: Any, x: Tensor) -> Traced:
     samples = plain(x).reshape(-1, size)[:, place]
     # Of a batch of states each has its own, which must meet the others sample by sample.
     shape = () if len(samples) == 1 else (-1,) + (1,) * (x.dim() - 1)
-    return mark(samples.reshape(shape), live=True, role=_role(x))
+    return mark(samples.reshape(shape), live=True, role=role_of_factors(run, x))
 
 
 @rules_for("amax amin aminmax")
@@ -158,7 +154,7 @@ def extreme(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict
     values = torch.take_along_dim(rows, places, -1)[..., 0]
     for dim in chosen if keepdim else ():
         values = values.unsqueeze(dim)
-    return mark(values, live=True, role=_role(x))
+    return mark(values, live=True, role=role_of_factors(run, x))
 
 
 @rules_for("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
@@ -173,5 +169,5 @@ def max_pool(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     pool = getattr(F, f"{name}_with_indices")
     places = run.keep_factor(name, lambda: raw(pool, constant(x), *rest, **options)[1])
     values = torch.take_along_dim(plain(x).flatten(-n_axes), places.flatten(-n_axes), -1)
-    values = mark(values.unflatten(-1, places.shape[-n_axes:]), live=True, role=_role(x))
+    values = mark(values.unflatten(-1, places.shape[-n_axes:]), live=True, role=role_of_factors(run, x))
     return (values, places) if gives_places else values

@@ -32,6 +32,8 @@ def in_place(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
         raw(function, *args, **kwargs)
         live = live and name != "zero"
     else:
+        # Of a copy: what the rule keeps of the target must not be written over.
+        args = (_copy(target), *args[1:]) if is_live(target) else args
         result = RULES[name](run, getattr(Tensor, name, None) or getattr(torch, name), args, kwargs)
         raw(Tensor.copy_, target, result)
         live = is_live(result)
@@ -61,6 +63,10 @@ def write_out(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
         raw(Tensor.resize_, target, result.shape)
     raw(Tensor.copy_, target, result)
     return _spread(target, live=is_live(result))
+
+
+def _copy(target: Any) -> Traced:
+    return mark(raw(Tensor.clone, target), live=True, role=target.role)
 
 
 def _own(target: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.freezing.rules.table import ATTRIBUTE, name_of, rules_for
-from tensorlens.freezing.traced import FACTORS, Interpreter, Traced, constant, mark, raw, traced_in, type_of
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, raw, traced_in, type_of
 
 
 @rules_for(
@@ -112,14 +112,23 @@ def linear(
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
         run.note_rule("cast: float32")
-    return _label(run, name, result, sources, live=live, role=_role(name, sources, args))
+    return _label(run, name, result, sources, live=live, role=_role(run, name, sources, args))
 
 
-def _role(name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
+def role_of_factors(run: Interpreter, *sources: Any) -> str | None:
+    """What is made of live factors alone: a factor again."""
+    live = [source for source in sources if is_live(source)]
+    if not live or not all(is_factor(run, source) for source in live):
+        return None
+    roles = {source.role for source in live}
+    return "statistic" if "statistic" in roles else "attention" if roles == {"attention"} else "factor"
+
+
+def _role(run: Interpreter, name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
     """What the result of a linear function is: a factor, if it is made of nothing else, until a weight reads it."""
-    live = {source.role for source in sources if source.live}
-    if live and live <= FACTORS and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
-        return "statistic" if "statistic" in live else "attention" if live == {"attention"} else "factor"
+    role = role_of_factors(run, *sources)
+    if role is not None and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
+        return role
     return next((s.role for s in sources if s.role in CARRIED_ROLES), None) if name in KEEPS_ROLE else None
 
 

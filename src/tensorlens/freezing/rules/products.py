@@ -13,7 +13,7 @@ from tensorlens.freezing.rules.linear import linear
 from tensorlens.freezing.rules.norms import statistic
 from tensorlens.freezing.rules.replacements import hold_value, product, taylor
 from tensorlens.freezing.rules.table import name_of, rules_for
-from tensorlens.freezing.traced import FACTORS, Interpreter, Traced, constant, is_live, mark, plain, raw
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, plain, raw
 from tensorlens.models.precision import at_least_float32
 
 
@@ -28,9 +28,9 @@ def power(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
         return statistic(run, function, (x, exponent), {})
     if "taylor" in (run.rules.norm, run.rules.activation):
         run.note_rule("power: derivative")
-        role = x.role if is_factor(x) else None
+        role = x.role if is_factor(run, x) else None
         return mark(taylor(run, "pow", lambda v: v**exponent, x), live=True, role=role)
-    if is_factor(x):
+    if is_factor(run, x):
         return activate_from(run, "pow", x, lambda v: v**exponent, "factor")
     run.note_rule("product: power")
     base, rest = at_least_float32(constant(x)), float(exponent) - 1
@@ -38,28 +38,27 @@ def power(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
     return mark(scale(x, factor), live=True)
 
 
-def is_factor(value: Any) -> bool:
-    """Whether a live tensor is what multiplies others: a gate, a router's weight, a statistic."""
-    return is_live(value) and value.role in FACTORS
-
-
 def _choice(run: Interpreter, first: Traced, second: Traced) -> str | None:
     """How a product that has a live factor in it is replaced, or None for the convention of other products."""
     roles = first.role, second.role
     if "statistic" in roles:
         return "taylor"  # alive only where `norm` says so
-    if not (is_factor(first) or is_factor(second)):
+    if not (is_factor(run, first) or is_factor(run, second)):
         return None
     if run.rules.gate in ("half", "taylor"):
         return run.rules.gate
     return (
-        "both held" if is_factor(first) and is_factor(second) else "first held" if is_factor(first) else "second held"
+        "both held"
+        if is_factor(run, first) and is_factor(run, second)
+        else "first held"
+        if is_factor(run, first)
+        else "second held"
     )
 
 
 def settle(run: Interpreter, name: str, value: Any) -> Any:
     """A live factor as what it was in the recording, held from here on."""
-    if not is_factor(value):
+    if not is_factor(run, value):
         return value
     run.note_rule("factor: held")
     kept = run.keep_factor(f"{name}.factor", lambda: constant(value))
@@ -74,7 +73,7 @@ def multiply(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
         result = linear(run, function, (first, second), {})
         if (
             is_live(result)
-            and not is_factor(result)
+            and not is_factor(run, result)
             and "gate" in [getattr(x, "role", None) for x in (first, second) if not is_live(x)]
         ):
             result.role = "activated"  # z ⊙ σ(z): a swish, spelled out
@@ -100,7 +99,7 @@ def _by_convention(run: Interpreter, first: Traced, second: Traced, choice: str 
     result = product(run, names, torch.mul, first, second, kind)
     if choice is None and run.rules.gate not in ("half", "taylor"):
         run.watch_product("half and half", result)
-    of_norm = "statistic" in (first.role, second.role) and is_factor(first) and is_factor(second)
+    of_norm = "statistic" in (first.role, second.role) and is_factor(run, first) and is_factor(run, second)
     return mark(result, live=True, role="statistic" if of_norm else None)
 
 
@@ -140,15 +139,15 @@ def _matrix_product(run: Interpreter, function: Any, left: Any, right: Any, rest
     run.note_rule({"first held": "product: left factor held"}.get(choice, f"product: {choice}"))
     names = f"{name}.left", f"{name}.right"
     result = mark(product(run, names, lambda a, b: raw(function, a, b, *rest), left, right, choice), live=True)
-    if not (is_factor(left) or is_factor(right)) and choice == "first held":
+    if not (is_factor(run, left) or is_factor(run, right)) and choice == "first held":
         run.watch_product("left factor held", result)
     return result
 
 
 def _matrix_choice(run: Interpreter, left: Traced, right: Traced) -> str:
     """Attention and what has no role follow `attention`; a gate or a statistic has a rule of its own."""
-    if "attention" in (left.role, right.role):
-        return run.rules.attention  # alive only where it is not "hold"
+    if "attention" in (left.role, right.role) and run.rules.attention != "hold":
+        return run.rules.attention
     choice = _choice(run, left, right)
     return choice or ("first held" if run.rules.attention == "hold" else run.rules.attention)
 
@@ -178,13 +177,13 @@ def einstein_sum(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs:
     """As `matrix_product`, two live operands at a time; of several live ones that are held, all but the last."""
     operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
     live = [i for i, operand in enumerate(operands) if is_live(operand)]
-    if len(live) > 1 and all(not is_factor(operands[i]) for i in live[:-1]) and is_factor(operands[live[-1]]):
+    if len(live) > 1 and all(not is_factor(run, operands[i]) for i in live[:-1]) and is_factor(run, operands[live[-1]]):
         live = [live[-1], *live[:-1]]  # the factor is what is held
     if len(live) > 1 and _einsum_choice(run, operands, live) in ("half", "taylor"):
         return _live_einsum(run, args[0], operands, live)
-    if len(live) > 1 and all(is_factor(operands[i]) for i in live):
+    if len(live) > 1 and all(is_factor(run, operands[i]) for i in live):
         return linear(run, function, (args[0], *(settle(run, "einsum", operand) for operand in operands)), kwargs)
-    has_factor = any(is_factor(operands[i]) for i in live)
+    has_factor = any(is_factor(run, operands[i]) for i in live)
     for i in live[:-1]:
         run.note_rule("product: left factor held")
         operands[i] = hold_value(run, f"einsum.{i}", operands[i])
@@ -230,7 +229,7 @@ def added_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs
     if is_live(right) and (is_live(left) or name in ("addcdiv", "lerp")):
         if _added_choice(run, name, left, right) in ("half", "taylor"):
             return _taken_apart(name, base, left, right, kwargs)
-        if name in ("addcdiv", "lerp") or is_factor(right) and not is_factor(left):
+        if name in ("addcdiv", "lerp") or is_factor(run, right) and not is_factor(run, left):
             right = hold_value(run, f"{name}.held", right)
         else:
             left = hold_value(run, f"{name}.held", left)
@@ -290,7 +289,7 @@ def divide(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
 def _live_quotient(run: Interpreter, numerator: Any, denominator: Traced) -> Traced:
     run.note_rule("quotient: derivative")
     if is_live(numerator):
-        role = numerator.role if is_factor(numerator) else None
+        role = numerator.role if is_factor(run, numerator) else None
         return mark(taylor(run, "div", torch.div, numerator, denominator), live=True, role=role)
     value = plain(numerator) if isinstance(numerator, Tensor) else numerator
     return mark(taylor(run, "div", lambda d: torch.div(value, d), denominator), live=True, role="statistic")

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from tensorlens.freezing.traced import Interpreter, constant, plain, raw
+from tensorlens.freezing.traced import Interpreter, constant, plain
 
 Weights = tuple[float, float]
 """How much of a product follows the first factor, and how much the second."""
@@ -53,8 +52,9 @@ def product(
         return multiply(first, plain(b))  # type: ignore[arg-type]
     if first is None:
         return multiply(plain(a), second)
-    both = multiply(plain(a), second) + multiply(first, plain(b))
-    return 0.5 * both if choice == "half" else both - multiply(first, second)
+    both = of_a * multiply(plain(a), second) + of_b * multiply(first, plain(b))
+    rest = 1 - of_a - of_b
+    return both + rest * multiply(first, second) if rest else both
 
 
 def pinned(x: Tensor, x0: Tensor) -> Tensor:
@@ -75,9 +75,10 @@ def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inpu
     r"""$f(x^0) + J_f(x^0)(x - x^0)$ for a smooth function of live tensors, which may give several tensors.
 
     With a graph only the derivative counts: f is evaluated at the recorded point, and autograd has its Jacobian there.
-    Without one, forward-mode differentiation gives the product with the Jacobian.
+    Without one, the product with the Jacobian is added to the recorded value.
     """
-    at = run.keep_factor(operation, lambda: tuple(constant(x) for x in inputs))
+    # Copies, since a model may write over its state in place after a norm has read it.
+    at = run.keep_factor(operation, lambda: tuple(constant(x).clone() for x in inputs))
     live = [plain(x) for x in inputs]
     with torch._C.DisableTorchFunctionSubclass():
         if run.recording:
@@ -89,27 +90,25 @@ def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inpu
 
 
 def _first_order(function: Callable[..., Any], at: list[Tensor], steps: list[Tensor]) -> Any:
-    with forward_ad.dual_level():
-        result = function(*(forward_ad.make_dual(x0, step) for x0, step in zip(at, steps, strict=True)))
-        return _summed(result)
+    with torch.enable_grad():
+        points = [x0.detach().requires_grad_() for x0 in at]
+        return _moved(function(*points), points, steps)
 
 
-def _summed(result: Any) -> Any:
+def _moved(result: Any, points: list[Tensor], steps: list[Tensor]) -> Any:
+    """What a function gave at `points`, moved along its tangent.
+
+    By two backward passes: Jᵀv is linear in v, and its own adjoint is J. Forward-mode differentiation would allow one
+    thread at a time.
+    """
     if isinstance(result, (tuple, list)):
-        return type(result)([_summed(part) for part in result])
-    if not isinstance(result, Tensor):
+        return type(result)([_moved(part, points, steps) for part in result])
+    if not isinstance(result, Tensor) or not result.requires_grad:
         return result
-    value, step = forward_ad.unpack_dual(result)
-    return value.clone() if step is None else value + step
-
-
-def slope(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    r"""$\varphi'(z)$ of an elementwise function."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-        at = z.detach().requires_grad_()
-        return torch.autograd.grad(function(at).sum(), at)[0]
-
-
-def unruled(function: Any, *rest: Any, **options: Any) -> Callable[[Tensor], Any]:
-    """`function` of its first argument alone, with no rule applied."""
-    return lambda x: raw(function, x, *rest, **options)
+    v = torch.zeros_like(result, requires_grad=True)
+    pulled = torch.autograd.grad(result, points, v, create_graph=True, materialize_grads=True)
+    pairs = [(pull, step) for pull, step in zip(pulled, steps, strict=True) if pull.requires_grad]
+    if not pairs:  # the derivative is zero everywhere
+        return result.detach()
+    pulls, along = zip(*pairs, strict=True)
+    return result.detach() + torch.autograd.grad(pulls, v, along, materialize_grads=True)[0]
