@@ -89,7 +89,7 @@ def test_maps_equal_that_of_a_replay(name, target, attention, replays, monkeypat
     found = [T.map("tensor.in_class", out_token=token, target=target) for _ in range(2)]
     assert not replays
     with monkeypatch.context() as patch:
-        patch.setattr(recorder, "GRAPH_SHARE", 0.0)
+        patch.setattr(recorder, "free_bytes", lambda device: 0)
         without = tensor_of(name, attention)
     replays.clear()
     again = without.map("tensor.in_class", out_token=token, target=target)
@@ -197,7 +197,7 @@ def test_a_final_norm_left_out_is_left_out_of_it(replays):
 
 def test_a_large_input_keeps_none(monkeypatch):
     expected = tensor_of("gpt2").map(out_token=-1).scores
-    monkeypatch.setattr(recorder, "GRAPH_SHARE", 0.0)
+    monkeypatch.setattr(recorder, "free_bytes", lambda device: 0)
     T = tensor_of("gpt2")
     assert T.operator.recording.graph is None
     assert T.certificate().passed
