@@ -14,7 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing import recording as recordings
+from tensorlens.freezing import recorder
 from tensorlens.freezing import replay as replaying
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.places import Span
@@ -89,7 +89,7 @@ def test_maps_equal_that_of_a_replay(name, target, attention, replays, monkeypat
     found = [T.map("tensor.in_class", out_token=token, target=target) for _ in range(2)]
     assert not replays
     with monkeypatch.context() as patch:
-        patch.setattr(recordings, "GRAPH_SHARE", 0.0)
+        patch.setattr(recorder, "free_bytes", lambda device: 0)
         without = tensor_of(name, attention)
     replays.clear()
     again = without.map("tensor.in_class", out_token=token, target=target)
@@ -197,7 +197,7 @@ def test_a_final_norm_left_out_is_left_out_of_it(replays):
 
 def test_a_large_input_keeps_none(monkeypatch):
     expected = tensor_of("gpt2").map(out_token=-1).scores
-    monkeypatch.setattr(recordings, "GRAPH_SHARE", 0.0)
+    monkeypatch.setattr(recorder, "free_bytes", lambda device: 0)
     T = tensor_of("gpt2")
     assert T.operator.recording.graph is None
     assert T.certificate().passed
@@ -208,7 +208,7 @@ def test_how_large_is_measured_in_tokens(monkeypatch):
     T = tensor_of("vit")  # whose arguments do not say how many there are
     anatomy = T.operator.recording.anatomy
     for free, kept in ((T.n_tokens * anatomy.bytes_per_token, True), (T.n_tokens * anatomy.bytes_per_token - 1, False)):
-        monkeypatch.setattr(recordings, "free_bytes", lambda device, free=free: free / recordings.GRAPH_SHARE)
+        monkeypatch.setattr(recorder, "free_bytes", lambda device, free=free: free / recorder.GRAPH_SHARE)
         assert (tensor_of("vit").operator.recording.graph is not None) == kept
 
 

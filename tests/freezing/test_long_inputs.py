@@ -10,7 +10,7 @@ import tensorlens as tl
 from tensorlens.freezing import long_inputs
 from tensorlens.freezing.long_inputs import LongInput, record_long
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.recording import Recorder
+from tensorlens.freezing.recorder import Recorder
 
 
 @pytest.mark.parametrize("reserve", [0.0, 2.0], ids=["graphs kept", "recomputed"])

@@ -41,6 +41,7 @@ class _Wrapping:
     found: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor | None] = field(default_factory=dict)
     users: set[object] = field(default_factory=set)
+    copies: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
 
 _lock = threading.RLock()
@@ -70,6 +71,8 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
                     stack.enter_context(run.audit)
                 yield
         finally:
+            if run.recording:
+                run.written = _written([module for module in run.modules if module in _wrapped])
             finish(run)
             set_active(before)
             _unwrap(run.modules, user)
@@ -188,6 +191,19 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
     own.update(replaced)
     for key, buffer in wrapping.buffers.items():
         module._buffers[key] = _copy(buffer, copies)
+    data = {**replaced, **module._buffers}
+    wrapping.copies |= {key: (value, value._version) for key, value in data.items() if _is_data(value)}
+
+
+def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
+    """Data that the pass wrote to or replaced: so will the user's own passes, and it is no change of the model."""
+    with _lock:
+        return frozenset(
+            (id(module), key)
+            for module in modules
+            for key, (copy, version) in _wrapped[module].copies.items()
+            if module._buffers.get(key, module.__dict__.get(key)) is not copy or copy._version != version
+        )
 
 
 def _copy(buffer: Any, copies: dict[int, Tensor]) -> Tensor:

@@ -102,6 +102,7 @@ class Interpreter:
         self.n_reads = 0
         self.generation: float = 0
         self.refused: Exception | None = None
+        self.written: frozenset[tuple[int, str]] = frozenset()
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: list[Tensor] = []
         self._parents: dict[int, str] = {}

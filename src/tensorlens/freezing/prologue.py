@@ -30,11 +30,15 @@ class Prologue(TorchFunctionMode):
         self.__enter__()
         self._is_noting = True
 
-    def stop(self) -> None:
-        """Note nothing more."""
+    def pause(self) -> None:
+        """Note nothing more, and keep what was noted: what follows is the library's own and not the model's."""
         if self._is_noting:
             self._is_noting = False
             self.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """Note nothing more."""
+        self.pause()
         self._calls.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

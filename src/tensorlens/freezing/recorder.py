@@ -243,7 +243,7 @@ class Recorder:
             self.layouts[-1] = self._layout(last, -2)
             self.states[-1] = self.layouts[-1].to_tokens(last)
         now = current_fingerprint(self.anatomy.model)  # now, since a first pass may cast weights for good
-        ignored = moved(self.found, now, self.anatomy.model)
+        ignored = moved(self.found, now, self.anatomy.model) | run.written
         graph = None
         if run.grad and (self.leaves or self.blocks):
             graph = Graph(tuple(self.leaves), self.end if rules.include_final_norm else None, readout)
@@ -294,6 +294,7 @@ class Recorder:
         run, n, call = self.run, self.n_entered, None
         self.n_entered += 1
         state = find_state(args, kwargs, run.module)
+        self.prologue.pause()
         with self._explained():
             self._learn_entry(n, state, module)
             if self.blocks is not None:

@@ -322,6 +322,7 @@ class _ReplayRoute:
         if n < self.span.start:
             return self.recording.block_outputs[n]
         if self._begins(n):
+            self.prologue.pause()
             live = self._substitute(run, n, state)
             for value in (*args, *kwargs.values()):  # two residual streams may begin alike
                 is_like = isinstance(value, Tensor) and value is not state and value.shape == state.shape

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorlens.models.fingerprint import in_this_thread
 from tensorlens.models.plain_pass import evaluating, in_own_precision
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
@@ -298,8 +299,8 @@ class _Calls:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Let every module report, by hooks that belong to no module: the user's are not touched."""
-        before = global_hooks.register_module_forward_pre_hook(self._begin)
-        after = global_hooks.register_module_forward_hook(self._end, with_kwargs=True)
+        before = global_hooks.register_module_forward_pre_hook(in_this_thread(self._begin))
+        after = global_hooks.register_module_forward_hook(in_this_thread(self._end), with_kwargs=True)
         try:
             yield
         finally:

@@ -90,7 +90,7 @@ def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozens
         if not _add_state(row, module, objects, ignoring):
             return None
     code = tuple([(kind, _reference(kind.forward)) for kind in kinds])
-    hooks = tuple([tuple(hooks) for hooks in _GLOBAL_HOOKS])
+    hooks = tuple([tuple([n for n, hook in list(hooks.items()) if not _looks_on(hook)]) for hooks in _GLOBAL_HOOKS])
     return Fingerprint(tuple(row), starts, (hooks, code, _configurations(objects)))
 
 
