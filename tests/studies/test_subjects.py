@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from tiny_study import TEXTS, lens_on, vision_lens
+from tiny_study import TEXTS, lens_on, vision_lens, write_pictures
 
 import tensorlens as tl
 from tensorlens.errors import InputError
