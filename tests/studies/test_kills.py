@@ -41,10 +41,11 @@ def finished(name: str, folder: Path) -> tuple[bytes, bytes]:
 
 
 def kill_often(name: str, folder: Path, n_kills: int, seed: int = 0) -> None:
-    """Kill a study `n_kills` times, each run of it at moments over its whole length, and compare each that ends."""
-    began = time.monotonic()
-    whole = finished(name, folder / "whole")
+    """Kill a study `n_kills` times, at moments over its whole length, and compare what it ends with each time."""
+    process, began = started(name, folder / "whole"), time.monotonic()
+    process.join()
     seconds = time.monotonic() - began
+    whole = finished(name, folder / "whole")
     draw, killed, number = random.Random(seed), 0, 0
     while killed < n_kills:
         process = started(name, folder / str(number))
@@ -52,8 +53,11 @@ def kill_often(name: str, folder: Path, n_kills: int, seed: int = 0) -> None:
         process.kill()
         process.join()
         killed += process.exitcode == ENDED_BY_KILL
-        if draw.random() < 0.25:  # after about four kills a run may end
+        if (
+            process.exitcode != ENDED_BY_KILL or draw.random() < 0.15
+        ):  # there is little left to kill in a run that ended
             assert finished(name, folder / str(number)) == whole
+            print(f"{name}: {killed} kills, {number + 1} runs, all the same", flush=True)
             number += 1
     assert finished(name, folder / str(number)) == whole
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from tiny_study import TEXTS, lens_on, vision_lens
+from tiny_study import TEXTS, lens_on, vision_lens, write_pictures
 
 import tensorlens as tl
 from tensorlens.errors import InputError
@@ -104,7 +104,7 @@ def test_a_model_that_pads_by_itself_keeps_its_padding():
 
 
 def test_patches_become_black_before_normalisation(tmp_path):
-    images = Images(vision_lens(), read_dataset(tmp_path))
+    images = Images(vision_lens(), read_dataset(write_pictures(tmp_path / "pictures")))
     sample = images.load(0)
     assert (sample.n_tokens, sample.fixed) == (5, frozenset({0}))
     masks = torch.zeros(1, 5, dtype=torch.bool)
