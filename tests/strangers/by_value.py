@@ -44,7 +44,7 @@ def layouts(state: Tensor, module: nn.Module) -> list[Callable[[Tensor], Tensor]
     In a picture, channels are the axis whose size the weights of the module have; both, if the weights have both.
     """
     if state.dim() == 4 and state.shape[0] == 1:
-        sizes = {size for layer in module.modules() for size in widths(layer)}
+        sizes = {size for layer in module.modules() for size in widths(layer) if size > 3}  # 2 and 3 are coordinates
         last, first = (lambda s: s[0].flatten(0, 1)), (lambda s: s[0].flatten(1).T)
         return [last] * (state.shape[3] in sizes) + [first] * (state.shape[1] in sizes) or [first]
     if state.dim() == 3 and state.shape[0] == 1:
@@ -83,7 +83,8 @@ class Watch:
 
     def _entering(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.x is not None:
-            is_norm = "norm" in type(module).__name__.lower()
+            name = type(module).__name__.lower()
+            is_norm = "norm" in name and "conv" not in name
             if is_norm and any(matching(one, self.last, module) for one in tensors([args, kwargs])):
                 self.norm_after = type(module).__name__
             return None

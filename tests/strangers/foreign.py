@@ -152,28 +152,28 @@ FOREIGNERS = [
         package="diffusers", name="diffusers PixArt",
         build=diffusion(
             "PixArtTransformer2DModel", **DIT, patch_size=2, out_channels=8, cross_attention_dim=16,
-            caption_channels=12, norm_type="ada_norm_single",
+            caption_channels=20, norm_type="ada_norm_single",
         ),
         inputs=lambda: latents() | {
-            "encoder_hidden_states": randn(1, 5, 12, seed=6),
+            "encoder_hidden_states": randn(1, 5, 20, seed=6),
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
         },
     ),
     Foreigner(
         package="diffusers", name="diffusers Transformer2D",
-        build=diffusion("Transformer2DModel", **DIT, norm_num_groups=2, cross_attention_dim=12),
+        build=diffusion("Transformer2DModel", **DIT, norm_num_groups=2, cross_attention_dim=20),
         inputs=lambda: {
-            "hidden_states": randn(1, 4, 12, 12, seed=4), "encoder_hidden_states": randn(1, 5, 12, seed=6),
+            "hidden_states": randn(1, 4, 12, 12, seed=4), "encoder_hidden_states": randn(1, 5, 20, seed=6),
         },
     ),
     Foreigner(
         package="diffusers", name="diffusers SD3",
         build=diffusion(
-            "SD3Transformer2DModel", **DIT, patch_size=2, out_channels=4, joint_attention_dim=12,
+            "SD3Transformer2DModel", **DIT, patch_size=2, out_channels=4, joint_attention_dim=20,
             caption_projection_dim=16, pooled_projection_dim=10, pos_embed_max_size=8,
         ),
         inputs=lambda: latents() | {
-            "encoder_hidden_states": randn(1, 5, 12, seed=6), "pooled_projections": randn(1, 10, seed=7),
+            "encoder_hidden_states": randn(1, 5, 20, seed=6), "pooled_projections": randn(1, 10, seed=7),
         },
     ),
 ]  # fmt: skip
