@@ -1,4 +1,5 @@
-"""Maps of a data set beside plain input times gradient in batches, and long inputs beside plain passes: one run, ratios.
+# ruff: noqa: B023  (every function is called before the loop goes on)
+"""Maps of a data set beside plain input times gradient in batches, long inputs beside plain passes: ratios of one run.
 
     PYTHONPATH=src python benchmarks/data_sets.py --out results.json [--only batches long]
 
@@ -27,6 +28,7 @@ LLAMA_8B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, 
 
 
 def finish() -> None:
+    """Wait for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -62,6 +64,7 @@ def plain_maps(model: Any, ids: list[list[int]], batch_size: int) -> None:
 
 
 def extra(model: Any) -> dict[str, Any]:
+    """No cache, where there could be one."""
     return {"use_cache": False} if hasattr(model, "generate") else {}
 
 
@@ -95,7 +98,7 @@ def batches(device: str) -> dict[str, float]:
                 ours = timed(lambda ids=ids, m=method, lens=lens: list(lens.maps(ids, m, batch_size=size)))
                 found[f"{name}, {label}, {key}"] = plain / ours
                 print(
-                    f"{name:10} {label:18} {key:10} plain {n / plain:7.0f}/s ours {n / ours:7.0f}/s  x{plain / ours:.3f}"
+                    f"{name:10} {label:18} {key:10} plain {n / plain:6.0f}/s ours {n / ours:6.0f}/s x{plain / ours:.3f}"
                 )
             few = ids[:size]
             if label == "128 tokens" and name == "smollm2":
@@ -161,6 +164,7 @@ def long(device: str, n_tokens: int = 8192) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=["batches", "long"])

@@ -40,7 +40,7 @@ def linearity(T: tl.AttentionTensor) -> float:
 def adjoint(T: tl.AttentionTensor) -> float:
     """⟨u, T·v⟩ = ⟨Tᵀu, v⟩ for several u at once."""
     v = states(T, 1)[0]
-    u = states(T, 3, seed=2)
+    u = torch.randn(3, *T.shape[:2], generator=torch.Generator().manual_seed(2), dtype=T.dtype)
     y = T.apply(v)
     return relative((u * y).sum((1, 2)) - (T.adjoint(u) * v).sum((1, 2)), u.norm(dim=(1, 2)) * y.norm())
 

@@ -62,7 +62,9 @@ def test_a_block_is_made_again_once_for_all_cotangents(monkeypatch: pytest.Monke
     long, made = long_input("llama"), []
     run_block = LongInput._run_block
     monkeypatch.setattr(
-        LongInput, "_run_block", lambda self, n, x, **options: (made.append(n), run_block(self, n, x, **options))[1]
+        LongInput,
+        "_run_block",
+        lambda self, n, x, *given, **options: (made.append(n), run_block(self, n, x, *given, **options))[1],
     )
     u = torch.randn(5, *long.recording.states[-1].shape[1:], dtype=torch.float64)
     together = long.pull(u, Span(0, 3))

@@ -84,9 +84,14 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
 
 
 def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = frozenset()) -> Fingerprint | None:
-    """The model's fingerprint, as it was before wrapping where another thread has it wrapped."""
+    """The model's fingerprint, as it was before wrapping where another thread has it wrapped.
+
+    None where another thread has only a part of it wrapped, so that it cannot be told.
+    """
     with _lock:
-        return _found[model] if model in _found else fingerprint(model, ignored)
+        if model in _found:
+            return _found[model]
+        return None if _wrapped and any(part in _wrapped for part in model.modules()) else fingerprint(model, ignored)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Interpreter:
     """One pass of a model under the rules.
 
     Args:
-        model: What runs.
+        model: What runs: the user's model, or one of its blocks.
         rules: The user's conventions.
         factors: Filled while recording, read while replaying.
         route: What to do at modules.
@@ -75,14 +75,15 @@ class Interpreter:
         heads: For each block named, a multiplier for each head's token mixing.
         observers: Who looks on.
         audit: Watches, below the rules, for live values that leave unseen.
+        prefix: Path of `model` within the user's model.
     """
 
     def __init__(
         self, model: nn.Module, *, rules: Rules, factors: Factors, route: Route, recording: bool = False,
         grad: bool = False, heads: Heads | None = None, observers: Sequence[Observer] = (),
-        audit: LeakAudit | None = None,
+        audit: LeakAudit | None = None, prefix: str = "",
     ) -> None:  # fmt: skip
-        named = dict(model.named_modules())
+        named = dict(model.named_modules(prefix=prefix))
         self.names = {id(module): name for name, module in named.items()}
         self.modules = list(named.values())
         self.rules, self.factors, self.route = rules, factors, route

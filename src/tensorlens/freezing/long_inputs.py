@@ -19,12 +19,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import own_precision, running
-from tensorlens.freezing.interpreter import Forward, Heads, Interpreter
+from tensorlens.freezing.interpreter import Factors, Forward, Heads, Interpreter
 from tensorlens.freezing.layouts import constants, find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Site, Span
 from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding, record
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay, check_unchanged
+from tensorlens.freezing.replay import FactorReplay, Joined, Read, RecalledFactors, Replay, check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
 from tensorlens.memory import clear_memory, free_bytes
 from tensorlens.models.anatomy import Anatomy
@@ -94,6 +94,7 @@ class LongInput(Replay):
         self.recording, self.factors, self.calls, self.leaves, self.edges = recording, factors, calls, leaves, edges
         self.end, self.end_logits = end, end_logits
         self._by_factors = FactorReplay(recording)
+        self._paths = {id(module): name for name, module in recording.model.named_modules()}
 
     @property
     def keeps_factors(self) -> bool:
@@ -102,9 +103,14 @@ class LongInput(Replay):
 
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         """The affine function, a block at a time: its factors are made again, used and let go."""
+        check_unchanged(self.recording)
+        last = self.recording.n_blocks - 1
         for n in range(*span):
-            with self.opened(n):
-                x = self._by_factors.push(x, Span(n, n + 1), heads)
+            with self.opened(n), own_precision(), torch.no_grad():
+                if n == last:  # what follows it is not in any block
+                    x = self._by_factors.push(x, Span(n, n + 1), heads)
+                else:
+                    x = self._run_block(n, x, RecalledFactors(self.factors), heads=heads)
         return x
 
     def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
@@ -170,7 +176,7 @@ class LongInput(Replay):
         """Through a block whose graph was not kept: it is made again, once for all cotangents."""
         with own_precision(), without_weight_gradients(self.recording.model):
             leaf = self.recording.states[n].detach().requires_grad_()
-            return _gradients(plain(self._run_block(n, leaf, grad=True)), leaf, cs[:, None])
+            return _gradients(self._run_block(n, leaf, self.factors, grad=True), leaf, cs[:, None])
 
     @contextmanager
     def opened(self, *blocks: int) -> Iterator[None]:
@@ -178,24 +184,29 @@ class LongInput(Replay):
         self.factors.open |= set(blocks)
         try:
             for n in blocks:
-                self._run_block(n, self.recording.states[n], grad=False)
+                self._run_block(n, self.recording.states[n], self.factors)
             yield
         finally:
             self.factors.open -= set(blocks)
             for site in [site for site in self.factors if site.place.inside and site.place.block in blocks]:
                 del self.factors[site]
 
-    def _run_block(self, n: int, x: Tensor, *, grad: bool) -> Tensor:
-        """One block at the recorded state, its factors held as it goes."""
-        model = self.recording.model
+    def _run_block(
+        self, n: int, x: Tensor, factors: Factors, *, grad: bool = False, heads: Heads | None = None
+    ) -> Tensor:
+        """One block at a state (sample, token, channel), by itself: its factors are held as it goes, or put back."""
+        recording, (module, args, kwargs) = self.recording, self.calls[n]
         run = Interpreter(
-            model, rules=self.recording.rules, factors=self.factors, route=_Straight(), recording=True, grad=grad
-        )
+            module, rules=recording.rules, factors=factors, route=_Straight(), recording=factors is self.factors,
+            grad=grad, heads=heads, prefix=self._paths[id(module)],
+        )  # fmt: skip
         run.place = Place(n, inside=True)
-        module, args, kwargs = self.calls[n]
-        with running(run, model), torch.set_grad_enabled(grad):
-            args, kwargs = put_state(args, kwargs, mark(x.view_as(x), live=True))
-            return state_of(module(*args, **kwargs))
+        layout = recording.layouts[n]
+        with running(run, module), torch.set_grad_enabled(grad):
+            native = layout.to_native(x)
+            args, kwargs = put_state(args, kwargs, mark(native.view_as(native), live=True))
+            output = plain(state_of(module(*args, **kwargs), recording.anatomy.state_place))
+            return recording.layouts[n + 1].to_tokens(output)
 
 
 class _Straight:

@@ -178,7 +178,7 @@ def check_unchanged(recording: Recording) -> None:
     if recording.fingerprint is None:
         return
     now = current_fingerprint(recording.model, recording.ignored)
-    if now != recording.fingerprint:
+    if now is not None and now != recording.fingerprint:
         changed = what_changed(recording.fingerprint, now, recording.model)
         raise InputError(
             f"The model has changed since this pass was recorded: {changed}. What was held belongs to the model as it "

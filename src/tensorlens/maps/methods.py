@@ -192,7 +192,8 @@ def _in_class(question: Question) -> Answer:
     names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
     logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
-    if not operator.heads and _is_exact(scores, logits):
+    # Of a long input a replay at zero costs more than the map.
+    if not operator.heads and (operator.is_streamed or _is_exact(scores, logits)):
         bias_share, notes["bias"] = not_carried(scores, logits), BY_COMPLETENESS
     else:  # without all of its heads, the model gives other logits than these
         at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])

@@ -8,9 +8,12 @@ torch's own version counter: `Samples` notices those.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -140,8 +143,7 @@ def _add_state(
 ) -> bool:
     """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
     inside = module.__dict__
-    start, own = len(row), [weakref.ref(module), type(module), inside["training"], _hooks(inside)]
-    row += own
+    row += [weakref.ref(module), type(module), inside["training"], _hooks(inside)]
     for name, p in inside["_parameters"].items():
         if p is not None:
             if p.is_meta:
@@ -155,18 +157,23 @@ def _add_state(
     for name, buffer in inside["_buffers"].items():
         if buffer is not None and not (ignoring and (id(module), name) in ignoring):
             row += (name, _tensor(buffer))
+    set_by_passes = _set_by_passes(type(module))
     for name, value in inside.items():
-        if name in _NO_STATE or ignoring and (id(module), name) in ignoring:
+        if name in _NO_STATE or name in set_by_passes or ignoring and (id(module), name) in ignoring:
             continue
         if type(value) in _SIMPLE:
             row += (name, value)
-        elif name in ("forward", "_old_forward") and hasattr(value, "was_on_instance"):
-            # Another thread has a pass under way, which puts these back when it is over.
-            row[start + 2] = value.was_training
-            row += (name, _reference(value.__wrapped__)) if value.was_on_instance else ()
         else:
             row += (name, _value(value, objects))
     return True
+
+
+@cache
+def _set_by_passes(kind: type) -> frozenset[str]:
+    """Attributes that the code of a forward assigns: what one pass leaves for the next, and no change of the model."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    found = () if code is None else dis.get_instructions(code)
+    return frozenset(step.argval for step in found if step.opname == "STORE_ATTR")
 
 
 def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
