@@ -117,11 +117,11 @@ def _no_fused_layers() -> Iterator[None]:
 
 
 class _ReportingFunctions:
-    """While any pass runs, custom autograd functions and checkpointing report to it as modules do.
+    """While any pass runs, custom autograd functions, checkpointing and inference mode report to it as modules do.
 
-    Both go past torch's Python functions: the one brings a derivative of its own, the other runs code again when no
-    rule applies. They are replaced on torch itself, once for all threads; one without an interpreter goes straight
-    through, and the last pass to leave puts the originals back.
+    They go past torch's Python functions: the first brings a derivative of its own, the second runs code again when no
+    rule applies, the third, inside a model's forward, would leave no graph. They are replaced on torch itself, once for
+    all threads; one without an interpreter goes straight through, and the last pass to leave puts the originals back.
     """
 
     def __init__(self) -> None:
@@ -133,6 +133,8 @@ class _ReportingFunctions:
             if self._users == 1:
                 torch.autograd.Function.apply = classmethod(_apply_custom)  # type: ignore[method-assign,assignment]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
+                torch.inference_mode.__enter__ = _enter_inference_mode  # type: ignore[method-assign]
+                torch.inference_mode.__exit__ = _exit_inference_mode  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         with _lock:
@@ -140,13 +142,27 @@ class _ReportingFunctions:
             if self._users == 0:
                 torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
+                torch.inference_mode.__enter__ = _ENTER  # type: ignore[method-assign]
+                torch.inference_mode.__exit__ = _EXIT  # type: ignore[method-assign]
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint.checkpoint` asks to recompute; its older form is a custom autograd function."""
 _RECOMPUTING = getattr(torch.utils.checkpoint, _CHECKPOINT, None)
+_ENTER, _EXIT = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 _REPORTING_FUNCTIONS = _ReportingFunctions()
+
+
+def _enter_inference_mode(mode: Any) -> None:
+    mode.is_passed_over = mode.mode and active() is not None
+    if not mode.is_passed_over:
+        _ENTER(mode)
+
+
+def _exit_inference_mode(mode: Any, *error: Any) -> None:
+    if not getattr(mode, "is_passed_over", False):
+        _EXIT(mode, *error)
 
 
 def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
