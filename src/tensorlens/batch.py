@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import InputError
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.recorder import RecordOptions, record
+from tensorlens.freezing.record import record
+from tensorlens.freezing.recorder import RecordOptions
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Replay
 from tensorlens.maps.batched import BATCHED, PULLS_ONLY, BatchQuestion
@@ -36,6 +37,10 @@ class Source(Protocol):
     @property
     def pad_id(self) -> int:
         """The token that fills up shorter texts."""
+        ...
+
+    def prepare(self, value: Any) -> ModelInput:
+        """What the model takes, of anything that a call takes."""
         ...
 
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:

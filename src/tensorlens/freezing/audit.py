@@ -109,3 +109,29 @@ def refuse_custom_nodes(*ends: Tensor | None) -> None:
                 "with `tensorlens.adapter`."
             )
         waiting += [parent for parent, _ in node.next_functions]
+
+
+_audited: dict[tuple[Any, ...], None] = {}
+"""States of models whose recording was audited, with the rules and the shapes of their inputs; the newest last."""
+
+MAX_AUDITED = 256
+
+
+def is_audited(key: tuple[Any, ...]) -> bool:
+    """Whether a model in this state was audited on this kind of input."""
+    return key in _audited
+
+
+def note_audit(key: tuple[Any, ...]) -> None:
+    """An audited recording came to its end."""
+    _audited[key] = None
+    while len(_audited) > MAX_AUDITED:
+        del _audited[next(iter(_audited))]
+
+
+def input_kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """The kind of an input: which arguments, of which shape and type."""
+    return tuple(
+        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
+        for name, value in sorted(inputs.items())
+    )

@@ -8,7 +8,7 @@ stays, and their graph is made again when it is needed. Nothing of size L × L e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.factors import RecalledFactors, SomeFactors
 from tensorlens.freezing.interception import own_precision, running
 from tensorlens.freezing.interpreter import Factors, Forward, Heads, Interpreter
 from tensorlens.freezing.layouts import constants, find_state, put_state, replace_state, state_of
-from tensorlens.freezing.places import Place, Site, Span
-from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding, record
+from tensorlens.freezing.places import Place, Span
+from tensorlens.freezing.record import record
+from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import FactorReplay, Joined, Read, RecalledFactors, Replay, check_unchanged
+from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay, check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
 from tensorlens.memory import clear_memory, free_bytes
 from tensorlens.models.anatomy import Anatomy
@@ -57,21 +59,6 @@ def factor_bytes(anatomy: Anatomy, inputs: dict[str, Any]) -> int:
     if not isinstance(tokens, Tensor):
         return 0
     return anatomy.bytes_per_token * tokens.shape[0] * tokens.shape[1]
-
-
-class SomeFactors(dict[Site, Any]):
-    """Keeps what is held outside of blocks, and of blocks only while they are open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: set[int] = set()
-
-    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
-        """Compute the factor of a site, and keep it unless it belongs to a closed block."""
-        factor = constants(compute())
-        if not site.place.inside or site.place.block in self.open:
-            self[site] = factor
-        return factor
 
 
 class LongInput(Replay):

@@ -1,10 +1,9 @@
-"""`record`: run a model once and keep what holds it still."""
+"""`Recorder`: one recording under way, the route of its pass and what it has learnt so far."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, NotLinearError
-from tensorlens.freezing.audit import LeakAudit, refuse_custom_nodes
+from tensorlens.freezing.audit import LeakAudit, input_kind, is_audited, note_audit, refuse_custom_nodes
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
@@ -51,26 +50,6 @@ class BlockGraphs(Protocol):
         """Block n returned."""
 
 
-class KeptFactors(dict[Site, Any]):
-    """Factors of a recording: computed once and kept."""
-
-    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
-        """Compute the factor of a site and keep it.
-
-        Detached: a gradient through a factor would be no part of T, and the factor would keep its graph.
-        """
-        self[site] = factor = constants(compute())
-        return factor
-
-
-class NoFactors(dict[Site, Any]):
-    """For a recording that is asked for its graph alone: factors are computed, used and let go."""
-
-    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
-        """Compute the factor of a site."""
-        return constants(compute())
-
-
 class StartAtEmbedding(BaseException):
     """Asks for a new recording that starts at the embeddings."""
 
@@ -88,62 +67,6 @@ class RecordOptions:
     n_samples: int = 1
     graph_share: float = GRAPH_SHARE
     keeps_factors: bool = True
-
-
-def record(
-    anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, options: RecordOptions | None = None
-) -> Recording:
-    """Run the model once on `inputs` and hold every factor.
-
-    Args:
-        anatomy: The model and where its parts are.
-        inputs: Keyword arguments for the model's forward.
-        rules: The conventions; the defaults of `Rules` if None.
-        options: How to record; one sample, all factors kept, if None.
-    """
-    with own_precision():
-        inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
-    for candidate in (anatomy, *anatomy.alternatives()):
-        recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
-        if recording is not None:
-            return recording
-    raise AnatomyError(
-        f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
-        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
-    )
-
-
-def _is_inference(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_inference()
-
-
-def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: RecordOptions) -> Recording | None:
-    """One anatomy tried: with gradients if they pass, from the embeddings if need be; None if no block ran."""
-    grad, at_embedding = gradients_pass(anatomy.model), False
-    while True:
-        factors = KeptFactors() if options.keeps_factors else NoFactors()
-        recorder = Recorder(anatomy, inputs, rules, options, grad=grad, at_embedding=at_embedding, factors=factors)
-        try:
-            return recorder.go()
-        except StartAtEmbedding:
-            at_embedding = True
-        except Exception:
-            # Code may fail for its gradients alone: a write in place, a custom derivative. Without them it is held.
-            if not grad or recorder.has_leak:
-                raise
-            grad = False
-        del recorder  # and the graph it began
-
-
-def gradients_pass(model: nn.Module) -> bool:
-    """Whether a graph can keep the weights: off-loaded ones come and go, and inference tensors are kept by none."""
-    return not any(parameter.is_meta or parameter.is_inference() for parameter in model.parameters())
-
-
-_audited: dict[tuple[Any, ...], None] = {}
-"""States of models whose recording was audited, with the shapes of their inputs; the newest last."""
-
-MAX_AUDITED = 256
 
 
 class Recorder:
@@ -192,8 +115,8 @@ class Recorder:
     def go(self) -> Recording | None:
         """Run the model and give what was learnt; None if no block ran."""
         self.found = current_fingerprint(self.anatomy.model)
-        audit_key = (self.found, self.rules, _shapes(self.inputs))
-        if self.found is not None and audit_key not in _audited:
+        audit_key = (self.found, self.rules, input_kind(self.inputs))
+        if self.found is not None and not is_audited(audit_key):
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
         readout = self._run()
@@ -206,9 +129,7 @@ class Recorder:
             return None
         if self.run.audit is not None:
             refuse_custom_nodes(readout, self.end)
-        _audited[audit_key] = None
-        while len(_audited) > MAX_AUDITED:
-            del _audited[next(iter(_audited))]
+        note_audit(audit_key)
         return self._finished(readout)
 
     def _run(self) -> Tensor:
@@ -459,11 +380,3 @@ class Recorder:
             with torch.set_grad_enabled(self.run.grad):
                 self.end = self.layouts[-1].to_tokens(plain(state))
             self.states.append(constant(self.end))
-
-
-def _shapes(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """The kind of an input: which arguments, of which shape and type."""
-    return tuple(
-        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-        for name, value in sorted(inputs.items())
-    )

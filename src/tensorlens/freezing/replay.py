@@ -8,18 +8,19 @@ then the decoder's, so that every range of blocks composes with the next.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError, InputError, TensorLensError
+from tensorlens.errors import AnatomyError, InputError
+from tensorlens.freezing.factors import RecalledFactors
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Heads, Interpreter, Observer
 from tensorlens.freezing.layouts import find_state, put_state, replace_state, state_of
-from tensorlens.freezing.places import Place, Site, Span
+from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.prologue import Prologue
 from tensorlens.freezing.recording import Reached, Recording
 from tensorlens.freezing.traced import Traced, constant, mark, plain
@@ -231,24 +232,6 @@ def replayed(
         heads=heads, observers=observers,
     )  # fmt: skip
     return route.go(run), run
-
-
-class RecalledFactors:
-    """Factors of a recording, looked up."""
-
-    def __init__(self, factors: Mapping[Site, Any]) -> None:
-        self.factors = factors
-
-    def at(self, site: Site, compute: Callable[[], Any]) -> Any:
-        """The factor held at `site`."""
-        try:
-            return self.factors[site]
-        except KeyError:
-            raise TensorLensError(
-                f"The replay met {site}, which the recording never saw: the model took another path the second time. "
-                "Expected a forward pass that does the same operations for the same tokens; make sure that the model "
-                "is in eval mode and has no random or stateful branch."
-            ) from None
 
 
 class _ReplayRoute:

@@ -1,0 +1,65 @@
+"""`record`: run a model once and keep what holds it still."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tensorlens.errors import AnatomyError
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.factors import KeptFactors, NoFactors
+from tensorlens.freezing.interception import own_precision
+from tensorlens.freezing.recorder import Recorder, RecordOptions, StartAtEmbedding
+from tensorlens.freezing.recording import Recording
+from tensorlens.models.anatomy import Anatomy
+
+
+def record(
+    anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, options: RecordOptions | None = None
+) -> Recording:
+    """Run the model once on `inputs` and hold every factor.
+
+    Args:
+        anatomy: The model and where its parts are.
+        inputs: Keyword arguments for the model's forward.
+        rules: The conventions; the defaults of `Rules` if None.
+        options: How to record; one sample, all factors kept, if None.
+    """
+    with own_precision():
+        inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
+    for candidate in (anatomy, *anatomy.alternatives()):
+        recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
+        if recording is not None:
+            return recording
+    raise AnatomyError(
+        f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
+        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
+    )
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
+
+
+def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: RecordOptions) -> Recording | None:
+    """One anatomy tried: with gradients if they pass, from the embeddings if need be; None if no block ran."""
+    grad, at_embedding = gradients_pass(anatomy.model), False
+    while True:
+        factors = KeptFactors() if options.keeps_factors else NoFactors()
+        recorder = Recorder(anatomy, inputs, rules, options, grad=grad, at_embedding=at_embedding, factors=factors)
+        try:
+            return recorder.go()
+        except StartAtEmbedding:
+            at_embedding = True
+        except Exception:
+            # Code may fail for its gradients alone: a write in place, a custom derivative. Without them it is held.
+            if not grad or recorder.has_leak:
+                raise
+            grad = False
+        del recorder  # and the graph it began
+
+
+def gradients_pass(model: nn.Module) -> bool:
+    """Whether a graph can keep the weights: off-loaded ones come and go, and inference tensors are kept by none."""
+    return not any(parameter.is_meta or parameter.is_inference() for parameter in model.parameters())
