@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ def test_in_ray_data(cluster, model):
 
 
 def test_a_killed_process_loses_nothing(cluster, model, tmp_path):
+    from pyarrow import parquet
+
     from tensorlens.studies import ray_parts
 
     class Killed(tl.Mapper):
@@ -55,10 +58,11 @@ def test_a_killed_process_loses_nothing(cluster, model, tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().part(values, first, progress=progress)
 
-    waiting = [(number, TEXTS[3 * number : 3 * number + 3]) for number in range(4)]
+    waiting = [(number, TEXTS[3 * number : 3 * number + 3], 3 * number) for number in range(4)]
     found = {n: part for n, _, part in ray_parts.parts_on_ray("local", Killed(model), waiting, n_actors=2)}
     assert (tmp_path / "killed").exists() and sorted(found) == [0, 1, 2, 3]
-    assert ["".join(row["tokens"]) for n in range(4) for row in found[n][0]] == TEXTS
+    tables = [parquet.read_table(io.BytesIO(found[n][0])).to_pylist() for n in range(4)]
+    assert ["".join(row["tokens"]) for rows in tables for row in rows] == TEXTS
 
 
 def test_the_command(cluster, model, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,6 +82,9 @@ class Batch(Sequence[AttentionTensor]):
 
     def __len__(self) -> int:
         return len(self.prepared)
+
+    def __iter__(self) -> Iterator[AttentionTensor]:
+        return (self[i] for i in range(len(self)))
 
     def check(self) -> None:
         """Compare the shortest sample with what it is alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -55,7 +54,8 @@ class Mapper:
             raise InputError(f"`Mapper` takes a model by name; got {type(model).__name__}. Use `lens.maps` for a lens.")
         check_question(method, target)
         self.model, self.method, self.column, self.target = model, method, column, target
-        self.batch_size, self.on_error, self.truncate = batch_size, on_error, truncate
+        self.batch_size, self.truncate = batch_size, truncate
+        self.on_error: OnError = on_error
         self.loading = loading | {"device": device, "rules": rules}
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ _loading = threading.Lock()
 
 def _lens(model: str, loading: dict[str, Any]) -> Lens:
     """The lens of this process for a model loaded so."""
-    key = f"{model} {json.dumps(loading, default=repr, sort_keys=True)}"
+    key = f"{model} {sorted(loading.items(), key=lambda item: item[0])}"
     with _loading:
         if key not in _lenses:
             _lenses[key] = load(model, **loading)

@@ -16,7 +16,8 @@ from tensorlens.app.printing import print_json
 from tensorlens.errors import InputError
 
 if TYPE_CHECKING:
-    from tensorlens.studies.map_table import MapTable, Part
+    from tensorlens.mapper import Mapper
+    from tensorlens.studies.map_table import EncodedPart, MapTable
 
 SHOWN = 5
 """Rows that were left out, of which the reason is printed."""
@@ -65,7 +66,7 @@ def maps(
 
     rows = RowFile(data, column)
     mapper = Mapper(
-        model, method, column=rows.column or "", target=wanted, batch_size=batch_size, on_error=on_error,  # type: ignore[arg-type]
+        model, method, column=rows.column, target=wanted, batch_size=batch_size, on_error=on_error,  # type: ignore[arg-type]
         truncate=truncate, **reading.loading(),
     )  # fmt: skip
     asked = {
@@ -76,21 +77,22 @@ def maps(
     started = time.perf_counter()
     n_new = 0
     for number, n_rows, part in _made(table, mapper, rows.parts(part_rows, limit), ray):
-        table.write(number, part, number * part_rows)
+        table.write(number, part)
         n_new += n_rows
     _report(table, n_new, time.perf_counter() - started, as_json=json)
 
 
-def _made(table: MapTable, mapper: Any, parts: Iterator[list[Any]], ray: str | None) -> Iterator[tuple[int, int, Part]]:
+def _made(
+    table: MapTable, mapper: Mapper, parts: Iterator[list[Any]], ray: str | None
+) -> Iterator[tuple[int, int, EncodedPart]]:
     """The parts that are missing: here, or from a cluster."""
-    waiting = table.pending(parts)
-    if ray is None:
-        for number, rows in waiting:
-            yield number, len(rows), mapper.part(rows, first=number * table.settings["part_rows"], progress=None)
-        return
+    from tensorlens.studies.map_table import encoded
     from tensorlens.studies.ray_parts import parts_on_ray
 
-    yield from parts_on_ray(ray, mapper, waiting)
+    waiting = table.pending(parts)
+    if ray is not None:
+        return parts_on_ray(ray, mapper, waiting)
+    return ((number, len(rows), encoded(mapper, rows, first, None)) for number, rows, first in waiting)
 
 
 def _report(table: MapTable, n_new: int, seconds: float, *, as_json: bool) -> None:

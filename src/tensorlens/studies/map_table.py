@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError, missing_extra
+from tensorlens.mapper import Mapper
 from tensorlens.strict_json import from_json, to_json, write_json, write_text
 from tensorlens.versions import package_versions
 
 PART_ROWS = 4096
 """Rows of a part: few enough that little is lost, many enough that the first look at a part's samples costs little."""
 
-Part = tuple[list[dict[str, Any]], list[tuple[int, str]]]
-"""The columns of each row of a part, and (row of the part, reason) of those that were skipped."""
+EncodedPart = tuple[bytes, str]
+"""A parquet file, and a line of JSON for each row that was left out."""
 
 
 class MapTable:
@@ -51,25 +52,24 @@ class MapTable:
             left.unlink()
         self._open_config()
 
-    def pending(self, parts: Iterable[list[Any]]) -> Iterator[tuple[int, list[Any]]]:
-        """Number and rows of the parts that are not there yet."""
-        return ((number, rows) for number, rows in enumerate(parts) if not self._path(number).is_file())
+    def pending(self, parts: Iterable[list[Any]]) -> Iterator[tuple[int, list[Any], int]]:
+        """Number, rows and first row of each part that is not there yet."""
+        first = 0
+        for number, rows in enumerate(parts):
+            if not self._path(number).is_file():
+                yield number, rows, first
+            first += len(rows)
 
-    def write(self, number: int, part: Part, first_row: int) -> None:
+    def write(self, number: int, part: EncodedPart) -> None:
         """Write one part, whole or not at all."""
-        import pyarrow as pa  # pyright: ignore[reportMissingImports]
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
-
-        rows, skipped = part
-        bad = {row for row, _ in skipped}
-        kept = [{"id": first_row + row} | columns for row, columns in enumerate(rows) if row not in bad]
+        content, skipped = part
         if skipped:  # before the part, whose being there says that all of it is
-            lines = (to_json({"row": first_row + row, "reason": reason}) + "\n" for row, reason in skipped)
-            write_text(self.folder / f"_skipped-{number:05}.jsonl", "".join(lines))
+            write_text(self.folder / f"_skipped-{number:05}.jsonl", skipped)
         temporary = self.folder / f".part-{number:05}.{os.getpid()}.tmp"
         try:
-            parquet.write_table(pa.Table.from_pylist(kept, schema=_schema()), temporary, compression="zstd")
-            with temporary.open("rb") as file:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path(number))
         except BaseException:
@@ -108,6 +108,27 @@ class MapTable:
                 f"The maps in {str(self.folder)!r} were begun with other settings, and must not mix: {said}. Choose "
                 "another folder, or the settings of its _config.json to go on."
             )
+
+
+def encoded(mapper: Mapper, rows: list[Any], first_row: int, progress: bool | None = False) -> EncodedPart:
+    """Map some rows, and make the content of their files; on a cluster this is done where the maps are made.
+
+    Args:
+        mapper: What to do with the rows.
+        rows: The texts.
+        first_row: Place of the first of them in the data.
+        progress: Whether to show a progress bar; on a terminal if None.
+    """
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+
+    found, skipped = mapper.part(rows, first_row, progress=progress)
+    bad = {row for row, _ in skipped}
+    kept = [{"id": first_row + row} | columns for row, columns in enumerate(found) if row not in bad]
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.Table.from_pylist(kept, schema=_schema()), sink, compression="zstd")
+    lines = (to_json({"row": first_row + row, "reason": reason}) + "\n" for row, reason in skipped)
+    return sink.getvalue().to_pybytes(), "".join(lines)
 
 
 def _schema() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.mapper import Mapper
-from tensorlens.studies.map_table import Part
+from tensorlens.studies.map_table import EncodedPart, encoded
 
 AHEAD = 2
 """Parts that wait for each actor, so that none is idle while a finished one is written."""
@@ -27,20 +27,20 @@ class PartActor:
     def __init__(self, mapper: Mapper) -> None:
         self.mapper = mapper
 
-    def part(self, number: int, rows: list[Any]) -> tuple[int, int, Part]:
+    def part(self, number: int, rows: list[Any], first_row: int) -> tuple[int, int, EncodedPart]:
         """Number, number of rows and content of a part."""
-        return number, len(rows), self.mapper.part(rows)
+        return number, len(rows), encoded(self.mapper, rows, first_row)
 
 
 def parts_on_ray(
-    address: str, mapper: Mapper, waiting: Iterable[tuple[int, list[Any]]], n_actors: int | None = None
-) -> Iterator[tuple[int, int, Part]]:
+    address: str, mapper: Mapper, waiting: Iterable[tuple[int, list[Any], int]], n_actors: int | None = None
+) -> Iterator[tuple[int, int, EncodedPart]]:
     """Parts as the cluster finishes them.
 
     Args:
         address: Of the cluster: ``auto``, ``host:port`` or ``ray://host:port``; ``local`` starts one on this machine.
         mapper: What to do with the rows.
-        waiting: Number and rows of each part.
+        waiting: Number, rows and first row of each part.
         n_actors: Processes; one per GPU if None, or one less than there are CPUs, so that other tasks find one.
     """
     try:
@@ -67,7 +67,7 @@ def parts_on_ray(
         yield ray.get(done)
 
 
-def _give(source: Iterator[tuple[int, list[Any]]], actor: Any, running: dict[Any, Any]) -> None:
+def _give(source: Iterator[tuple[int, list[Any], int]], actor: Any, running: dict[Any, Any]) -> None:
     """The next part to an actor, if there is one."""
     part = next(source, None)
     if part is not None:

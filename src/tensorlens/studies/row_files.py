@@ -33,12 +33,13 @@ class RowFile:
         first = next(iter(self._rows()), None)
         if first is None:
             raise InputError(f"Expected at least one row in {str(path)!r}; got none.")
-        self.column = column or next((name for name in TEXT_COLUMNS if name in first), None)
-        if self.column is None or self.column not in first:
+        chosen = column or next((name for name in TEXT_COLUMNS if name in first), None)
+        if chosen is None or chosen not in first:
             raise InputError(
-                f"Expected a column {self.column or 'called ' + ' or '.join(TEXT_COLUMNS)} in {str(path)!r}; got "
+                f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {str(path)!r}; got "
                 f"{', '.join(map(str, first))}. Name the column with the text."
             )
+        self.column = chosen
 
     @property
     def digest(self) -> str:
@@ -114,5 +115,7 @@ def _folder_rows(path: Path) -> Iterable[dict[str, Any]]:
     except (FileNotFoundError, ValueError) as error:
         raise InputError(f"Expected a folder that `datasets` wrote with `save_to_disk`; got {str(path)!r}.") from error
     if isinstance(found, dict):
-        raise InputError(f"{str(path)!r} holds {', '.join(found)}; name the folder of one, such as {path}/test.")
+        raise InputError(
+            f"{str(path)!r} holds {', '.join(map(str, found))}; name the folder of one, such as {path}/test."
+        )
     return found  # type: ignore[return-value]  # its rows are dictionaries
