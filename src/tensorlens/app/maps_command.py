@@ -54,11 +54,7 @@ def maps(
     """
     reading.check(model)
     wanted = options.target_of(target, against)
-    check_name(method)
-    if on_error not in ("raise", "skip"):
-        raise InputError(f"`--on-error` must be raise or skip; got {on_error!r}.")
-    if out.is_file():
-        raise InputError(f"`--out` must be a folder, which will hold numbered files; {str(out)!r} is a file.")
+    _check(method, on_error, out)
     from tensorlens.mapper import Mapper
     from tensorlens.studies.identity import model_settings
     from tensorlens.studies.map_table import MapTable
@@ -80,6 +76,15 @@ def maps(
         table.write(number, part)
         n_new += n_rows
     _report(table, n_new, time.perf_counter() - started, as_json=json)
+
+
+def _check(method: str, on_error: str, out: Path) -> None:
+    """Refuse what can be refused before torch is imported."""
+    check_name(method)
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"`--on-error` must be raise or skip; got {on_error!r}.")
+    if out.is_file():
+        raise InputError(f"`--out` must be a folder, which will hold numbered files; {str(out)!r} is a file.")
 
 
 def _made(
