@@ -60,11 +60,14 @@ def parts_on_ray(
     source, running = iter(waiting), {}
     for actor in actors * AHEAD:
         _give(source, actor, running)
-    while running:
-        (done,), _ = ray.wait(list(running), num_returns=1)
-        actor = running.pop(done)
-        _give(source, actor, running)
-        yield ray.get(done)
+    try:
+        while running:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            _give(source, running.pop(done), running)
+            yield ray.get(done)
+    finally:
+        for actor in actors:  # their CPUs and GPUs are free for whoever comes next, also after an error
+            ray.kill(actor)
 
 
 def _give(source: Iterator[tuple[int, list[Any], int]], actor: Any, running: dict[Any, Any]) -> None:
