@@ -30,6 +30,7 @@ __all__ = [
     "METHODS",
     "TokenMap",
     "Prediction",
+    "Mapper",
     "Certificate",
     "Estimate",
     "spectrum",

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recorder import RecordOptions
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import FactorReplay, Replay
-from tensorlens.maps.batched import BATCHED, PULLS_ONLY, BatchQuestion
+from tensorlens.freezing.replay import FactorReplay, Replay, logits_at
+from tensorlens.maps.batched import BATCHED, PULLS_ONLY, BatchQuestion, predictions
 from tensorlens.maps.methods import Answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, forward_parameters
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor, Context
@@ -39,8 +41,8 @@ class Source(Protocol):
         """The token that fills up shorter texts."""
         ...
 
-    def prepare(self, value: Any) -> ModelInput:
-        """What the model takes, of anything that a call takes."""
+    def prepare_all(self, values: Sequence[Any], *, truncate: bool = False) -> list[ModelInput | TensorLensError]:
+        """For each input what the model takes, or the error that it would raise."""
         ...
 
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
@@ -82,6 +84,23 @@ class Batch(Sequence[AttentionTensor]):
     def __len__(self) -> int:
         return len(self.prepared)
 
+    def __iter__(self) -> Iterator[AttentionTensor]:
+        return (self[i] for i in range(len(self)))
+
+    def check(self) -> None:
+        """Compare the shortest sample with what it is alone."""
+        if len(self) == 1:
+            return
+        shortest = min(range(len(self)), key=lambda i: self.lengths[i])
+        alone = self.lens(self.prepared[shortest]).output
+        state = self.replay.recording.states[-1][shortest, : len(alone)]
+        tolerance = 100 * torch.finfo(alone.dtype).eps ** 0.75
+        if not (state - alone).norm() <= tolerance * alone.norm():
+            raise InputError(
+                "A batch needs a model to which samples and their padding are separate; together they give other "
+                "numbers than alone. Pass them to `lens.maps`, which finds out which ones can go together."
+            )
+
     def __getitem__(self, i: Any) -> Any:
         """The attention tensor of one sample; of a shorter one than the longest by a recording of its own."""
         if isinstance(i, slice):
@@ -115,10 +134,13 @@ class Batch(Sequence[AttentionTensor]):
             probes=probes, seed=seed,
         )  # fmt: skip
         answers = BATCHED[method](asked)
-        found = zip(places.tolist(), answers, strict=True)
-        return [self._map(i, method, place, answer) for i, (place, answer) in enumerate(found)]
+        is_prediction = method == "tensor.in_class" and target is None
+        said = [one.notes["target"] for one in answers] if is_prediction else predictions(asked)
+        notes = [{} for _ in answers] if said is None else [{"prediction": one} for one in said]
+        found = zip(places.tolist(), answers, notes, strict=True)
+        return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
 
-    def _map(self, i: int, method: str, place: int, answer: Answer) -> TokenMap:
+    def _map(self, i: int, method: str, place: int, answer: Answer, notes: dict[str, Any]) -> TokenMap:
         context = self.lens.context(self.prepared[i], self.replay.recording, n_tokens=answer.scores.shape[1])
         labels = context.out_tokens or context.tokens
         pools = self.replay.recording.pools and method == "tensor.in_class"
@@ -131,15 +153,27 @@ class Batch(Sequence[AttentionTensor]):
             meta=context.meta | {
                 "out_positions": [0 if pools else place], "blocks": [0, self.replay.recording.n_blocks],
                 "heads": None, "rules": self.lens.rules.as_dict(), "certificate": None, "engine": "batched",
-            } | answer.notes,
+            } | answer.notes | notes,
         )  # fmt: skip
 
     def _one_by_one(
         self, i: int, method: str, out_token: int, target: Target | None, probes: int | None, seed: int
     ) -> TokenMap:
-        tensor = self[i]
-        pools = tensor.operator.recording.pools and method == "tensor.in_class"
-        return tensor.map(method, None if pools else out_token, target, probes=probes, seed=seed)
+        return map_of(self[i], method, out_token, target, probes=probes, seed=seed)
+
+
+def map_of(
+    tensor: AttentionTensor, method: str, out_token: int, target: Target | None, *, probes: int | None, seed: int
+) -> TokenMap:
+    """The map of one sample by itself, as one of a data set: it says what the model predicts too."""
+    recording = tensor.operator.recording
+    pools = recording.pools and method == "tensor.in_class"
+    found = tensor.map(method, None if pools else out_token, target, probes=probes, seed=seed)
+    if recording.readout is None or tensor.context.classes is None:
+        return found
+    place = check_token(out_token, tensor.shape[0])
+    best = tensor.context.classes.name(int(logits_at(recording, 0 if recording.pools else place).argmax()))
+    return replace(found, meta=found.meta | {"prediction": best})
 
 
 class Collated:
@@ -155,14 +189,15 @@ class Collated:
         names = prepared[0].arguments.keys()
         if any(one.arguments.keys() != names for one in prepared):
             raise InputError("A batch needs inputs of one kind; got samples with different arguments.")
+        if len(prepared) > 1 and not all(map(has_sample_axis, prepared)):
+            raise InputError("A batch needs inputs with an axis for samples; got some without. Call the lens on each.")
         self.arguments: dict[str, Any] = {
             name: _stack([one.arguments[name] for one in prepared], pad_id if name == "input_ids" else 0)
             for name in names
         }
-        longest = max(self.lengths)
         if self.is_padded and "attention_mask" in forward_parameters(model) and "attention_mask" not in names:
-            places = torch.arange(longest)[None] < torch.tensor(self.lengths)[:, None]
-            self.arguments["attention_mask"] = places.long().to(self.arguments["input_ids"].device)
+            places = torch.arange(max(self.lengths))[None] < torch.tensor(self.lengths)[:, None]
+            self.arguments["attention_mask"] = places.long().to(next(model.parameters()).device)
 
     @property
     def is_padded(self) -> bool:
@@ -172,13 +207,23 @@ class Collated:
 
 def length_of(prepared: ModelInput) -> int:
     """Tokens of one sample, as far as its arguments say; 0 for pictures and the like."""
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(prepared.arguments.get(name), Tensor):
-            return prepared.arguments[name].shape[1]
-    return 0
+    ids = token_ids(prepared.arguments)
+    ids = prepared.arguments.get("inputs_embeds") if ids is None else ids
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 0
+
+
+def has_sample_axis(prepared: ModelInput) -> bool:
+    """Whether every tensor of the input begins with an axis for samples; numbers for a plain module need not."""
+    values = [value for value in prepared.arguments.values() if isinstance(value, Tensor)]
+    least = 3 if prepared.kind == "values" else 1
+    return all(value.dim() >= least and len(value) == 1 for value in values)
 
 
 def _stack(values: list[Any], pad: int) -> Any:
+    if isinstance(values[0], Mapping):
+        return {
+            name: _stack([value[name] for value in values], pad if name == "input_ids" else 0) for name in values[0]
+        }
     if not isinstance(values[0], Tensor):
         return values[0]
     longest = max(value.shape[1] for value in values) if values[0].dim() > 1 else 0

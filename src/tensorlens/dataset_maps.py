@@ -8,8 +8,8 @@ heard only samples of one length go together, and where a model mixes samples th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any, Literal
 
@@ -17,13 +17,15 @@ import torch
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source, length_of
-from tensorlens.errors import TensorLensError
+from tensorlens.batch import Batch, Source, has_sample_axis, length_of, map_of
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import tf32, tf32_allowed
+from tensorlens.models.rows import row_error
 
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
@@ -49,19 +51,56 @@ class Asked:
     probes: int | None = None
     seed: int = 0
 
+    def check(self) -> None:
+        """Refuse a question that no sample could answer, before any work."""
+        check_question(self.method, self.target, probes=self.probes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What becomes of inputs that the model cannot take; see `Lens.maps`."""
+
+    on_error: Literal["raise", "skip"] = "raise"
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    truncate: bool = False
+    first: int = 0
+
+    def good(self, lens: Source, values: Sequence[Any], first: int) -> list[ModelInput]:
+        """The inputs of those rows that can be mapped; the first of them is row `first`."""
+        good = []
+        for row, made in enumerate(lens.prepare_all(values, truncate=self.truncate), first):
+            if isinstance(made, ModelInput):
+                good.append(made)
+            elif self.on_error == "raise":
+                raise row_error(row, made) from made
+            else:
+                self.skipped.append((row, str(made)))
+        return good
+
 
 def maps(
-    lens: Source, inputs: Iterable[Any], asked: Asked, *, batch_size: int | None = None, progress: bool | None = None
-) -> Iterator[TokenMap]:
+    lens: Source, inputs: Iterable[Any], asked: Asked, rows: Rows, *, batch_size: int | None = None,
+    progress: bool | None = None,
+) -> Iterator[TokenMap]:  # fmt: skip
     """The maps of all inputs, in their order."""
-    work, waiting = _Work(lens, asked, batch_size), iter(inputs)
-    total = len(inputs) if hasattr(inputs, "__len__") else None  # type: ignore[arg-type]
+    asked.check()
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
+    if rows.on_error not in ("raise", "skip"):
+        raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
+    return _maps(lens, inputs, rows, _Work(lens, asked, batch_size), progress)
+
+
+def _maps(lens: Source, inputs: Iterable[Any], rows: Rows, work: _Work, progress: bool | None) -> Iterator[TokenMap]:
+    total = len(inputs) if isinstance(inputs, Sized) else None
     disable = None if progress is None else not progress
+    waiting, first = iter(inputs), rows.first
     with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
         while window := list(islice(waiting, WINDOW * work.most)):
-            for found in work.window([lens.prepare(value) for value in window]):
+            for found in work.window(rows.good(lens, window, first)):
                 bar.update()
                 yield found
+            first += len(window)
 
 
 class _Work:
@@ -123,7 +162,7 @@ class _Work:
         return max(1, min(self.most, int(MEMORY_SHARE * free_bytes(device) / each)))
 
     def _maps(self, prepared: list[ModelInput]) -> list[TokenMap]:
-        if self.together == "one by one" or len(prepared) == 1:
+        if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             return [self._noted(self._alone(one)) for one in prepared]
         try:
             made = self._batch_maps(prepared)
@@ -167,9 +206,7 @@ class _Work:
 
     def _alone(self, prepared: ModelInput) -> TokenMap:
         asked, tensor = self.asked, self.lens(prepared)
-        pools = tensor.operator.recording.pools and asked.method == "tensor.in_class"
-        out_token = None if pools else asked.out_token
-        return tensor.map(asked.method, out_token, asked.target, probes=asked.probes, seed=asked.seed)
+        return map_of(tensor, asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
 
     def _noted(self, found: TokenMap) -> TokenMap:
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found

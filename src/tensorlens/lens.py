@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from tensorlens.batch import Batch
-from tensorlens.dataset_maps import Asked, maps
-from tensorlens.errors import InputError
+from tensorlens.dataset_maps import Asked, Rows, maps
+from tensorlens.errors import InputError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
@@ -22,6 +22,7 @@ from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
+from tensorlens.models.rows import make_inputs
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
 from tensorlens.versions import package_versions
@@ -81,13 +82,20 @@ class Lens:
 
         Args:
             inputs: Each as for a call; texts of different lengths are padded at their end.
+
+        Raises:
+            InputError: The model hears padding, or mixes samples, so that they would not be what they are alone.
         """
-        return Batch(self, [self.prepare(value) for value in inputs])
+        made = Batch(self, [self.prepare(value) for value in inputs])
+        made.check()
+        return made
 
     def maps(
         self, inputs: Iterable[Any], method: str = "tensor.in_out", *, out_token: int = -1,
         target: Target | None = None, batch_size: int | None = None, probes: int | None = None, seed: int = 0,
-        progress: bool | None = None,
+        progress: bool | None = None, on_error: Literal["raise", "skip"] = "raise",
+        skipped: list[tuple[int, str]] | None = None, truncate: bool = False,
+        first_row: int = 0,
     ) -> Iterator[TokenMap]:  # fmt: skip
         """Maps of a data set, in batches and in the order of the inputs: each is what it would be alone.
 
@@ -100,13 +108,31 @@ class Lens:
             probes: For `tensor.norm`: random probes to sketch it with.
             seed: Seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
+            on_error: What becomes of an input that the model cannot take (empty, too long, no text): ``raise``, with
+                its row, or ``skip``: there is no map of it.
+            skipped: A list that is given the (row, reason) of each input left out.
+            truncate: Whether a text that is too long for the model is cut at its end.
+            first_row: What errors call the first input.
+
+        Raises:
+            InputError: An input that the model cannot take, with its row.
         """
         asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
-        return maps(self, inputs, asked, batch_size=batch_size, progress=progress)
+        rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
+        return maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress)
 
     def prepare(self, value: Any) -> ModelInput:
         """What the model takes, of anything that a call takes."""
         return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
+
+    def prepare_all(self, values: Sequence[Any], *, truncate: bool = False) -> list[ModelInput | TensorLensError]:
+        """For each input what the model takes, or the error that it would raise; texts are tokenised together.
+
+        Args:
+            values: The inputs.
+            truncate: Whether a text that is too long for the model is cut at its end.
+        """
+        return make_inputs(values, self.model, self.processor, truncate=truncate)
 
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""

@@ -19,6 +19,7 @@ from tensorlens.freezing.rules.modules import adapter as adapter
 from tensorlens.freezing.rules.table import rules_for as rules_for
 from tensorlens.lens import Lens as Lens
 from tensorlens.lens import load as load
+from tensorlens.mapper import Mapper as Mapper
 from tensorlens.maps.methods import METHODS as METHODS
 from tensorlens.maps.token_map import TokenMap as TokenMap
 from tensorlens.operators.certificate import Certificate as Certificate

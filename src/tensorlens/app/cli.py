@@ -18,6 +18,7 @@ from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
 from tensorlens.app.interrupts import interruptible
 from tensorlens.app.map_command import map_
+from tensorlens.app.maps_command import maps
 from tensorlens.app.methods_command import methods
 from tensorlens.app.models_command import models
 from tensorlens.app.options import with_records
@@ -43,6 +44,7 @@ def _add(name: str, command: Callable[..., None], short: str, *, continues: bool
 
 
 _add("map", map_, "Which inputs made this output?")
+_add("maps", maps, "A map of every row of a data set, as parquet.", continues=True)
 _add("explore", explore, "The same in the browser.")
 _add("check", check, "Is the operator exact for this model?")
 _add("models", models, "The bundled models, and how to install them.")

@@ -74,18 +74,21 @@ class ModelOptions:
     def lens(self, model: str, *, final_norm: bool = True, device: str | None = None) -> Lens:
         """Load `model`; `device` is where it goes if no other was asked for."""
         self.check(model)
-        rules = rules_named(self.rules)
-        rules = rules if self.gate is None else replace(rules, gate=self.gate)  # type: ignore[arg-type]  # checked by it
         from tensorlens.lens import load
 
-        return load(
-            model,
-            device=self.device or device,
-            dtype=self.dtype,
-            attention=self.attention,
-            rules=replace(rules, include_final_norm=final_norm),
-            trust_remote_code=self.trust_remote_code,
-        )
+        return load(model, **self.loading(final_norm=final_norm, device=device))
+
+    def loading(self, *, final_norm: bool = True, device: str | None = None) -> dict[str, Any]:
+        """What `load` takes besides the name."""
+        rules = rules_named(self.rules)
+        rules = rules if self.gate is None else replace(rules, gate=self.gate)  # type: ignore[arg-type]  # checked by it
+        return {
+            "device": self.device or device,
+            "dtype": self.dtype,
+            "attention": self.attention,
+            "rules": replace(rules, include_final_norm=final_norm),
+            "trust_remote_code": self.trust_remote_code,
+        }
 
 
 def rules_named(name: str) -> Rules:

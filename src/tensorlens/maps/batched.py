@@ -107,6 +107,14 @@ def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor, list[str]]:
     return ids, torch.tensor(list(chosen.values()), device=device).expand(n, -1), [name] * n
 
 
+def predictions(question: BatchQuestion) -> list[str] | None:
+    """What the model ranks first at each sample's output; None for a model without a head."""
+    readout, classes = question.recording.readout, question.classes
+    if readout is None or classes is None:
+        return None
+    return [classes.name(index) for index in _all_logits(question, readout).argmax(-1).tolist()]
+
+
 def _all_logits(question: BatchQuestion, readout: Tensor) -> Tensor:
     """(sample, class) at each sample's output."""
     unembedding = question.recording.anatomy.unembedding

@@ -95,20 +95,25 @@ def method(
 
 def answer(name: str, question: Question) -> Answer:
     """Ask one method."""
-    if not isinstance(name, str) or name not in METHODS:
-        near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise MethodError(f"There is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
-    if question.target is not None and not METHODS[name].takes_target:
-        raise MethodError(
-            f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."
-        )
-    if name != "tensor.norm" and (question.norm != "frobenius" or question.probes is not None):
-        raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
+    check_question(name, question.target, question.norm, question.probes)
     found = METHODS[name].compute(question)
     return (
         replace(found, notes=question.operator.engines.notes() | found.notes) if name.startswith("tensor.") else found
     )
+
+
+def check_question(name: str, target: Target | None = None, norm: str = "frobenius", probes: int | None = None) -> None:
+    """Refuse a method that does not exist, and options that it does not take."""
+    if not isinstance(name, str) or name not in METHODS:
+        near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise MethodError(f"There is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
+    if target is not None and not METHODS[name].takes_target:
+        raise MethodError(
+            f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."
+        )
+    if name != "tensor.norm" and (norm != "frobenius" or probes is not None):
+        raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
 
 
 BY_COMPLETENESS = "by completeness"

@@ -319,13 +319,33 @@ def _numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def _json_form(meta: Any) -> dict[str, Any]:
+    if not isinstance(meta, dict):
+        raise InputError(f"Expected meta to be a dict, got {type(meta).__name__}. Pass names and values.")
     try:
-        form = json.loads(json.dumps(meta))
+        return _plain(meta)
+    except (TypeError, RecursionError):  # keys that are no strings, numbers of other libraries
+        pass
+    try:
+        return json.loads(json.dumps(meta))
     except (TypeError, ValueError) as error:
         raise InputError(f"Expected meta that can be written as JSON, got: {error}. Use plain values in it.") from error
-    if not isinstance(form, dict):
-        raise InputError(f"Expected meta to be a dict, got {type(meta).__name__}. Pass names and values.")
-    return form
+
+
+_LEAVES = frozenset({str, int, float, bool, type(None)})
+
+
+def _plain(value: Any) -> Any:
+    """A copy with lists for tuples, as JSON would give it back, in half the time.
+
+    Raises:
+        TypeError: it holds something that JSON would change in another way, or refuse.
+    """
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return [one if type(one) in _LEAVES else _plain(one) for one in value]
+    if kind is dict and all([type(name) is str for name in value]):
+        return {name: one if type(one) in _LEAVES else _plain(one) for name, one in value.items()}
+    raise TypeError(kind)
 
 
 def _array(tensor: Tensor) -> Any:

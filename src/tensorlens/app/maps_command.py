@@ -1,0 +1,113 @@
+"""`tensorlens maps`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tensorlens.app import options
+from tensorlens.app.method_names import check_name
+from tensorlens.app.options import Json, Model, ModelOptions
+from tensorlens.app.printing import print_json
+from tensorlens.errors import InputError
+
+if TYPE_CHECKING:
+    from tensorlens.mapper import Mapper
+    from tensorlens.studies.map_table import EncodedPart, MapTable
+
+SHOWN = 5
+"""Rows that were left out, of which the reason is printed."""
+
+
+def maps(
+    model: Model,
+    data: Annotated[
+        str, typer.Option(help="A .csv, .jsonl, .parquet or .txt file, or a `datasets` folder.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder of parquet files to write; one that is there is continued.", show_default=False)
+    ],
+    method: Annotated[str, typer.Option(help="A method (see `tensorlens methods`).")] = "tensor.in_class",
+    target: Annotated[
+        str | None, typer.Option(help="The token, id or class to explain; the model's first choice if left out.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="The other target of a contrast.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows at a time; as many as fit if left out.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None,
+    on_error: Annotated[str, typer.Option(help="Rows that are empty, too long or no text: raise or skip.")] = "raise",
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long for the model.")] = False,
+    part_rows: Annotated[int, typer.Option(help="Rows per file: what a kill may cost.", min=1)] = 4096,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: auto, host:port, or local.")
+    ] = None,
+    json: Json = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """A map of every row of a data set, as parquet: id, tokens, scores, target, logit, bias_share, prediction.
+
+    Example: tensorlens maps smollm2-135m --data reviews.csv --out maps.parquet
+    """
+    reading.check(model)
+    wanted = options.target_of(target, against)
+    _check(method, on_error, out)
+    from tensorlens.mapper import Mapper
+    from tensorlens.studies.identity import model_settings
+    from tensorlens.studies.map_table import MapTable
+    from tensorlens.studies.row_files import RowFile
+
+    rows = RowFile(data, column)
+    mapper = Mapper(
+        model, method, column=rows.column, target=wanted, batch_size=batch_size, on_error=on_error,  # type: ignore[arg-type]
+        truncate=truncate, **reading.loading(),
+    )  # fmt: skip
+    asked = {
+        "method": method, "target": wanted, "data": rows.digest, "column": rows.column, "batch_size": batch_size,
+        "limit": limit, "on_error": on_error, "truncate": truncate, "part_rows": part_rows,
+    }  # fmt: skip
+    table = MapTable(out, model_settings(mapper.lens()) | asked)
+    started = time.perf_counter()
+    n_new = 0
+    for number, n_rows, part in _made(table, mapper, rows.parts(part_rows, limit), ray):
+        table.write(number, part)
+        n_new += n_rows
+    _report(table, n_new, time.perf_counter() - started, as_json=json)
+
+
+def _check(method: str, on_error: str, out: Path) -> None:
+    """Refuse what can be refused before torch is imported."""
+    check_name(method)
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"`--on-error` must be raise or skip; got {on_error!r}.")
+    if out.is_file():
+        raise InputError(f"`--out` must be a folder, which will hold numbered files; {str(out)!r} is a file.")
+
+
+def _made(
+    table: MapTable, mapper: Mapper, parts: Iterator[list[Any]], ray: str | None
+) -> Iterator[tuple[int, int, EncodedPart]]:
+    """The parts that are missing: here, or from a cluster."""
+    from tensorlens.studies.map_table import encoded
+    from tensorlens.studies.ray_parts import parts_on_ray
+
+    waiting = table.pending(parts)
+    if ray is not None:
+        return parts_on_ray(ray, mapper, waiting)
+    return ((number, len(rows), encoded(mapper, rows, first, None)) for number, rows, first in waiting)
+
+
+def _report(table: MapTable, n_new: int, seconds: float, *, as_json: bool) -> None:
+    skipped, n_maps = table.skipped(), table.n_maps()
+    if as_json:
+        print_json({"maps": n_maps, "new_rows": n_new, "seconds": round(seconds, 3), "skipped": skipped})
+        return
+    for one in skipped[:SHOWN]:
+        typer.echo(f"tensorlens: row {one['row']} left out: {one['reason']}", err=True)
+    if len(skipped) > SHOWN:
+        typer.echo(f"tensorlens: and {len(skipped) - SHOWN} more; see _skipped-*.jsonl in the folder.", err=True)
+    rate = f", {n_new / seconds:.1f} rows a second" if n_new else ""
+    typer.echo(f"{n_maps} maps, {len(skipped)} rows left out{rate}. Wrote {table.folder}")

@@ -1,0 +1,273 @@
+"""Maps of many inputs are those of each alone: in batches, padded or not, and of a whole data set."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import zoo
+from tiny_language import tiny_lens
+from torch import nn
+
+import tensorlens as tl
+from tensorlens import batch as batches
+from tensorlens import dataset_maps
+from tensorlens.maps.batched import BATCHED
+
+SAMPLE = ("bert-classifier", "gpt2", "qwen2")
+"""Families: every one is in the zoo, and each takes seconds."""
+CASES = [(name, attention) for name in SAMPLE for attention in zoo.ZOO[name].attentions]
+LENGTHS = (5, 3, 5, 1)
+pytestmark = pytest.mark.usefixtures("unchecked")
+TEXTS = ("the cat sat", "a dog", "rain fell on the roof all day", "so", "a bird")
+
+
+def ids(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(lens: tl.Lens, value, method: str, out_token: int | None = -1, target=None, **options) -> tl.TokenMap:
+    T = lens(value)
+    pools = T.operator.recording.pools and method == "tensor.in_class"
+    return T.map(method, None if pools else out_token, target, **options)
+
+
+def error(one: tl.TokenMap, other: tl.TokenMap) -> float:
+    assert one.in_tokens == other.in_tokens and one.out_tokens == other.out_tokens
+    difference = (one.scores.double() - other.scores.double()).norm() / other.scores.double().norm().clamp_min(1e-30)
+    share = (one.bias_share.double() - other.bias_share.double()).abs().nan_to_num().max()
+    return max(float(difference), float(share))
+
+
+def same(lens: tl.Lens, inputs, found, method: str = "tensor.in_out", **options) -> bool:
+    pairs = zip(inputs, found, strict=True)
+    return all(error(one, alone(lens, value, method, **options)) < 1e-12 for value, one in pairs)
+
+
+# Each is what it is alone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_batched_methods_of_mixed_lengths(name, attention):
+    model = zoo.build(name, attention)
+    if zoo.ZOO[name].casts:
+        model = model.float()
+    tolerance = 2e-5 if zoo.ZOO[name].casts else 1e-12
+    lens, inputs = tl.Lens(model), ids()
+    for method in BATCHED:
+        options = {"probes": 4} if method == "tensor.norm" else {}
+        found = list(lens.maps(inputs, method, **options))
+        assert [len(one.in_tokens) for one in found] == list(LENGTHS)
+        for value, one in zip(inputs, found, strict=True):
+            assert error(one, alone(lens, value, method, **options)) < tolerance
+            assert "batches" not in one.meta  # padding was silent
+
+
+@pytest.mark.parametrize("method", [name for name in tl.METHODS if name not in BATCHED])
+def test_other_methods_go_through_the_same_door(method):
+    lens, inputs = tl.Lens(zoo.build("gpt2")), ids((3, 3, 2))
+    for value, one in zip(inputs, lens.maps(inputs, method), strict=True):
+        assert error(one, alone(lens, value, method)) < 1e-12
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_float32_agrees_to_rounding(attention):
+    lens, inputs = tl.Lens(zoo.build("gpt2", attention, torch.float32)), ids()
+    for method in ("tensor.in_class", "tensor.in_out", "tensor.contribution"):
+        for value, one in zip(inputs, lens.maps(inputs, method), strict=True):
+            assert one.scores.dtype is torch.float32 and error(one, alone(lens, value, method)) < 1e-4
+
+
+def test_pictures():
+    lens = tl.Lens(zoo.build("vit"))
+    inputs = [zoo.sample("vit", seed=seed) for seed in range(3)]
+    for method in ("tensor.in_class", "tensor.in_out"):
+        for value, one in zip(inputs, lens.maps(inputs, method, out_token=0), strict=True):
+            assert error(one, alone(lens, value, method, 0)) < 1e-12
+
+
+def test_padding_on_either_side_is_dropped_first():
+    lens, (long, short) = tl.Lens(zoo.build("gpt2")), ids((5, 3))
+    sides = {"left": [0, 0, *short], "right": [*short, 0, 0]}
+    for side, padded in sides.items():
+        mask = [0, 0, 1, 1, 1] if side == "left" else [1, 1, 1, 0, 0]
+        inputs = [{"input_ids": [long], "attention_mask": [[1] * 5]}, {"input_ids": [padded], "attention_mask": [mask]}]
+        found = list(lens.maps(inputs, "tensor.in_class"))
+        assert error(found[1], alone(lens, short, "tensor.in_class")) < 1e-12
+
+
+@pytest.mark.parametrize("target", [None, 9, (9, 17)])
+def test_targets_and_contrasts(target):
+    lens, inputs = tl.Lens(zoo.build("gpt2")), ids()
+    for value, one in zip(inputs, lens.maps(inputs, "tensor.in_class", target=target), strict=True):
+        other = alone(lens, value, "tensor.in_class", target=target)
+        assert error(one, other) < 1e-12 and one.meta["target"] == other.meta["target"]
+        assert one.meta["prediction"] == lens(value).predictions(1)[0].name
+        assert one.meta["logit"] == pytest.approx(other.meta["logit"], rel=1e-12)
+
+
+def test_the_last_output_is_each_samples_own():
+    lens, inputs = tl.Lens(zoo.build("gpt2")), ids()
+    assert [one.meta["out_positions"] for one in lens.maps(inputs)] == [[n - 1] for n in LENGTHS]
+    firsts = list(lens.maps(inputs, out_token=0))
+    assert all(
+        error(one, alone(lens, value, "tensor.in_out", 0)) < 1e-12 for value, one in zip(inputs, firsts, strict=True)
+    )
+    with pytest.raises(tl.InputError, match="-1 .* 0|out_token|output"):
+        list(lens.maps(inputs, out_token=2))  # the last sample has one token only
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 100, None])
+def test_any_batch_size_keeps_the_order(batch_size):
+    lens, inputs = tl.Lens(zoo.build("gpt2")), ids((3, 6, 2, 4, 1, 3))
+    found = list(lens.maps(inputs, "tensor.in_class", batch_size=batch_size))
+    assert [one.in_tokens for one in found] == [tuple(map(str, value)) for value in inputs]
+    assert (
+        max(error(one, alone(lens, value, "tensor.in_class")) for value, one in zip(inputs, found, strict=True)) < 1e-12
+    )
+
+
+def test_a_batch_gives_the_tensors_too():
+    lens, inputs = tl.Lens(zoo.build("gpt2")), ids((4, 6, 6))
+    batch = lens.batch(inputs)
+    assert len(batch) == 3 and len(batch[:2]) == 2
+    for value, T in zip(inputs, batch, strict=True):
+        assert torch.allclose(T.output, lens(value).output, rtol=1e-12, atol=1e-14)
+        assert float((T @ T.input + T.bias - T.output).norm() / T.output.norm()) < 1e-12
+    with pytest.raises(tl.InputError, match="sample"):
+        batch[3]
+    with pytest.raises(tl.InputError, match="at least one"):
+        lens.batch([])
+
+
+# Models that would give other numbers --------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """Blocks in a row, after each of which something happens between samples or between places."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.embed = nn.Embedding(zoo.VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+            x = x - 0.5 * x.mean(0, keepdim=True) if self.what == "samples" else x + x.mean(1, keepdim=True)
+        return self.head(x)
+
+
+def mixing(what: str) -> tl.Lens:
+    return tl.Lens(zoo.randomise(Mixing(what)).double().eval())
+
+
+@pytest.mark.parametrize(
+    ("what", "lengths", "said"), [("samples", (4, 4, 4, 4), "one by one"), ("places", (4, 6, 6, 4, 2), "by length")]
+)
+def test_models_that_mix_are_noticed(what, lengths, said):
+    lens, inputs = mixing(what), ids(lengths)
+    found = list(lens.maps(inputs, "tensor.in_class"))
+    for value, one in zip(inputs, found, strict=True):
+        assert error(one, alone(lens, value, "tensor.in_class")) < 1e-12
+        assert said in one.meta["batches"]
+    with pytest.raises(tl.InputError, match="other numbers than alone"):
+        lens.batch(inputs)
+
+
+# Bounds --------------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_halves_the_batch(monkeypatch):
+    lens, inputs, sizes, make = tl.Lens(zoo.build("gpt2")), ids((4,) * 9), [], batches.Batch.__init__
+
+    def small_memory(self, lens, prepared, *rest, **named):
+        sizes.append(len(prepared))
+        if len(prepared) > 3:
+            raise torch.OutOfMemoryError("no room")
+        make(self, lens, prepared, *rest, **named)
+
+    monkeypatch.setattr(batches.Batch, "__init__", small_memory)
+    found = list(lens.maps(inputs, batch_size=8))
+    assert sizes == [8, 4, 2, 2, 2, 2] and len(found) == 9  # the last one goes alone
+    assert all(
+        error(one, alone(lens, value, "tensor.in_out")) < 1e-12 for value, one in zip(inputs, found, strict=True)
+    )
+
+
+def test_an_endless_iterator_is_read_as_far_as_needed(monkeypatch):
+    monkeypatch.setattr(dataset_maps, "WINDOW", 2)
+    lens, read = tl.Lens(zoo.build("gpt2")), []
+
+    def endless():
+        for i in itertools.count():
+            read.append(i)
+            yield ids((3,), seed=i)[0]
+
+    maps = lens.maps(endless(), batch_size=2)
+    assert read == []
+    assert len(list(itertools.islice(maps, 5))) == 5 and len(read) == 8  # two windows of two batches of two
+
+
+def test_nothing_in_nothing_out():
+    assert list(tl.Lens(zoo.build("gpt2")).maps([])) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"method": "tensor.in_clas"}, "Did you mean"), ({"method": "tensor.in_out", "target": 3}, "takes no target"),
+     ({"method": "tensor.in_class", "probes": 3}, "tensor.norm"), ({"batch_size": 0}, "batch_size"),
+     ({"on_error": "forget"}, "on_error")],
+)  # fmt: skip
+def test_mistakes_are_named_before_work_begins(options, message):
+    with pytest.raises(tl.TensorLensError, match=message):
+        tl.Lens(zoo.build("gpt2")).maps(ids(), **options)
+
+
+def test_a_target_needs_a_head():
+    with pytest.raises(tl.MethodError, match="no head"):
+        list(tl.Lens(zoo.build("bert")).maps(ids(), "tensor.in_class"))
+
+
+# Rows that cannot be mapped ------------------------------------------------------------------------------------------
+
+ROWS = ["a cat", "", "x" * 500, None, "a dog"]
+
+
+def test_a_bad_row_raises_with_its_number():
+    for bad, reason in ((ROWS[1], "no words"), (ROWS[2], "at most 400"), (ROWS[3], "Expected a text")):
+        with pytest.raises(tl.InputError, match=f"Row 1: .*{reason}"):
+            list(tiny_lens().maps(["a cat", bad]))
+
+
+def test_bad_rows_are_skipped_and_collected():
+    skipped: list[tuple[int, str]] = []
+    found = list(tiny_lens().maps(ROWS, on_error="skip", skipped=skipped))
+    assert [one.meta["text"] for one in found] == ["a cat", "a dog"]
+    assert [row for row, _ in skipped] == [1, 2, 3] and "500" in skipped[1][1]
+
+
+def test_long_texts_are_cut_if_asked():
+    lens = tiny_lens()
+    (found,) = lens.maps(["x" * 500], truncate=True)
+    assert error(found, alone(lens, "x" * 400, "tensor.in_out")) < 1e-5
+    assert len(found.in_tokens) == 400
+
+
+def test_texts_are_tokenised_as_alone():
+    lens = tiny_lens()
+    for text, one in zip(TEXTS, lens.maps(TEXTS), strict=True):
+        other = alone(lens, text, "tensor.in_out")
+        assert one.meta["text"] == text and one.meta["offsets"] == other.meta["offsets"]
+        assert one.in_tokens == other.in_tokens
+
+
+def test_a_map_of_a_batch_comes_back_equal(tmp_path):
+    (found, _) = tiny_lens().maps(TEXTS[:2], "tensor.in_class")
+    again = tl.TokenMap.load(found.save(tmp_path / "map.json"))
+    assert again.meta == found.meta and torch.equal(again.scores, found.scores)

@@ -1,0 +1,185 @@
+"""`Mapper` and `tensorlens maps`: maps as columns of a table, on one machine or several, stopped and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_language import tiny_lens
+from typer.testing import CliRunner
+
+import tensorlens as tl
+from tensorlens import mapper
+from tensorlens.app.cli import app
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+TEXTS = [f"{'the cat sat on it '[: 3 + 5 * (i % 4)]}{i}" for i in range(12)]
+COLUMNS = ["tokens", "scores", "target", "logit", "bias_share", "prediction"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """The folder of a tiny model, since a mapper takes a name."""
+    folder = tmp_path_factory.mktemp("model")
+    lens = tiny_lens("neox")
+    lens.model.save_pretrained(folder)
+    lens.processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), "utf-8")
+    return path
+
+
+def run(*arguments: object) -> dict:
+    made = CliRunner().invoke(app, ["maps", *map(str, arguments), "--json"], catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+    return json.loads(made.stdout)
+
+
+def table(folder: Path) -> list[dict]:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    return parquet.read_table(folder).sort_by("id").to_pylist()
+
+
+# Mapper --------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_what_the_lens_says(model):
+    lens, rows = tl.load(model), {"text": TEXTS[:3], "label": [0, 1, 0]}
+    made = tl.Mapper(model, target=7)(rows)
+    assert list(made) == ["text", "label", *COLUMNS] and made["label"] == [0, 1, 0]
+    for i, text in enumerate(TEXTS[:3]):
+        found = lens(text).map("tensor.in_class", -1, 7)
+        assert made["tokens"][i] == list(found.in_tokens)
+        assert made["scores"][i] == pytest.approx(found.scores[0].tolist(), rel=1e-3, abs=1e-5)
+        assert made["logit"][i] == pytest.approx(found.meta["logit"][0], rel=1e-4)
+        assert made["bias_share"][i] == pytest.approx(float(found.bias_share[0]), rel=1e-3)
+        assert made["prediction"][i] == lens(text).predictions(1)[0].name
+        assert made["target"][i] == found.meta["target"]
+
+
+def test_it_is_plain_until_it_is_called(model, monkeypatch):
+    loads, load = [], mapper.load
+    monkeypatch.setattr(mapper, "load", lambda *given, **named: loads.append(given) or load(*given, **named))
+    monkeypatch.setattr(mapper, "_lenses", {})
+    one = pickle.loads(pickle.dumps(tl.Mapper(model, "tensor.in_out")))
+    assert loads == [] and len(pickle.dumps(one)) < 1000
+    for _ in range(2):
+        made = one({"text": np.array(TEXTS[:2], dtype=object)})
+    assert len(loads) == 1 and made["target"] == ["", ""] and np.isnan(made["logit"]).all()
+    assert len(made["scores"][0]) == len(made["tokens"][0]) == len(TEXTS[0])
+
+
+def test_bad_rows_keep_their_place(model):
+    rows = {"text": ["a cat", "", "x" * 500, None, "a dog"]}
+    made = tl.Mapper(model, on_error="skip")(rows)
+    assert [bool(tokens) for tokens in made["tokens"]] == [True, False, False, False, True]
+    assert [bool(error) for error in made["error"]] == [False, True, True, True, False]
+    with pytest.raises(tl.InputError, match="Row 1"):
+        tl.Mapper(model)(rows)
+    assert len(tl.Mapper(model, truncate=True)({"text": ["x" * 500]})["tokens"][0]) == 400
+
+
+def test_mistakes_are_named_at_once(model):
+    with pytest.raises(tl.MethodError, match="no method"):
+        tl.Mapper(model, "tensor.in_clas")
+    with pytest.raises(tl.InputError, match="by name"):
+        tl.Mapper(tiny_lens())  # type: ignore[arg-type]
+    with pytest.raises(tl.InputError, match="column 'text'"):
+        tl.Mapper(model)({"words": ["a"]})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_the_datasets_library(model):
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"text": TEXTS[:5]}).map(tl.Mapper(model), batched=True, batch_size=2)
+    one_by_one = tl.Mapper(model, batch_size=1)({"text": TEXTS[:5]})
+    assert made.column_names == ["text", *COLUMNS]
+    assert made["tokens"][:] == one_by_one["tokens"] and made["target"][:] == one_by_one["target"]
+    for scores, alone in zip(made["scores"][:], one_by_one["scores"], strict=True):
+        assert scores == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_becomes_a_table(model, data, tmp_path):
+    said = run(model, "--data", data, "--out", tmp_path / "maps.parquet", "--part-rows", 5)
+    assert said["maps"] == 12 and said["skipped"] == []
+    rows = table(tmp_path / "maps.parquet")
+    assert [row["id"] for row in rows] == list(range(12)) and list(rows[0]) == ["id", *COLUMNS]
+    alone = tl.Mapper(model, batch_size=1)({"text": TEXTS})
+    for row in rows:
+        assert row["tokens"] == alone["tokens"][row["id"]]
+        assert row["scores"] == pytest.approx(alone["scores"][row["id"]], rel=1e-3, abs=1e-5)
+    assert run(model, "--data", data, "--out", tmp_path / "maps.parquet", "--part-rows", 5)["new_rows"] == 0
+
+
+def test_other_settings_are_refused(model, data, tmp_path):
+    run(model, "--data", data, "--out", tmp_path / "maps", "--limit", 2)
+    for change in (["--limit", "3"], ["--limit", "2", "--method", "tensor.in_out"], ["--limit", "2", "--target", "5"]):
+        with pytest.raises(tl.InputError, match="other settings"):
+            run(model, "--data", data, "--out", tmp_path / "maps", *change)
+    data.write_text('{"text": "other"}\n', "utf-8")
+    with pytest.raises(tl.InputError, match="data is"):
+        run(model, "--data", data, "--out", tmp_path / "maps", "--limit", 2)
+
+
+def test_bad_rows_are_reported_by_row(model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    texts = ["a cat", "", 7, "x" * 500, "a dog"]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    with pytest.raises(tl.InputError, match="Row 1: "):
+        run(model, "--data", data, "--out", tmp_path / "a")
+    said = run(model, "--data", data, "--out", tmp_path / "b", "--on-error", "skip", "--truncate", "--part-rows", 2)
+    assert [one["row"] for one in said["skipped"]] == [1, 2]
+    rows = table(tmp_path / "b")
+    assert [row["id"] for row in rows] == [0, 3, 4] and len(rows[1]["tokens"]) == 400
+
+
+@pytest.mark.parametrize("kind", ["csv", "txt", "parquet", "folder"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_kind_of_file(model, kind, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows, data = datasets.Dataset.from_dict({"review": TEXTS[:3]}), tmp_path / f"data.{kind}"
+    if kind == "txt":
+        data.write_text("\n".join(TEXTS[:3]) + "\n", "utf-8")
+    elif kind == "folder":
+        rows.save_to_disk(data)
+    else:
+        getattr(rows, f"to_{kind}")(data)
+    assert run(model, "--data", data, "--out", tmp_path / "maps")["maps"] == 3
+    assert ["".join(row["tokens"]) for row in table(tmp_path / "maps")] == TEXTS[:3]
+
+
+def test_killed_at_random_and_started_again(model, data, tmp_path):
+    options = ["--data", str(data), "--part-rows", "2", "--batch-size", "2", "--device", "cpu"]
+    run(model, *options, "--out", tmp_path / "whole")
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    folder, chance, killed = tmp_path / "killed", random.Random(0), 0
+    command = [sys.executable, "-m", "tensorlens", "maps", model, *options, "--out", str(folder)]
+    for n_parts in (1, 3, 4):
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while len(list(folder.glob("part-*"))) < n_parts and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.03)
+        killed += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert killed >= 1
+    run(model, *options, "--out", folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
