@@ -142,7 +142,7 @@ class Lens:
         if prepared.text is not None:
             meta["text"] = prepared.text
             if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
-                meta["offsets"] = prepared.offsets
+                meta["offsets"] = [pair and list(pair) for pair in prepared.offsets]
         grid = prepared.grid(self.model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
