@@ -100,11 +100,14 @@ def grouped_meta(meta: Mapping[str, Any], groups: Sequence[Group], name: str, as
         made["set_aside"] = [k for k, group in enumerate(groups) if set(aside) & set(group.tokens)]
     if isinstance(text, str) and fits(offsets, sum(len(group.tokens) for group in groups), len(text)):
         assert offsets is not None
-        spans = [[offsets[j] for j in group.tokens if offsets[j]] for group in groups]
+        runs = [group.tokens if _is_run(group.tokens) else () for group in groups]  # others stand in several places
+        spans = [[offsets[j] for j in run if offsets[j]] for run in runs]
         made["offsets"] = [[span[0][0], max(stop for _, stop in span)] if span else None for span in spans]
-        if groups and groups[-1].label == REST:
-            made["offsets"][-1] = None  # its tokens may stand anywhere
     return made
+
+
+def _is_run(tokens: Sequence[int]) -> bool:
+    return bool(tokens) and tokens[-1] - tokens[0] + 1 == len(tokens)
 
 
 def sentences(text: str) -> list[Span]:
