@@ -120,6 +120,16 @@ def test_parts_of_the_answer_as_columns(answer):
     assert parts.scores[0, -1] == 0  # no part sees a later one
 
 
+def test_tokens_set_aside_have_columns_of_their_own_and_stay_in_the_sum(answer):
+    whole, apart = answer.map("sentences"), answer.map("sentences", set_aside=(0,))
+    assert apart.in_tokens == ("T", *whole.in_tokens) and apart.view().set_aside == (0,)
+    torch.testing.assert_close(apart.scores[:, :2].sum(1), whole.scores[:, 0], **tolerance(answer))
+    torch.testing.assert_close(apart.scores[:, 2:], whole.scores[:, 1:], **tolerance(answer))
+    assert answer.map("tokens", set_aside=(0,)).in_tokens == answer.map("tokens").in_tokens
+    with pytest.raises(InputError, match="set_aside"):
+        answer.map("sentences", set_aside=(len(PROMPT),))
+
+
 def test_against_is_the_difference_of_two_answers(answer):
     other = answer.lens.answer(PROMPT, " No one.")
     found, ours, theirs = answer.map(against=" No one."), answer.map(), other.map()
@@ -275,3 +285,24 @@ def test_models_that_give_no_answers():
         tl.Lens(zoo.build("bert")).answer([3, 4, 5], [6])
     with pytest.raises(MethodError, match="later tokens"):
         tl.Lens(zoo.build("bert-mlm")).answer([3, 4, 5], [6]).map("tokens")
+
+
+# Real weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.large
+def test_the_sentence_that_holds_the_answer_is_found_with_real_weights():
+    lens = tl.load("smollm2-135m", device="cpu")
+    prompt = (
+        "The weather in March was mild. The museum opened in 1923. Anna keeps a purple umbrella in her office. The "
+        "river is long. Question: What does Anna keep in her office? Answer: Anna keeps a"
+    )
+    answer = lens.answer(prompt, " purple umbrella")
+    for target in TARGETS:
+        found = answer.map("sentences", "answer", target)
+        biases = float(bias_of(answer, target).sum())
+        assert float(found.scores.sum()) == pytest.approx(found.meta["logit"][0] - biases, rel=1e-3, abs=1e-3)
+    one, other = (answer.map("words", "tokens", engine=engine) for engine in ("pulls", "pushes"))
+    assert float((one.scores - other.scores).norm() / one.scores.norm()) < 1e-4
+    found = answer.map("sentences", against=" yellow umbrella")
+    assert found.in_tokens[int(found.scores[0, :4].argmax())].startswith("Anna keeps a purple")

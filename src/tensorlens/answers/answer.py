@@ -20,6 +20,7 @@ from tensorlens.maps.groups import Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
@@ -71,7 +72,7 @@ class Answer:
     def map(
         self, groups: Groups | None = None, rows: Groups = ANSWER, target: TargetKind = "centred", *,
         against: str | Sequence[int] | None = None, through: bool = False, answer_columns: bool = False,
-        engine: Engine | None = None,
+        set_aside: Sequence[int] = (), engine: Engine | None = None,
     ) -> TokenMap:  # fmt: skip
         r"""What the prompt carries of the answer: rows are parts of the answer, columns groups of the prompt.
 
@@ -88,13 +89,15 @@ class Answer:
             against: Another answer to the same prompt: the one row explains the difference of the two.
             through: Follow what falls on the answer's own tokens to the prompt. A convention, no sum.
             answer_columns: One column for each part of the answer instead of one for all.
+            set_aside: Tokens of the prompt, by position, with columns of their own, out of the colours though not out
+                of the sum: the first token carries what attention has no other place for.
             engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
 
         Raises:
             InputError: Groups do not fit, or what is asked for does not go together.
         """
         self._check(rows, target, against, through, engine)
-        parts, asked = self._parts(rows), _Asked(self._groups(groups), target, engine)
+        parts, asked = self._parts(rows), _Asked(*self._apart(self._groups(groups), set_aside), target, engine)
         if through:
             return self._through(parts, asked)
         own = parts if answer_columns else (Group(ANSWER, tuple(range(len(self.ids)))),)
@@ -134,6 +137,13 @@ class Answer:
         if prompt.offsets is not None:
             meta["offsets"] = [pair and list(pair) for pair in prompt.offsets]
         return find_groups(groups, self.tensor.tokens[: self.n_prompt_tokens], meta)
+
+    def _apart(self, groups: tuple[Group, ...], aside: Sequence[int]) -> tuple[tuple[Group, ...], int]:
+        """The groups without some tokens, these before them as groups of their own, and how many those are."""
+        alone = sorted({check_token(i, self.n_prompt_tokens, "set_aside") for i in aside})
+        others = [group._replace(tokens=tuple(j for j in group.tokens if j not in alone)) for group in groups]
+        first = tuple(Group(self.tensor.tokens[i], (i,)) for i in alone)
+        return (*first, *(group for group in others if group.tokens)), len(first)
 
     def _shifted(self, parts: Sequence[Group]) -> tuple[Group, ...]:
         """Parts of the answer as inputs, which come after the prompt's."""
@@ -177,18 +187,19 @@ class Answer:
     def _token_map(
         self, found: Shares, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, **more: Any
     ) -> TokenMap:
-        notes = {"logit": found.values.tolist(), "bias": found.bias_from}
+        notes = {"logit": found.values.tolist(), "bias": found.bias_from, "sums_to": "the target"}
         meta = self._meta(columns, asked, found) | notes | more
         return _made(found.scores, found.bias / found.values, parts, columns, meta)
 
     def _meta(self, columns: Sequence[Group], asked: _Asked, found: Shares) -> dict[str, Any]:
-        meta = grouped_meta(self.tensor.meta(), columns, "answer", ())
+        meta = grouped_meta(self.tensor.meta(), columns, "answer", ()) | {"set_aside": list(range(asked.n_aside))}
         return meta | {"answer": self.text, "target": _TITLES[asked.target], "engine": found.engine}
 
 
 @dataclass(frozen=True)
 class _Asked:
     prompt: tuple[Group, ...]
+    n_aside: int
     target: TargetKind
     engine: Engine | None
 

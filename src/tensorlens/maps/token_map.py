@@ -61,7 +61,7 @@ class TokenMap:
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
             `standard_error` and `out_positions` may be lists with one entry for each output. For texts `text` and
             `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
-            `set_aside`: the inputs that take no part in the colours.
+            `set_aside`: the inputs that take no part in the colours. `sums_to`: what to call the sum of a row.
     """
 
     scores: TokenMatrix
