@@ -38,6 +38,10 @@ class Source(Protocol):
         """The token that fills up shorter texts."""
         ...
 
+    def prepare(self, value: Any) -> ModelInput:
+        """What the model takes, of anything that a call takes."""
+        ...
+
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""
         ...

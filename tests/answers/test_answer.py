@@ -221,7 +221,9 @@ def test_maps_of_answers_save_and_draw(tmp_path):
     loaded = tl.TokenMap.load(found.save(tmp_path / "answer.json"))
     assert loaded.scores.equal(found.scores) and loaded.meta["answer"] == GIVEN
     assert found.save(tmp_path / "answer.html").stat().st_size > 1000
-    assert "inputs sum to" in found.view().sums[0]
+    assert "inputs sum to" in found.view().sums[0] and "the target is" in found.view().sums[0]
+    long = tiny_lens().answer("Word. " * 60 + "So", " it is.").map()
+    assert len(dict(long.view().caption)["Text"]) == 300  # a prompt is not said again in full
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ def _deliver(found: Answer, made: TokenMap, out: Path | None, *, as_json: bool) 
     if out is None:
         made.show()
         typer.echo("")
-    for label, line in zip(made.out_tokens, made.view().sums, strict=False):
+    shown = () if out is None and made.shape[0] == 1 else made.view().sums  # a single row says so itself
+    for label, line in zip(made.out_tokens, shown, strict=False):
         typer.echo(f"{f'{label.strip()}: ' if made.shape[0] > 1 else ''}{line}.")
     if out is not None:
         typer.echo(f"Wrote {out}")

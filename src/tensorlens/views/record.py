@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from tensorlens.errors import InputError
+from tensorlens.views.labels import shorten
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
 _NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside", "sums_to"}
 _MOST_LISTED = 12
+_MOST_CHARACTERS = 300
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
 
 
@@ -223,7 +225,12 @@ def _plain(value: Any) -> str:
     return f"“{text}”" if text != text.strip() else text
 
 
-_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range}
+def _beginning(text: Any) -> str:
+    """A long text is not said again in full: its tokens are the map."""
+    return shorten(_plain(text), _MOST_CHARACTERS)
+
+
+_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range, "text": _beginning}
 """How to print what is not printed as it is."""
 
 
