@@ -87,7 +87,7 @@ def test_rows_sum_to_the_target_less_the_bias(answer, rows, engine, target):
     assert found.in_tokens == ("The cat sat.", "It was dark!", "Who sat there?", "answer")
 
 
-@pytest.mark.parametrize("groups", ["tokens", "words", "sentences", "lines", [("doc", 4, 12)], ["It was dark!"]])
+@pytest.mark.parametrize("groups", ["words", "sentences", [("doc", 4, 12)], ["It was dark!"]])
 def test_pushes_equal_pulls_and_groups_are_sums(answer, groups):
     one, other = (answer.map(groups, "words", engine=engine) for engine in ("pulls", "pushes"))
     torch.testing.assert_close(one.scores, other.scores, **tolerance(answer))
