@@ -287,24 +287,3 @@ def test_models_that_give_no_answers():
         tl.Lens(zoo.build("bert")).answer([3, 4, 5], [6])
     with pytest.raises(MethodError, match="later tokens"):
         tl.Lens(zoo.build("bert-mlm")).answer([3, 4, 5], [6]).map("tokens")
-
-
-# Real weights --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.large
-def test_the_sentence_that_holds_the_answer_is_found_with_real_weights():
-    lens = tl.load("smollm2-135m", device="cpu")
-    prompt = (
-        "The weather in March was mild. The museum opened in 1923. Anna keeps a purple umbrella in her office. The "
-        "river is long. Question: What does Anna keep in her office? Answer: Anna keeps a"
-    )
-    answer = lens.answer(prompt, " purple umbrella")
-    for target in TARGETS:
-        found = answer.map("sentences", "answer", target)
-        biases = float(bias_of(answer, target).sum())
-        assert float(found.scores.sum()) == pytest.approx(found.meta["logit"][0] - biases, rel=1e-3, abs=1e-3)
-    one, other = (answer.map("words", "tokens", engine=engine) for engine in ("pulls", "pushes"))
-    assert float((one.scores - other.scores).norm() / one.scores.norm()) < 1e-4
-    found = answer.map("sentences", against=" yellow umbrella")
-    assert found.in_tokens[int(found.scores[0, :4].argmax())].startswith("Anna keeps a purple")
