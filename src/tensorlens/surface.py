@@ -4,6 +4,7 @@ Apart from `tensorlens` itself, so that `tensorlens --help` need not wait for to
 """
 
 from tensorlens import studies as studies
+from tensorlens.answers.answer import Answer as Answer
 from tensorlens.batch import Batch as Batch
 from tensorlens.errors import AnatomyError as AnatomyError
 from tensorlens.errors import InputError as InputError

@@ -16,6 +16,7 @@ from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
 from tensorlens.maps.collapse import NormKind
+from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.maps.token_map import TokenMap
@@ -24,6 +25,9 @@ from tensorlens.operators.base import Pulled, TensorOperator, check_token
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator
+
+OutTokens = int | Sequence[int] | slice | None
+"""One output, several, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +193,20 @@ class AttentionTensor(TensorOperator):
     # Questions ----------------------------------------------------------------------------------------------------
 
     def map(
-        self, method: str = "tensor.in_out", out_token: int | None = None, target: Target | None = None, *,
+        self, method: str = "tensor.in_out", out_token: OutTokens = None, target: Target | None = None, *,
+        groups: Groups | None = None,
         norm: NormKind = "frobenius", probes: int | None = None, seed: int = 0, precision: Precision | None = None,
     ) -> TokenMap:  # fmt: skip
         """A token map: how much each input carries of each output.
 
         Args:
             method: A name in `METHODS`.
-            out_token: The output to explain, or None for every one.
+            out_token: The output to explain, several of them as a list, range or slice, or None for every one.
             target: For `tensor.in_class`: a token string, an id, a class label, or a pair of them for a contrast;
                 None explains the model's own prediction. A logit is what the unembedding gives, before any soft cap
                 or scale.
+            groups: Sum the inputs of each group: ``"words"``, ``"sentences"``, ``"lines"``, or a list of (label, start,
+                stop); see `TokenMap.group`.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
             probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
                 None for the exact norm.
@@ -208,12 +215,14 @@ class AttentionTensor(TensorOperator):
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
-        every = range(self.shape[0]) if out_token is None else (check_token(out_token, self.shape[0]),)
+        every = self._outputs(out_token)
+        if groups is not None:  # before the work
+            find_groups(groups, self.tokens, self.context.meta)
         found = answer(
             method,
             Question(
                 operator=self.operator if precision is None else self.with_precision(precision).operator,
-                out_tokens=tuple(every),
+                out_tokens=every,
                 target=target,
                 classes=self.context.classes,
                 norm=norm,
@@ -221,14 +230,25 @@ class AttentionTensor(TensorOperator):
                 seed=seed,
             ),
         )
-        return TokenMap(
+        made = TokenMap(
             scores=found.scores,
             out_tokens=found.row_labels or tuple(self.out_tokens[i] for i in every),
             in_tokens=self.tokens,
             method=method,
             bias_share=found.bias_share,
-            meta=self._meta(tuple(every)) | found.notes,
+            meta=self.meta() | {"out_positions": list(every)} | found.notes,
         )
+        return made if groups is None else made.group(groups)
+
+    def _outputs(self, out_token: OutTokens) -> tuple[int, ...]:
+        n_out = self.shape[0]
+        if out_token is None or isinstance(out_token, slice):
+            every = range(n_out)[slice(None) if out_token is None else out_token]
+        else:
+            every = out_token if isinstance(out_token, Sequence) else (out_token,)
+        if not every:
+            raise InputError(f"`out_token` must name at least one of the {n_out} outputs; got {out_token!r}.")
+        return tuple(check_token(i, n_out) for i in every)
 
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
         """A map of each block, in the shape of transformers' `output_attentions`, for tools that draw attention.
@@ -248,13 +268,13 @@ class AttentionTensor(TensorOperator):
             maps.append(torch.stack([part.map(method).normalised().scores for part in parts])[None])
         return tuple(maps)
 
-    def _meta(self, out_tokens: tuple[int, ...]) -> dict[str, Any]:
+    def meta(self) -> dict[str, Any]:
+        """What a map says of where it came from: input, model, blocks, heads, rules, certificate."""
         certificate = None if self._certified is None else self._certified[1]
         heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}
         verdict = None if certificate is None else {"passed": certificate.passed, "errors": certificate.errors}
         return {
             **self.context.meta,
-            "out_positions": list(out_tokens),
             "blocks": list(self.operator.span),
             "heads": heads or None,
             "rules": self.operator.recording.rules.as_dict(),

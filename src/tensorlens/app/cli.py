@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from tensorlens.__about__ import __version__
+from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
@@ -44,6 +45,7 @@ def _add(name: str, command: Callable[..., None], short: str, *, continues: bool
 
 
 _add("map", map_, "Which inputs made this output?")
+_add("answer", answer_, "Which parts of the prompt made this answer?")
 _add("maps", maps, "A map of every row of a data set, as parquet.", continues=True)
 _add("explore", explore, "The same in the browser.")
 _add("check", check, "Is the operator exact for this model?")

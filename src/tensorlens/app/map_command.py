@@ -91,7 +91,7 @@ def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | Non
     if out is not None:
         found.save(out)
     if as_json:
-        print_json(_content(found) | {"predictions": [one._asdict() for one in said]})
+        print_json(content(found) | {"predictions": [one._asdict() for one in said]})
         return
     if said:
         first, *others = (f"{one.name!r} ({_percent(one.probability)})" for one in said)
@@ -109,7 +109,8 @@ def _percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 else "below 1 %"
 
 
-def _content(found: TokenMap) -> dict[str, Any]:
+def content(found: TokenMap) -> dict[str, Any]:
+    """A map as plain values, without its picture."""
     return {
         "method": found.method,
         "out_tokens": found.out_tokens,

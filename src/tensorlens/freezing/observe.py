@@ -7,6 +7,7 @@ replay reads them off wherever attention and values meet, whatever the kernel: a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
@@ -62,13 +63,18 @@ def plain_output(recording: Recording) -> Tensor:
 
 def plain_logits(recording: Recording, out_token: int) -> Tensor:
     """Logits (class,) as the model itself gives them, after whatever its code does behind the unembedding."""
+    return plain_logits_at(recording, (out_token,))[0]
+
+
+def plain_logits_at(recording: Recording, out_tokens: Sequence[int]) -> Tensor:
+    """The same at several outputs, (output, class); one row for a head that reads the whole input at once."""
     check_unchanged(recording)
-    model = recording.model
+    model, places = recording.model, torch.tensor(list(out_tokens), device=recording.states[-1].device)
     keeps = recording.anatomy.unembedding is not None and "logits_to_keep" in signature(model.forward).parameters
-    chosen = {"logits_to_keep": torch.tensor([out_token], device=recording.states[-1].device)} if keeps else {}
+    chosen = {"logits_to_keep": places} if keeps else {}
     with own_precision(), torch.no_grad(), evaluating(model):
         logits = state_of(model(**recording.inputs, **chosen))[0]
-    return logits if logits.dim() == 1 else logits[0 if keeps else out_token]
+    return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]
 
 
 # Attention -----------------------------------------------------------------------------------------------------------

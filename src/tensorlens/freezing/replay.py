@@ -194,7 +194,7 @@ def read_logits(recording: Recording, state: Tensor, out_token: int, classes: Te
     """Logits of one output from what a pass to the logits ended with."""
     unembedding = recording.anatomy.unembedding
     if unembedding is not None:
-        weight, bias = _weights(unembedding, state)
+        weight, bias = head_weights(unembedding, state)
         if classes is not None:
             weight, bias = weight[classes], None if bias is None else bias[classes]
         return torch.nn.functional.linear(state[:, out_token], weight, bias)
@@ -208,7 +208,7 @@ def logits_at(recording: Recording, out_token: int, classes: Tensor | None = Non
     return read_logits(recording, recording.readout, out_token, classes)[0].detach()
 
 
-def _weights(layer: nn.Linear, state: Tensor) -> tuple[Tensor, Tensor | None]:
+def head_weights(layer: nn.Linear, state: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a layer, fetched if accelerate has put them off the device."""
     if not layer.weight.is_meta:
         return layer.weight, layer.bias

@@ -19,8 +19,9 @@ from torch import Tensor
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError
 from tensorlens.maps import files
+from tensorlens.maps.groups import Groups, find_groups, group_sums, grouped_meta
 from tensorlens.maps.sinks import sink_columns
-from tensorlens.maps.words import Word, fits, words
+from tensorlens.maps.words import words
 from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines, sum_lines
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class TokenMap:
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
             `standard_error` and `out_positions` may be lists with one entry for each output. For texts `text` and
             `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
-            `set_aside`: the inputs that take no part in the colours.
+            `set_aside`: the inputs that take no part in the colours. `sums_to`: what to call the sum of a row.
     """
 
     scores: TokenMatrix
@@ -142,35 +143,32 @@ class TokenMap:
         return replace(self, meta=self.meta | {"set_aside": chosen})
 
     def words(self) -> TokenMap:
-        r"""The same map with the tokens of each word as one input: labels joined, columns summed.
+        """The same map with the tokens of each word as one input; `group("words")`."""
+        return self.group("words")
 
-        $S'_{i←w} = Σ_{j ∈ w} S_{i←j}$: what a word contributes is the sum of what its tokens do, so that rows of
-        `tensor.in_out` and `tensor.in_class` sum to the same. (A sum of norms bounds the norm of the word's block.)
-        Outputs stay tokens, since each token has a prediction of its own. Pieces of one character are joined too.
+    def group(self, groups: Groups) -> TokenMap:
+        r"""The same map with the tokens of each group as one input: columns summed.
+
+        $S'_{i←G} = Σ_{j ∈ G} S_{i←j}$: what a group contributes is the sum of what its tokens do, so that rows of
+        `tensor.in_out` and `tensor.in_class` sum to the same. (A sum of norms bounds the norm of the group's blocks.)
+        Outputs stay tokens, since each token has a prediction of its own. Pieces of one character stay together.
+
+        Args:
+            groups: ``"words"``, ``"sentences"``, ``"lines"`` or ``"tokens"``; or a list of (label, start, stop) in
+                characters of the text, in tokens where the input was ids; or of passages to find in the text. A token
+                belongs to the group it overlaps most, the first on ties; those of no group form one named ``rest``.
 
         Raises:
-            InputError: the inputs are patches of a picture.
+            InputError: the inputs are patches of a picture; groups overlap, are empty or are not there.
         """
         if self.meta.get("grid") is not None:
             raise InputError("Expected a map of a text, got one of a picture. Its patches have no words.")
-        groups = words(self.in_tokens, self.meta)
-        index = torch.tensor([k for k, word in enumerate(groups) for _ in range(word.start, word.stop)])
-        scores = self.scores.new_zeros(self.shape[0], len(groups)).index_add_(1, index.long(), self.scores)
+        found = find_groups(groups, self.in_tokens, self.meta)
+        name = groups if isinstance(groups, str) else "by the user"
         return replace(
-            self, scores=scores, in_tokens=tuple(word.label for word in groups), meta=self._word_meta(groups)
-        )
-
-    def _word_meta(self, groups: tuple[Word, ...]) -> dict[str, Any]:
-        offsets, text = self.meta.get("offsets"), self.meta.get("text")
-        meta = {name: value for name, value in self.meta.items() if name != "offsets"} | {"grouped": "words"}
-        if "set_aside" in meta:
-            aside = sink_columns(self.scores, self.meta)
-            meta["set_aside"] = [k for k, word in enumerate(groups) if any(word.start <= j < word.stop for j in aside)]
-        if isinstance(text, str) and fits(offsets, self.shape[1], len(text)):
-            assert offsets is not None
-            spans = [[pair for pair in offsets[word.start : word.stop] if pair] for word in groups]
-            meta["offsets"] = [[span[0][0], max(stop for _, stop in span)] if span else None for span in spans]
-        return meta
+            self, scores=group_sums(self.scores, found), in_tokens=tuple(group.label for group in found),
+            meta=grouped_meta(self.meta, found, name, sink_columns(self.scores, self.meta)),
+        )  # fmt: skip
 
     def top(self, k: int = 10, out_token: int = -1) -> list[Top]:
         """The `k` inputs with the largest absolute score for one output, strongest first; NaN comes last.
@@ -198,7 +196,8 @@ class TokenMap:
         Raises:
             InputError: `meta` holds a grid, an image or positions that are none; files come from strangers.
         """
-        groups = () if self.meta.get("grid") is not None else words(self.in_tokens, self.meta)
+        is_whole = self.meta.get("grid") is not None or "grouped" in self.meta
+        groups = () if is_whole else words(self.in_tokens, self.meta)
         return MapView(
             scores=_array(self.scores),
             out_tokens=self.out_tokens,

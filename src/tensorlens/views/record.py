@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from tensorlens.errors import InputError
+from tensorlens.views.labels import shorten
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
-_NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside"}
+_NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside", "sums_to"}
 _MOST_LISTED = 12
+_MOST_CHARACTERS = 300
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
 
 
@@ -150,10 +152,10 @@ def sum_lines(sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any])
     logits: Any = meta.get("logit")
     if not is_by_output("logit", logits, len(sums)) or not all(isinstance(logit, (int, float)) for logit in logits):
         return ()
-    lines = []
+    lines, what = [], meta["sums_to"] if isinstance(meta.get("sums_to"), str) else "the logit"
     for total, share, logit in zip(sums, bias_share, logits, strict=True):
         bias = share * logit
-        line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; the logit is {_fixed(logit)}"
+        line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; {what} is {_fixed(logit)}"
         is_whole = abs(total + bias - logit) <= 0.005 + 0.001 * abs(logit)
         lines.append(line if is_whole else f"{line} with all heads, {_fixed(total + bias)} with those kept")
     return tuple(lines)
@@ -223,7 +225,12 @@ def _plain(value: Any) -> str:
     return f"“{text}”" if text != text.strip() else text
 
 
-_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range}
+def _beginning(text: Any) -> str:
+    """A long text is not said again in full: its tokens are the map."""
+    return shorten(_plain(text), _MOST_CHARACTERS)
+
+
+_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range, "text": _beginning}
 """How to print what is not printed as it is."""
 
 

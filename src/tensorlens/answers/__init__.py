@@ -1,0 +1,1 @@
+"""Whole answers of a language model, and what of the prompt they stand on."""

@@ -1,0 +1,262 @@
+"""`Answer`: what a language model said after a prompt, and what of the prompt it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.answers.continuing import Continuation, generated, given
+from tensorlens.answers.prompts import Prompt, Speaker, read_prompt
+from tensorlens.answers.shares import Engine, Shares, shares, through
+from tensorlens.answers.targets import TargetKind, make_targets
+from tensorlens.errors import InputError
+from tensorlens.freezing.observe import plain_logits_at
+from tensorlens.maps.groups import Group, Groups, find_groups, grouped_meta
+from tensorlens.maps.targets import no_head
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.operators.base import check_token
+from tensorlens.tensor import AttentionTensor
+
+ANSWER, AGAINST, TURNS = "answer", "against", "turns"
+THROUGH = "the answer's own steps followed to the prompt; a convention, whose rows sum to nothing exact"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """An answer, token by token, with the attention tensor of prompt and answer. Made by `Lens.answer`.
+
+    Attributes:
+        text: The answer.
+        ids: Its tokens; the one that ended it is left out.
+        offsets: Where each token stands in the text; None for one that is no part of it.
+        prompt: What was asked.
+        tensor: T at prompt and answer together, the model's own earlier tokens as inputs.
+        lens: Where it came from.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int] | None, ...] = field(repr=False)
+    prompt: Prompt = field(repr=False)
+    tensor: AttentionTensor = field(repr=False)
+    lens: Speaker = field(repr=False)
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """How many tokens stand before the answer."""
+        return len(self.prompt.ids)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """A label for each token of the answer."""
+        return self.tensor.tokens[self.n_prompt_tokens :]
+
+    @property
+    def positions(self) -> range:
+        """Where each token of the answer is predicted: one position before its own."""
+        return range(self.n_prompt_tokens - 1, self.n_prompt_tokens - 1 + len(self.ids))
+
+    @cached_property
+    def log_probabilities(self) -> tuple[float, ...]:
+        """The model's own log-probability of each token, after whatever its code does behind the unembedding."""
+        logits = plain_logits_at(self.tensor.operator.recording, self.positions)
+        chosen = torch.tensor(self.ids, device=logits.device)[:, None]
+        return tuple(logits.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist())
+
+    def map(
+        self, groups: Groups | None = None, rows: Groups = ANSWER, target: TargetKind = "centred", *,
+        against: str | Sequence[int] | None = None, through: bool = False, answer_columns: bool = False,
+        set_aside: Sequence[int] = (), engine: Engine | None = None,
+    ) -> TokenMap:  # fmt: skip
+        r"""What the prompt carries of the answer: rows are parts of the answer, columns groups of the prompt.
+
+        $R_{q,k} = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, so that a row and the bias sum to what it explains: the targets
+        of its tokens, added up. The answer's own tokens are one column, ``answer``.
+
+        Args:
+            groups: Of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None, and
+                turns for chat messages.
+            rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
+                characters of the answer.
+            target: ``"centred"``, the logit less the mean over the vocabulary; ``"logit"``; ``"runner_up"``, the logit
+                less that of the likeliest other token.
+            against: Another answer to the same prompt: the one row explains the difference of the two.
+            through: Follow what falls on the answer's own tokens to the prompt. A convention, no sum.
+            answer_columns: One column for each part of the answer instead of one for all.
+            set_aside: Tokens of the prompt, by position, with columns of their own, out of the colours though not out
+                of the sum: the first token carries what attention has no other place for.
+            engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
+
+        Raises:
+            InputError: Groups do not fit, or what is asked for does not go together.
+        """
+        self._check(rows, target, against, through, engine)
+        parts, asked = self._parts(rows), _Asked(*self._apart(self._groups(groups), set_aside), target, engine)
+        if through:
+            return self._through(parts, asked)
+        own = parts if answer_columns else (Group(ANSWER, tuple(range(len(self.ids)))),)
+        if against is not None:
+            return self._against(against, asked)
+        columns = (*asked.prompt, *self._shifted(own))
+        found = self._shares(parts, columns, asked)
+        return self._token_map(found, parts, columns, asked)
+
+    def _check(self, rows: Any, target: Any, against: Any, through: bool, engine: Any) -> None:
+        if against is not None and (through or rows != ANSWER or target == "runner_up"):
+            raise InputError(
+                '`against` explains one whole answer less another: leave `rows` at "answer", `through` out, and take '
+                'the target "centred" or "logit".'
+            )
+        if engine not in (None, "pulls", "pushes"):
+            raise InputError(f'`engine` must be "pulls" or "pushes"; got {engine!r}.')
+        if engine == "pushes" and self.tensor.operator.is_streamed:
+            raise InputError("This input is too long for pushes: its factors are not kept. Leave `engine` out.")
+
+    # Parts and groups ------------------------------------------------------------------------------------------------
+
+    def _parts(self, rows: Groups) -> tuple[Group, ...]:
+        if rows == ANSWER:
+            return (Group(self.text, tuple(range(len(self.ids)))),)
+        meta = {"text": self.text, "offsets": [pair and list(pair) for pair in self.offsets]}
+        return find_groups(rows, self.tokens, meta)
+
+    def _groups(self, groups: Groups | None) -> tuple[Group, ...]:
+        prompt = self.prompt
+        groups = (TURNS if prompt.turns else "sentences") if groups is None else groups
+        if groups == TURNS:
+            if not prompt.turns:
+                raise InputError('"turns" are those of chat messages; this prompt has none. Pass other groups.')
+            groups = list(prompt.turns)
+        meta: dict[str, Any] = {} if prompt.text is None else {"text": prompt.text}
+        if prompt.offsets is not None:
+            meta["offsets"] = [pair and list(pair) for pair in prompt.offsets]
+        return find_groups(groups, self.tensor.tokens[: self.n_prompt_tokens], meta)
+
+    def _apart(self, groups: tuple[Group, ...], aside: Sequence[int]) -> tuple[tuple[Group, ...], int]:
+        """The groups without some tokens, these before them as groups of their own, and how many those are."""
+        alone = sorted({check_token(i, self.n_prompt_tokens, "set_aside") for i in aside})
+        others = [group._replace(tokens=tuple(j for j in group.tokens if j not in alone)) for group in groups]
+        first = tuple(Group(self.tensor.tokens[i], (i,)) for i in alone)
+        return (*first, *(group for group in others if group.tokens)), len(first)
+
+    def _shifted(self, parts: Sequence[Group]) -> tuple[Group, ...]:
+        """Parts of the answer as inputs, which come after the prompt's."""
+        return tuple(Group(part.label, tuple(j + self.n_prompt_tokens for j in part.tokens)) for part in parts)
+
+    # Numbers ---------------------------------------------------------------------------------------------------------
+
+    def _shares(self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked) -> Shares:
+        operator = self.tensor.operator
+        targets = make_targets(operator.recording, self.ids, self.n_prompt_tokens - 1, asked.target)
+        fine = torch.promote_types(operator.dtype, torch.float32)
+        rows = _membership(parts, len(self.ids)).to(operator.device, fine)
+        return shares(operator, targets, rows, columns, asked.engine)
+
+    def _through(self, parts: Sequence[Group], asked: _Asked) -> TokenMap:
+        tokens = tuple(Group(label, (k,)) for k, label in enumerate(self.tokens))
+        found = self._shares(tokens, (*asked.prompt, *self._shifted(tokens)), asked)
+        followed = through(found, len(asked.prompt))
+        scores = _membership(parts, len(self.ids)).to(followed) @ followed
+        nowhere = scores.new_full((len(scores),), torch.nan)
+        meta = self._meta(asked.prompt, asked, found) | {"through": THROUGH}
+        return _made(scores, nowhere, parts, asked.prompt, meta)
+
+    def _against(self, other: str | Sequence[int], asked: _Asked) -> TokenMap:
+        twin = answer_of(self.lens, self.prompt, given(self.lens, self.prompt, other))
+        if twin.ids == self.ids:
+            raise InputError(f"`against` must be another answer than this one; both are {self.text!r:.60}.")
+        whole = [one._parts(ANSWER) for one in (self, twin)]
+        ours, theirs = (
+            one._shares(parts, (*asked.prompt, *one._shifted(parts)), asked)
+            for one, parts in zip((self, twin), whole, strict=True)
+        )
+        n = len(asked.prompt)
+        scores = torch.cat([ours.scores[:, :n] - theirs.scores[:, :n], ours.scores[:, n:], -theirs.scores[:, n:]], 1)
+        found = ours._replace(scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values)
+        columns = (*asked.prompt, *self._shifted((Group(ANSWER, whole[0][0].tokens),)), Group(AGAINST, ()))
+        return self._token_map(found, whole[0], columns, asked, against=twin.text)
+
+    # The map ---------------------------------------------------------------------------------------------------------
+
+    def _token_map(
+        self, found: Shares, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, **more: Any
+    ) -> TokenMap:
+        notes = {"logit": found.values.tolist(), "bias": found.bias_from, "sums_to": "the target"}
+        meta = self._meta(columns, asked, found) | notes | more
+        return _made(found.scores, found.bias / found.values, parts, columns, meta)
+
+    def _meta(self, columns: Sequence[Group], asked: _Asked, found: Shares) -> dict[str, Any]:
+        meta = grouped_meta(self.tensor.meta(), columns, "answer", ()) | {"set_aside": list(range(asked.n_aside))}
+        return meta | {"answer": self.text, "target": _TITLES[asked.target], "engine": found.engine}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    prompt: tuple[Group, ...]
+    n_aside: int
+    target: TargetKind
+    engine: Engine | None
+
+
+_TITLES: dict[TargetKind, str] = {
+    "centred": "logits less their mean over the vocabulary",
+    "logit": "logits",
+    "runner_up": "logits less those of the runners-up",
+}
+
+
+def make_answer(
+    lens: Speaker, prompt: Any, answer: Any, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
+) -> Answer:
+    """See `Lens.answer`."""
+    read = read_prompt(lens, prompt)
+    if answer is None:
+        found = generated(lens, read, max_new_tokens=max_new_tokens, seed=seed, options=options)
+    else:
+        if options or seed is not None:
+            names = ", ".join([*options, *(["seed"] if seed is not None else [])])
+            raise InputError(f"A given answer is not generated; leave {names} out.")
+        found = given(lens, read, answer)
+    return answer_of(lens, read, found)
+
+
+def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
+    """The answer that continues a prompt with some tokens, recorded."""
+    made: ModelInput = make_input([*prompt.ids, *found.ids], lens.model, lens.processor)
+    if prompt.text is not None:
+        shift, places = len(prompt.text), prompt.offsets
+        own = tuple([pair and (pair[0] + shift, pair[1] + shift) for pair in found.offsets])
+        made = ModelInput(
+            arguments=made.arguments, kind="text", text=prompt.text + found.text,
+            offsets=None if places is None else places + own,
+        )  # fmt: skip
+    tensor: AttentionTensor = lens(made)
+    recording = tensor.operator.recording
+    if recording.readout is None or recording.readout.dim() != 3:
+        raise no_head(recording.model)
+    return Answer(
+        text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens
+    )  # fmt: skip
+
+
+def _membership(parts: Sequence[Group], n_tokens: int) -> Tensor:
+    """(part, token): one where a token belongs to a part."""
+    rows = torch.zeros(len(parts), n_tokens, dtype=torch.float64)
+    for row, part in zip(rows, parts, strict=True):
+        row[list(part.tokens)] = 1
+    return rows
+
+
+def _made(
+    scores: Tensor, bias_share: Tensor, parts: Sequence[Group], columns: Sequence[Group], meta: dict[str, Any]
+) -> TokenMap:
+    return TokenMap(
+        scores=scores, out_tokens=tuple(part.label for part in parts),
+        in_tokens=tuple(group.label for group in columns), method="tensor.in_class", bias_share=bias_share, meta=meta,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""`Prompt`: a text, chat messages or token ids, as the ids that the model reads and where they stand in the text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from tensorlens.errors import InputError
+from tensorlens.maps.groups import Span
+from tensorlens.models.forward_signature import token_ids
+from tensorlens.models.inputs import ModelInput, tokenizer_of
+
+Offsets = tuple[tuple[int, int] | None, ...]
+"""Where each token stands in a text; None for one that is no part of it."""
+
+
+@runtime_checkable
+class Speaker(Protocol):
+    """What an answer asks of the lens that it came from."""
+
+    model: nn.Module
+    processor: Any
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up shorter texts."""
+        ...
+
+    def prepare(self, value: Any) -> ModelInput:
+        """What the model takes, of anything that a call takes."""
+        ...
+
+    def __call__(self, value: Any) -> Any:
+        """The attention tensor of an input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What the model was asked.
+
+    Attributes:
+        ids: Its tokens.
+        text: The text that they were made of, rendered by the tokenizer's template for chat messages; None for ids.
+        offsets: Where each token stands in it; None if the tokenizer does not tell.
+        turns: For chat messages, the characters of each, labelled by its role.
+        has_special_tokens: Whether the tokenizer adds its own special tokens to such a text.
+    """
+
+    ids: tuple[int, ...]
+    text: str | None = None
+    offsets: Offsets | None = None
+    turns: tuple[Span, ...] = ()
+    has_special_tokens: bool = True
+
+
+def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
+    """A prompt in any form that `Lens.answer` takes.
+
+    Raises:
+        InputError: It is none, or longer than the model takes.
+    """
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+        return _chat(lens, prompt)
+    made = lens.prepare(prompt)
+    ids = token_ids(made.arguments)
+    if made.kind not in ("text", "ids") or ids is None or getattr(_config(lens), "is_encoder_decoder", False):
+        raise InputError(
+            f"An answer needs a decoder and a text, chat messages or token ids; got {type(prompt).__name__} for "
+            f"`{type(lens.model).__name__}`."
+        )
+    return Prompt(ids=tuple(ids[0].tolist()), text=made.text, offsets=made.offsets)
+
+
+def tokenised(lens: Speaker, text: str, *, special: bool) -> tuple[tuple[int, ...], Offsets | None]:
+    """The ids of a text, and where each stands in it if the tokenizer tells."""
+    tokenizer = tokenizer_of(lens.processor)
+    if tokenizer is None:
+        raise InputError("Got a text, but this lens has no tokenizer. Pass one, or pass token ids.")
+    is_fast = getattr(tokenizer, "is_fast", False)
+    made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
+    if not is_fast:
+        return tuple(made["input_ids"]), None
+    return tuple(made["input_ids"]), tuple([(a, b) if b > a else None for a, b in made["offset_mapping"]])
+
+
+def _config(lens: Speaker) -> Any:
+    return getattr(lens.model, "config", None)
+
+
+def _chat(lens: Speaker, messages: Sequence[Any]) -> Prompt:
+    tokenizer = tokenizer_of(lens.processor)
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise InputError("Got chat messages, but this lens has no tokenizer with a chat template. Pass a text instead.")
+    for one in messages:
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
+            raise InputError(f'A chat message is {{"role": "user", "content": "…"}}; got {one!r:.80}.')
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    ids, offsets = tokenised(lens, text, special=False)
+    lens.prepare(list(ids))  # refuses what is too long
+    turns = _turns(tokenizer, messages, text)
+    return Prompt(ids=ids, text=text, offsets=offsets, turns=turns, has_special_tokens=False)
+
+
+def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]], text: str) -> tuple[Span, ...]:
+    """The characters of each message with its marks, or of its content alone where a template renders no beginnings."""
+    counts: Counter[str] = Counter()
+    spans, end = [], 0
+    for k, message in enumerate(messages):
+        role = message["role"]
+        counts[role] += 1
+        label = role if counts[role] == 1 else f"{role} {counts[role]}"
+        start, stop = end, _rendered(tokenizer, messages[: k + 1], text)
+        if stop is None or stop <= end:
+            content = message["content"].strip()
+            start = text.find(content, end)
+            stop = start + len(content)
+        if 0 <= start < stop:
+            spans.append(Span(label, start, stop))
+            end = stop
+    return tuple(spans)
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Any], text: str) -> int | None:
+    """How much of the text the template makes of the first messages; None if it is no beginning of it."""
+    try:
+        beginning = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    except Exception:  # noqa: BLE001  templates raise what they like for a chat that does not end with its user
+        return None
+    return len(beginning) if text.startswith(beginning) else None

@@ -1,0 +1,123 @@
+r"""How much each group of inputs carries of each target.
+
+$R_{q,k} = ⟨c_q, T (m_k ⊙ X)⟩ = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, with $m_k$ the mask of group $G_k$. It comes from
+one push for each group or from one pull for each row; the fewer passes are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorlens import cancel
+from tensorlens.answers.targets import Targets
+from tensorlens.errors import MethodError
+from tensorlens.freezing.replay import FactorReplay
+from tensorlens.maps.collapse import weigh
+from tensorlens.maps.groups import Group, group_sums
+from tensorlens.maps.methods import BY_COMPLETENESS
+from tensorlens.operators.matrix_free import FrozenOperator
+
+Engine = Literal["pulls", "pushes"]
+
+
+class Shares(NamedTuple):
+    """What was found: rows are sums of targets, columns groups of inputs.
+
+    Attributes:
+        scores: (row, group).
+        bias: What the biases give of each row.
+        values: What each row explains: scores and bias sum to it.
+        engine: How it was computed, in words.
+        bias_from: How the bias was found.
+    """
+
+    scores: Tensor
+    bias: Tensor
+    values: Tensor
+    engine: str
+    bias_from: str
+
+
+def cheaper(operator: FrozenOperator, n_rows: int, n_groups: int) -> Engine:
+    """The engine that takes fewer passes; a push of zero gives the bias. Streamed inputs are pulled."""
+    can_push = isinstance(operator.replay, FactorReplay)
+    return "pushes" if can_push and n_groups + 1 < n_rows else "pulls"
+
+
+def shares(
+    operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], engine: Engine | None = None
+) -> Shares:
+    """Rows against groups of inputs.
+
+    Args:
+        operator: T of prompt and answer.
+        targets: One for each token of the answer.
+        rows: (row, answer token): the weight of each token's target in each row.
+        groups: Disjoint groups that cover the inputs.
+        engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
+    """
+    readout = operator.recording.readout
+    assert readout is not None, "asked of a model with a head"
+    values = rows @ (targets.read(readout[0].detach().to(rows)) + targets.constants).to(rows)
+    engine = engine or cheaper(operator, len(rows), len(groups))
+    if engine == "pulls":
+        return _pulled(operator, targets, rows, groups, values)
+    return _pushed(operator, targets, rows, groups, values)
+
+
+def _pulled(
+    operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
+) -> Shares:
+    pulled = operator.replay.pull(
+        rows.to(operator.dtype), operator.span, operator.heads, read=lambda y: targets.read(y[0]), to_logits=True
+    )
+    name = operator.engines.slow_to(to_logits=True)
+    operator.engines.note(name)
+    by_token = weigh(pulled.to(rows), operator.input.to(rows))
+    if bool(by_token[:, int(targets.positions[-1]) + 1 :].any()):
+        raise MethodError(
+            f"`{type(operator.recording.model).__name__}` reads later tokens: no answer follows a prompt in it. "
+            "Use `tensor.in_class` on the whole text."
+        )
+    scores = group_sums(by_token, groups)
+    passes = f"{len(rows)} pull{'s'[: len(rows) != 1]} ({name})"
+    return Shares(scores, values - by_token.double().sum(1).to(rows), values, passes, BY_COMPLETENESS)
+
+
+def _pushed(
+    operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
+) -> Shares:
+    replay, x = operator.replay, operator.input
+    assert isinstance(replay, FactorReplay), "asked where factors are kept"
+    at_zero = targets.read(replay.push_to_head(torch.zeros_like(x)[None], heads=operator.heads)[0])
+    columns = []
+    for group in groups:
+        cancel.check()
+        alone = torch.zeros_like(x)
+        alone[list(group.tokens)] = x[list(group.tokens)]
+        columns.append(targets.read(replay.push_to_head(alone[None], heads=operator.heads)[0]) - at_zero)
+    operator.engines.note("replayed")
+    bias = rows @ (at_zero + targets.constants).to(rows)
+    return Shares(rows @ torch.stack(columns, 1).to(rows), bias, values, f"{len(groups) + 1} pushes", "a push of zero")
+
+
+def through(found: Shares, n_prompt_groups: int) -> Tensor:
+    r"""Token rows with what falls on the answer's own tokens followed to the prompt: $(I - A)^{-1} P$.
+
+    Rows are divided by their totals of magnitudes, $|A| + |P| + |bias|$, and multiplied by them again at the end. A is
+    strictly lower, so that the inverse is a finite sum. A convention: the rows sum to nothing exact.
+
+    Args:
+        found: Rows are the tokens of an answer, columns groups of the prompt and then each of these tokens.
+        n_prompt_groups: How many of the columns are the prompt's.
+    """
+    scores = found.scores.double()
+    totals = scores.abs().sum(1, keepdim=True) + found.bias.double().abs()[:, None]
+    parts = scores / totals.clamp_min(torch.finfo(torch.float64).tiny)
+    prompt, answer = parts[:, :n_prompt_groups], parts[:, n_prompt_groups:]
+    eye = torch.eye(len(answer), dtype=answer.dtype, device=answer.device)
+    return totals * torch.linalg.solve_triangular(eye - answer.tril(-1), prompt, upper=False, unitriangular=True)

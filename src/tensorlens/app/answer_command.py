@@ -1,0 +1,126 @@
+"""`tensorlens answer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tensorlens.app import options
+from tensorlens.app.options import FinalNorm, Json, Model, ModelOptions
+from tensorlens.app.printing import print_json
+from tensorlens.errors import InputError
+
+if TYPE_CHECKING:
+    from tensorlens.answers.answer import Answer
+    from tensorlens.maps.token_map import TokenMap
+
+GROUPS = ("tokens", "words", "sentences", "lines")
+TARGETS = ("centred", "logit", "runner_up")
+
+
+def answer_(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text, or - for standard input.")],
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            help="The answer to explain, as it continues the prompt; generated if left out.", show_default=False
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another answer: why the one rather than the other?", show_default=False)
+    ] = None,
+    groups: Annotated[str, typer.Option(help=f"Parts of the prompt: {', '.join(GROUPS)}.")] = "sentences",
+    rows: Annotated[
+        str, typer.Option(help=f"Parts of the answer: answer (all of it), {', '.join(GROUPS)}.")
+    ] = "answer",
+    target: Annotated[
+        str, typer.Option(help="Of each token: centred (its logit less the mean of all), logit, runner_up.")
+    ] = "centred",
+    through: Annotated[
+        bool, typer.Option("--through", help="Follow the answer's own steps to the prompt; a convention, no sum.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="How long a generated answer may become.")] = 64,
+    certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False
+        ),
+    ] = None,
+    json: Json = False,
+    final_norm: FinalNorm = True,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Why did it say that? An answer, and the parts of the prompt that it stands on.
+
+    The first token is set aside: it carries what attention has no other place for.
+
+    Example: tensorlens answer smollm2-135m "Anna has a red car. Bob has a blue boat. Anna's car is"
+    """
+    from tensorlens.app.map_questions import check_file
+
+    reading.check(model)
+    check_file(out)
+    _check(answer, against, groups, rows, target, through=through, max_new_tokens=max_new_tokens)
+    text = options.read_input(prompt)
+    found = reading.lens(model, final_norm=final_norm).answer(text, answer, max_new_tokens=max_new_tokens)
+    if certify:
+        found.tensor.certificate()
+    made = found.map(groups, rows, target, against=against, through=through, set_aside=(0,))  # type: ignore[arg-type]  # checked above
+    _deliver(found, made, out, as_json=json)
+
+
+def _check(
+    answer: str | None, against: str | None, groups: str, rows: str, target: str, *, through: bool, max_new_tokens: int
+) -> None:
+    """Refuse what no model could answer, before one is loaded."""
+    for name, value, known in (
+        ("groups", groups, GROUPS),
+        ("rows", rows, ("answer", *GROUPS)),
+        ("target", target, TARGETS),
+    ):
+        if value not in known:
+            raise InputError(f"`--{name}` must be one of {', '.join(known)}; got {value!r}.")
+    for name, value in (("answer", answer), ("against", against)):
+        if value is not None and not value.strip():
+            raise InputError(f"`--{name}` must not be empty; got {value!r}.")
+    if against is not None and (rows != "answer" or through or target == "runner_up"):
+        raise InputError(
+            "`--against` explains one whole answer less another: leave --rows, --through and runner_up out."
+        )
+    if max_new_tokens < 1:
+        raise InputError(f"`--max-new-tokens` must be at least 1; got {max_new_tokens}.")
+
+
+def _deliver(found: Answer, made: TokenMap, out: Path | None, *, as_json: bool) -> None:
+    from tensorlens.app.map_command import content
+
+    if out is not None:
+        made.save(out)
+    if as_json:
+        print_json(content(made) | _record(found))
+        return
+    typer.echo(f"The answer: {found.text.strip()}\n")
+    if out is None:
+        made.show()
+        typer.echo("")
+    shown = () if out is None and made.shape[0] == 1 else made.view().sums  # a single row says so itself
+    for label, line in zip(made.out_tokens, shown, strict=False):
+        typer.echo(f"{f'{label.strip()}: ' if made.shape[0] > 1 else ''}{line}.")
+    if out is not None:
+        typer.echo(f"Wrote {out}")
+
+
+def _record(found: Answer) -> dict[str, Any]:
+    return {
+        "answer": {
+            "text": found.text,
+            "tokens": found.tokens,
+            "ids": found.ids,
+            "n_prompt_tokens": found.n_prompt_tokens,
+            "log_probabilities": found.log_probabilities,
+        }
+    }

@@ -1,0 +1,212 @@
+"""Tokens put together into groups: words, sentences, lines, or what the user names.
+
+Bounds are characters of the text where there is one, positions of tokens otherwise. A token is never cut: it belongs to
+the group that it overlaps most, the first on ties.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError
+from tensorlens.maps.words import fits, words
+
+REST = "rest"
+"""The group of the tokens that belong to no other."""
+
+NAMED = ("tokens", "words", "sentences", "lines")
+"""Groups that are found in the text."""
+
+Groups = str | Sequence[tuple[str, int, int] | str]
+"""A name in `NAMED`, or groups as (label, start, stop), or as passages of the text to look for."""
+
+_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]+[”’」』）]*|\n\s*\n|\n(?=\s*[-*•#\d])")
+_SHORT = re.compile(
+    r"(?:^|[\s(\"“])(?:[A-Za-z]|[A-Za-z](?:\.[A-Za-z])+|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|No|vs|cf|etc|Fig|Eq)\.$"
+)
+
+
+class Group(NamedTuple):
+    """Some tokens as one."""
+
+    label: str
+    tokens: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """Characters, or tokens, `start` … `stop` - 1 under a label."""
+
+    label: str
+    start: int
+    stop: int
+
+
+def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Group, ...]:
+    """The groups of some tokens: disjoint, and every token is in one.
+
+    Args:
+        groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, or a list of (label, start, stop) or of
+            passages that stand in the text.
+        labels: One for each token.
+        meta: Of a map: `text`, and `offsets`, where each token stands in it.
+
+    Raises:
+        InputError: Groups overlap, are empty, lie outside of the text, or are not found in it.
+    """
+    if groups == "tokens":
+        return tuple(Group(label, (k,)) for k, label in enumerate(labels))
+    if groups == "words":
+        return tuple(Group(word.label, tuple(range(word.start, word.stop))) for word in words(labels, meta))
+    text, offsets = _text_of(labels, meta)
+    if isinstance(groups, str):
+        if groups not in NAMED:
+            raise InputError(
+                f"`groups` must be one of {', '.join(NAMED)}, or a list of (label, start, stop); got {groups!r}."
+            )
+        return _assigned(sentences(text) if groups == "sentences" else lines(text), offsets)
+    if not isinstance(meta.get("text"), str):  # the input was ids: bounds are positions
+        return _assigned(_checked(groups, len(labels), None), [[k, k + 1] for k in range(len(labels))])
+    if not fits(meta.get("offsets"), len(labels), len(text)):
+        raise InputError("This tokenizer does not tell where its tokens stand in the text. Pass token ids instead.")
+    return _assigned(_checked(groups, len(text), text), offsets, all_needed=True)
+
+
+def group_sums(scores: Tensor, groups: Sequence[Group]) -> Tensor:
+    """The columns of each group, added up: (row, group)."""
+    index = torch.zeros(scores.shape[1], dtype=torch.long, device=scores.device)
+    for k, group in enumerate(groups):
+        index[list(group.tokens)] = k
+    return scores.new_zeros(len(scores), len(groups)).index_add_(1, index, scores)
+
+
+def grouped_meta(meta: Mapping[str, Any], groups: Sequence[Group], name: str, aside: Sequence[int]) -> dict[str, Any]:
+    """The `meta` of a map whose tokens were put together.
+
+    Args:
+        meta: Of the map by tokens.
+        groups: What they were put together into.
+        name: What to call the groups.
+        aside: Tokens that were set aside by choice; so are the groups with one of them.
+    """
+    offsets, text = meta.get("offsets"), meta.get("text")
+    made = {key: value for key, value in meta.items() if key != "offsets"} | {"grouped": name}
+    if "set_aside" in meta:
+        made["set_aside"] = [k for k, group in enumerate(groups) if set(aside) & set(group.tokens)]
+    if isinstance(text, str) and fits(offsets, sum(len(group.tokens) for group in groups), len(text)):
+        assert offsets is not None
+        runs = [group.tokens if _is_run(group.tokens) else () for group in groups]  # others stand in several places
+        spans = [[offsets[j] for j in run if offsets[j]] for run in runs]
+        made["offsets"] = [[span[0][0], max(stop for _, stop in span)] if span else None for span in spans]
+    return made
+
+
+def _is_run(tokens: Sequence[int]) -> bool:
+    return bool(tokens) and tokens[-1] - tokens[0] + 1 == len(tokens)
+
+
+def sentences(text: str) -> list[Span]:
+    """The sentences of a text, which they cover.
+
+    A sentence ends after a mark that ends sentences and before white space, at an empty line and before an item of a
+    list; initials and a few abbreviations end none. A space between two belongs to the second, as tokenizers have it.
+    """
+    ends = [
+        found.end() for found in _END.finditer(text) if not _SHORT.search(text[max(0, found.end() - 12) : found.end()])
+    ]
+    return _between(text, ends)
+
+
+def lines(text: str) -> list[Span]:
+    """The lines of a text; empty ones belong to the line before."""
+    return _between(text, [found.end() for found in re.finditer(r"\n+", text)])
+
+
+def _between(text: str, ends: Sequence[int]) -> list[Span]:
+    spans: list[Span] = []
+    start = 0
+    for end in (*ends, len(text)):
+        stop = end + len(text[end:]) - len(text[end:].lstrip())  # white space behind it
+        stop -= stop > end and stop < len(text) and text[stop - 1] == " "
+        if text[start:stop].strip():
+            spans.append(Span(text[start:stop].strip(), start, stop))
+            start = stop
+    if spans and start < len(text):
+        spans[-1] = spans[-1]._replace(stop=len(text))
+    return spans
+
+
+def _text_of(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The text and where each token stands in it; without offsets, the labels one after the other."""
+    text, offsets = meta.get("text"), meta.get("offsets")
+    if isinstance(text, str) and isinstance(offsets, list) and fits(offsets, len(labels), len(text)):
+        return text, offsets
+    stops = [0]
+    for label in labels:
+        stops.append(stops[-1] + len(label))
+    return "".join(labels), [list(pair) for pair in pairwise(stops)]
+
+
+def _assigned(spans: Sequence[Span], offsets: Sequence[Any], *, all_needed: bool = False) -> tuple[Group, ...]:
+    """Each token to the span it overlaps most; spans without a token are left out, unless all are needed."""
+    members: list[list[int]] = [[] for _ in spans]
+    rest = []
+    for k, pair in enumerate(offsets):
+        overlaps = [min(pair[1], span.stop) - max(pair[0], span.start) for span in spans] if pair else []
+        most = max(overlaps, default=0)
+        (members[overlaps.index(most)] if most > 0 else rest).append(k)
+    for span, some in zip(spans, members, strict=True):
+        if all_needed and not some:
+            raise InputError(f"The group {span.label!r} ({span.start}:{span.stop}) has no token of its own. Widen it.")
+    found = [Group(span.label, tuple(some)) for span, some in zip(spans, members, strict=True) if some]
+    return (*found, Group(REST, tuple(rest))) if rest else tuple(found)
+
+
+def _checked(groups: Any, length: int, text: str | None) -> list[Span]:
+    """What the user named, as spans within the text or the tokens."""
+    if not isinstance(groups, Sequence) or not groups:
+        raise InputError(
+            f"`groups` must be a name or a list of (label, start, stop) with at least one; got {groups!r}."
+        )
+    spans = [_passage(one, text) if isinstance(one, str) else _triple(one) for one in groups]
+    of_what = "tokens" if text is None else "characters"
+    for span in spans:
+        if span.start >= span.stop:
+            raise InputError(f"The group {span.label!r} is empty: {span.start}:{span.stop}. Pass start < stop.")
+        if span.start < 0 or span.stop > length:
+            raise InputError(
+                f"The group {span.label!r} ({span.start}:{span.stop}) must lie within the input's {length} {of_what}."
+            )
+    ordered = sorted(spans, key=lambda span: span.start)
+    for one, other in pairwise(ordered):
+        if other.start < one.stop:
+            raise InputError(
+                f"Groups must not overlap; {one.label!r} ({one.start}:{one.stop}) and {other.label!r} "
+                f"({other.start}:{other.stop}) do."
+            )
+    return spans
+
+
+def _triple(one: Any) -> Span:
+    is_triple = isinstance(one, (tuple, list)) and len(one) == 3 and isinstance(one[0], str)
+    if not is_triple or not all(type(bound) is int for bound in one[1:]):
+        raise InputError(f"A group is (label, start, stop) with whole numbers, or a passage; got {one!r}.")
+    return Span(*one)
+
+
+def _passage(passage: str, text: str | None) -> Span:
+    if text is None:
+        raise InputError(
+            f"The input was token ids, without a text to find {passage!r:.60} in. Pass positions of tokens."
+        )
+    start = text.find(passage) if passage else -1
+    if start < 0:
+        raise InputError(f"The passage {passage!r:.60} does not stand in the text. Pass it as it is written there.")
+    if text.find(passage, start + 1) >= 0:
+        raise InputError(f"The passage {passage!r:.60} stands in the text twice. Pass (label, start, stop) instead.")
+    return Span(passage, start, start + len(passage))
