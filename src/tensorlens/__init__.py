@@ -29,6 +29,7 @@ __all__ = [
     # what to ask of it
     "METHODS",
     "TokenMap",
+    "ComponentMap",
     "Prediction",
     "Certificate",
     "Estimate",

@@ -15,6 +15,8 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
+from tensorlens.inside.component_map import ComponentMap
+from tensorlens.inside.components import Effect, component_map
 from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Classes, Target, no_head
@@ -229,6 +231,22 @@ class AttentionTensor(TensorOperator):
             bias_share=found.bias_share,
             meta=self._meta(tuple(every)) | found.notes,
         )
+
+    def components(
+        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total"
+    ) -> ComponentMap:  # fmt: skip
+        r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
+
+        Args:
+            out_token: The output to explain; a head that reads the whole input at once has only one.
+            target: As for `map`; None explains the model's own prediction.
+            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
+                ``"direct"``: the way along the residual stream alone; these sum to the target.
+        """
+        recording = self.operator.recording
+        i = 0 if recording.pools else check_token(out_token, self.shape[0])
+        named = self.context.classes
+        return component_map(self.operator, named, i, target, effect, tokens=self.tokens, meta=self._meta((i,)))
 
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
         """A map of each block, in the shape of transformers' `output_attentions`, for tools that draw attention.
