@@ -17,6 +17,7 @@ from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
 from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
+from tensorlens.inside.score import score_map
 from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Classes, Target, no_head
@@ -247,6 +248,22 @@ class AttentionTensor(TensorOperator):
         i = 0 if recording.pools else check_token(out_token, self.shape[0])
         named = self.context.classes
         return component_map(self.operator, named, i, target, effect, tokens=self.tokens, meta=self._meta((i,)))
+
+    def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
+        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
+
+        Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
+        what the model adds to it in the last corner.
+
+        Args:
+            block: Which one.
+            head: Counts query heads.
+            query: The token that looks.
+            key: The token it looks at, or a pair of them for the difference of two scores.
+        """
+        own = ("model", "versions")
+        meta = {name: value for name, value in self._meta(()).items() if name in (*own, "blocks", "heads", "rules")}
+        return score_map(self.operator, block, head, query, key, tokens=self.tokens, meta=meta)
 
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
         """A map of each block, in the shape of transformers' `output_attentions`, for tools that draw attention.
