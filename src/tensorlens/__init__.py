@@ -30,6 +30,8 @@ __all__ = [
     "METHODS",
     "TokenMap",
     "ComponentMap",
+    "patching",
+    "Patching",
     "Prediction",
     "Certificate",
     "Estimate",

@@ -113,8 +113,8 @@ def total(run: Pass) -> Found:
                 Row(Component(block=n, kind="block"), run.by_token(n, at.times(edge, _minus(after, before))))
             )
             continue
-        for write, kind in _kinds(run, n, sums):
-            of_heads = [at.times(mixture.edge, mixture.value) for mixture in _told_apart(run, n, write)]
+        for write, kind in kinds(run, n, sums):
+            of_heads = [at.times(mixture.edge, mixture.value) for mixture in told_apart(run, n, write)]
             found.rows += _rows(run, kind, n, run.by_token(n, at.times(write.edge, write.value)), of_heads)
     return found
 
@@ -156,7 +156,7 @@ def _minus(after: Tensor, before: Tensor) -> Tensor:
     return after - before.reshape(after.shape) if after.numel() == before.numel() else after
 
 
-def _kinds(run: Pass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
+def kinds(run: Pass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
     """What was written in a block, in order, and what to call it."""
     n_attentions = 0
     for one in reversed(sums):
@@ -168,7 +168,7 @@ def _kinds(run: Pass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
                 yield write, "feed-forward" if run.seen.mixtures.get(n) else "block"
 
 
-def _told_apart(run: Pass, n: int, write: Write) -> list[Mixture]:
+def told_apart(run: Pass, n: int, write: Write) -> list[Mixture]:
     """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
     if len(write.mixtures) != 1:
         return []
@@ -236,8 +236,8 @@ def _direct_of_block(run: Pass, n: int, cotangent: Tensor) -> tuple[list[Row], T
             by_write |= {id(write): cotangent for write in one.writes}
             at, value = one.stream, one.stream_value
     rows = []
-    for write, kind in _kinds(run, n, sums):
+    for write, kind in kinds(run, n, sums):
         its = by_write[id(write)]
-        of_heads = [pulled(write.edge, its, one.edge) * one.value for one in _told_apart(run, n, write)]
+        of_heads = [pulled(write.edge, its, one.edge) * one.value for one in told_apart(run, n, write)]
         rows += _rows(run, kind, n, run.by_token(n, its * write.value), of_heads)
     return rows if not bool(bias.any()) else [*rows, Row(Component(block=n, kind="bias"), bias)], cotangent

@@ -68,6 +68,7 @@ class StreamObserver:
         self.mixtures: dict[int, list[Mixture]] = {}
         self.outputs: dict[int, tuple[GradientEdge, Tensor]] = {}
         self.first_nodes: dict[int, int] = {}
+        self.modules: dict[tuple[int, Node], str] = {}
 
     def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Keep a sum of two live tensors, or what attention mixed."""
@@ -102,6 +103,9 @@ class StreamObserver:
         if run.block is None and self._encoder is not None and run.module == self._encoder:
             state = state_of(output)
             self.memory = edge_of(state), constant(state).clone()
+        first: Any = output[0] if isinstance(output, tuple) and output else output
+        if run.block is not None and is_live(first) and raw(getattr, first, "requires_grad"):
+            self.modules[run.block, edge_of(first).node] = run.module  # the outermost that gave it out
         if id(module) in self._blocks and run.block is None:
             state = state_of(output, self._place)
             if raw(getattr, state, "requires_grad"):
