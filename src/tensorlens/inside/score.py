@@ -1,0 +1,206 @@
+r"""Why a head looked there: one attention score before softmax, as a sum over pairs of input tokens.
+
+With norms held, $q_i$ and $k_j$ of a block are affine in X⁰, so their product is bilinear in it:
+
+    s = c·q_iᵀk_j + m = Σ_a Σ_b c·U_aᵀV_b + m,   U_a = (∂q_i/∂x_a) x_a,   V_b = (∂k_j/∂x_b) x_b,
+
+with one further row and column for the constants of q and k, and m what the model adds (position biases). q and k are
+taken where they meet, so rotations by position and norms of queries and keys are inside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import InputError, MethodError
+from tensorlens.freezing.interception import own_precision
+from tensorlens.freezing.interpreter import Interpreter
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.replay import gradients, replayed
+from tensorlens.freezing.traced import constant, is_live, plain
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.operators.base import check_token
+from tensorlens.operators.matrix_free import FrozenOperator
+
+MOVES = frozenset(
+    ["to", "float", "double", "view", "reshape", "contiguous", "clone", "dropout", "unflatten", "flatten"]
+)
+"""Functions after which scores are the same scores."""
+
+
+@dataclass
+class Meeting:
+    """Queries meeting keys: both as (head, token, channel), and what becomes of the product before softmax.
+
+    `scaled`: factors in order; `added`: what the model adds before any soft cap; `masks`: what hides keys, of any kind.
+    """
+
+    query: Tensor
+    key: Tensor
+    shape: tuple[int, ...]
+    scaled: list[Any] = field(default_factory=list)
+    added: list[Tensor] = field(default_factory=list)
+    masks: list[tuple[Tensor, bool]] = field(default_factory=list)
+    is_causal: bool = False
+    is_capped: bool = False
+
+
+class ScoreObserver:
+    """Looks on where queries and keys of one block meet, fused or spelled out."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self.found: list[Meeting] = []
+        self._open: Meeting | None = None
+        self._scores: Tensor | None = None
+
+    def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Nothing to learn."""
+
+    def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Keep queries and keys, and follow their product to the softmax."""
+        if run.block != self.block:
+            return
+        if name == "scaled_dot_product_attention":
+            self.found.append(_fused(*args, **kwargs))
+        elif name in ("matmul", "bmm") and all(map(is_live, args[:2])) and args[0].role != "attention":
+            query, key = plain(args[0]), plain(args[1]).transpose(-1, -2)
+            self._open, self._scores = Meeting(_by_head(query), _by_head(key), tuple(result.shape)), result
+        elif self._open is not None and any(value is self._scores for value in (*args[:2], kwargs.get("input"))):
+            self._follow(self._open, name.rstrip("_"), [*args, *kwargs.values()], result)
+
+    def _follow(self, met: Meeting, name: str, args: list[Any], result: Any) -> None:
+        others = [value for value in args if value is not self._scores]
+        if name == "softmax":
+            self.found.append(met)
+            self._open = self._scores = None
+            return
+        if name in ("mul", "div") and others and not met.is_capped:
+            met.scaled.append(others[0] if name == "mul" else 1 / others[0])
+        elif name == "add" and others and isinstance(others[0], Tensor):
+            met.masks.append((_plain(others[0]), True))
+            if not met.is_capped:
+                met.added.append(_plain(others[0]))
+        elif name == "tanh":
+            met.is_capped = True
+            met.scaled = met.scaled[:-1]  # the division by the cap itself
+        elif name == "masked_fill":
+            met.masks.append((~_plain(others[0]), False))
+        elif name == "where":
+            met.masks.append((_plain(args[0]), False))
+        elif name not in MOVES and not (name == "mul" and met.is_capped):
+            self._open = self._scores = None
+            return
+        self._scores = result
+
+
+def _plain(value: Tensor) -> Tensor:
+    return constant(value)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x.flatten(0, -3)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+           is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Meeting:  # fmt: skip
+    q, k = plain(query), plain(key)
+    met = Meeting(_by_head(q), _by_head(k), (*q.shape[:-1], k.shape[-2]), is_causal=is_causal)
+    met.scaled.append(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if attn_mask is not None:
+        mask = _plain(attn_mask)
+        met.masks.append((mask, mask.dtype != torch.bool))
+        met.added += [mask] if mask.dtype != torch.bool else []
+    return met
+
+
+def score_map(
+    operator: FrozenOperator, block: int, head: int, query: int, key: int | tuple[int, int], *,
+    tokens: tuple[str, ...], meta: dict[str, Any],
+) -> TokenMap:  # fmt: skip
+    """The pair map of one score, or of the difference of two scores of one query.
+
+    Raises:
+        MethodError: the block has no attention whose queries and keys meet once, or the input is long.
+        InputError: no such block, head or token, or a masked key.
+    """
+    keys = tuple(key) if isinstance(key, (tuple, list)) else (key,)
+    if len(keys) not in (1, 2):
+        raise InputError(f"`key` must be a position or a pair of positions for a contrast; got {key!r}.")
+    start, stop = operator.span
+    if not (isinstance(block, int) and 0 <= block < stop - start):
+        raise InputError(f"There is no block {block!r}; expected one of 0 to {stop - start - 1}.")
+    if operator.is_streamed:
+        raise MethodError("The input is so long that no factors are kept; scores need them. Expected a shorter input.")
+    parts = _pair_maps(operator, start + block, head, query, keys)
+    scores = parts[0] if len(parts) == 1 else parts[0] - parts[1]
+    labels = (*tokens, "bias")
+    return TokenMap(
+        scores=scores, out_tokens=labels, in_tokens=labels, method="score",
+        bias_share=torch.full((len(labels),), float("nan")),
+        meta=meta | {"block": block, "head": head, "query": query, "key": key, "score": float(scores.sum())},
+    )  # fmt: skip
+
+
+def _pair_maps(operator: FrozenOperator, block: int, head: int, query: int, keys: tuple[int, ...]) -> list[Tensor]:
+    recording, start = operator.recording, operator.span.start
+    with own_precision(), torch.enable_grad():
+        x = recording.states[start].detach().clone().requires_grad_()
+        met = _meet(operator, x, block, grad=True)
+        with torch.no_grad():
+            zero = _meet(operator, torch.zeros_like(x), block, grad=False)
+        n_heads, n_queries = met.query.shape[:2]
+        if not (isinstance(head, int) and 0 <= head < n_heads):
+            raise InputError(f"Block {block} has heads 0 to {n_heads - 1}; got {head!r}.")
+        of_key = head // (n_heads // met.key.shape[0])
+        i = check_token(query, n_queries)
+        u = _parts(met.query[head, i], zero.query[head, i], x)
+        maps = []
+        for key in keys:
+            j = check_token(key, met.key.shape[1])
+            _refuse_masked(met, head, i, j)
+            v = _parts(met.key[of_key, j], zero.key[of_key, j], x)
+            pairs = math.prod(float(_at(met, factor, head, i, j)) for factor in met.scaled) * u.T @ v
+            pairs[-1, -1] += sum(float(_at(met, one, head, i, j)) for one in met.added)
+            maps.append(pairs)
+    return maps
+
+
+def _meet(operator: FrozenOperator, x: Tensor, block: int, *, grad: bool) -> Meeting:
+    seen = ScoreObserver(block)
+    span = Span(operator.span.start, block + 1)
+    replayed(operator.recording, x, span, operator.heads, grad=grad, observers=(seen,))
+    if len(seen.found) != 1:
+        raise MethodError(
+            f"In block {block} of `{type(operator.recording.model).__name__}`, queries and keys meet before a softmax "
+            f"{len(seen.found)} times in a way that can be followed; expected once. Use `tensor.in_class`."
+        )
+    return seen.found[0]
+
+
+def _parts(vector: Tensor, at_zero: Tensor, x: Tensor) -> Tensor:
+    """(channel of the head, token and bias): what each token gives of a query or key, and the constant."""
+    units = torch.eye(len(vector), dtype=vector.dtype, device=vector.device)
+    pulled = gradients(vector, (x,), units, len(vector))[:, 0]
+    return torch.cat([(pulled * x[0].detach()).sum(-1), at_zero.detach()[:, None]], 1)
+
+
+def _at(met: Meeting, value: Any, head: int, i: int, j: int) -> Any:
+    """One entry of what meets the scores, by the rules of broadcasting."""
+    if not isinstance(value, Tensor):
+        return value
+    return _plain(value).broadcast_to(met.shape).flatten(0, -3)[head, i, j]
+
+
+def _refuse_masked(met: Meeting, head: int, i: int, j: int) -> None:
+    hidden = met.is_causal and j > i
+    for mask, is_added in met.masks:
+        one = _at(met, mask, head, i, j)
+        hidden |= bool(one <= torch.finfo(mask.dtype).min / 2) if is_added else not bool(one)
+    if hidden:
+        raise InputError(f"Head {head} cannot look from token {i} to token {j}: the key is masked. Choose another key.")

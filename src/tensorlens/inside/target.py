@@ -1,0 +1,137 @@
+"""A replay with its graph, and the number at its end that is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn.functional import pad
+
+from tensorlens.errors import MethodError
+from tensorlens.freezing.interception import own_precision
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import logits_at, read_logits, replayed
+from tensorlens.freezing.traced import plain
+from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
+from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.operators.matrix_free import FrozenOperator
+
+Weights = dict[int, float]
+
+
+def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target | Weights | None, i: int) -> Weights:
+    """Weights on logits: of the target, or of the model's own first choice at output i."""
+    recording = operator.recording
+    if classes is None or recording.readout is None:
+        raise no_head(recording.anatomy.model)
+    if isinstance(target, dict):
+        return {classes.index(index): float(weight) for index, weight in target.items()}
+    return classes.weights(int(logits_at(recording, i).argmax()) if target is None else target)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass:
+    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$, with the graph between them.
+
+    Attributes:
+        operator: What was replayed.
+        x: The state it began with, (1, token, channel).
+        t: The target, a number with a graph behind it.
+        weights: Its weights on logits.
+        out_token: Where the logits are read.
+        seen: Who looked on.
+        sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
+    """
+
+    operator: FrozenOperator
+    x: Tensor
+    t: Tensor
+    weights: Weights
+    out_token: int
+    seen: StreamObserver
+    sums: dict[int, list[Sum] | None]
+
+    @property
+    def recording(self) -> Recording:
+        """What was replayed."""
+        return self.operator.recording
+
+    def entry(self, block: int) -> tuple[GradientEdge, Tensor]:
+        """The state that enters a block, in the graph and as numbers."""
+        return _entry(self.operator, self.seen, self.x, block)
+
+    def begins(self, block: int) -> bool:
+        """Whether a stream begins at a block."""
+        return block in (self.operator.span.start, self.recording.n_encoder_blocks)
+
+    def by_token(self, block: int, numbers: Tensor) -> Tensor:
+        """Numbers in the layout of the states of a block, summed over channels, as (in_token,) of X⁰."""
+        if numbers.shape == self.x.shape and self.begins(block):  # of the leaf itself
+            return numbers[0].sum(-1)
+        layout = self.recording.layouts[block]
+        return self.placed(block, layout.to_tokens(numbers.reshape(layout.shape))[0].sum(-1))
+
+    def n_tokens(self, block: int) -> int:
+        """How many tokens the stream of a block has: the encoder's or the decoder's, where there are two."""
+        split, n_in = self.recording.splits[self.operator.span.start], self.x.shape[1]
+        if not self.recording.n_encoder_blocks:
+            return n_in
+        return split if block < self.recording.n_encoder_blocks else n_in - split
+
+    def placed(self, block: int, scores: Tensor) -> Tensor:
+        """Scores (…, token) of a block's stream among all tokens: the encoder's, then the decoder's."""
+        n_others = self.x.shape[1] - self.n_tokens(block)
+        return pad(scores, (0, n_others) if block < self.recording.n_encoder_blocks else (n_others, 0))
+
+
+def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int) -> tuple[GradientEdge, Tensor]:
+    if block in (operator.span.start, operator.recording.n_encoder_blocks):
+        return edge_of(x), x.detach()
+    return seen.outputs[block - 1]
+
+
+@contextmanager
+def pass_to(operator: FrozenOperator, weights: Weights, i: int) -> Iterator[Pass]:
+    """Replay the operator's blocks at X and find what wrote to the stream.
+
+    Raises:
+        MethodError: no factors are kept, the range of blocks does not end at the last, or the number of tokens
+            changes on the way.
+    """
+    recording, (start, stop) = operator.recording, operator.span
+    _check(operator)
+    classes = torch.tensor(list(weights), device=operator.device)
+    with own_precision(), torch.enable_grad():
+        x = recording.states[start].detach().clone().requires_grad_()
+        seen = StreamObserver(recording)
+        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=(seen,))
+        logits = read_logits(recording, plain(end), i, classes)[0]
+        t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()
+        assert t.grad_fn is not None, "the state is part of the graph"
+        stream = Stream(seen, t.grad_fn, edge_of(x).node)
+        sums = {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in range(start, stop)}
+        yield Pass(operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums)
+
+
+def _check(operator: FrozenOperator) -> None:
+    recording = operator.recording
+    if operator.is_streamed:
+        raise MethodError(
+            f"The input has {operator.n_tokens} tokens, for which no factors are kept; components need them. Expected "
+            "a shorter input."
+        )
+    if operator.span.stop != recording.n_blocks:
+        raise MethodError(
+            f"Components of a target need a range of blocks that ends at the last one ({recording.n_blocks}); got "
+            f"{operator.span.stop}."
+        )
+    sizes = {state.shape[1] for state in recording.states[operator.span.start : -1]}
+    if len(sizes) > 1:
+        raise MethodError(
+            f"`{type(recording.model).__name__}` changes the number of tokens on its way ({sorted(sizes)}), so its "
+            "components do not share one row of tokens. Use `tensor.in_class`."
+        )

@@ -1,0 +1,62 @@
+"""Patching: predictions follow the frozen target, and the truth is what the model itself does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import tensorlens as tl
+
+CLEAN, CORRUPTED = [5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("name", "end"), [("llama", "mlp"), ("gpt2", "mlp"), ("neox-parallel", "mlp")])
+def test_the_truth_is_the_model_with_one_output_replaced(name: str, end: str) -> None:
+    model: Any = zoo.build(name, "sdpa")
+    lens = tl.Lens(model)
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=(4, 9), verify=True)
+    paths = {id(module): path for path, module in model.named_modules()}
+    blocks = [paths[id(block)] for block in lens(CLEAN).operator.recording.anatomy.blocks]
+    place = next(i for i, label in enumerate(found.labels) if label.block == 1 and label.kind == "feed-forward")
+    module, kept = model.get_submodule(f"{blocks[1]}.{end}"), []
+    handle = module.register_forward_hook(lambda m, args, y: kept.append(y))
+    with torch.no_grad():
+        model(torch.tensor([CORRUPTED]))
+        handle.remove()
+        before = model(torch.tensor([CLEAN])).logits[0, -1]
+        handle = module.register_forward_hook(lambda m, args, y: kept[0])
+        after = model(torch.tensor([CLEAN])).logits[0, -1]
+        handle.remove()
+    assert found.true is not None
+    change = (after - before)[4] - (after - before)[9]
+    assert float(found.true[place]) == pytest.approx(float(change), rel=1e-6, abs=1e-9)
+    assert -1 <= found.rank_correlation <= 1 and -1 <= found.pearson <= 1
+    measured = [label.kind for label, effect in zip(found.labels, found.true.tolist(), strict=True) if effect == effect]
+    assert measured == ["attention", "feed-forward"] * 3
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "phi"])
+def test_heads_add_up_to_attention_and_nothing_changes_without_corruption(name: str) -> None:
+    lens = tl.Lens(zoo.build(name, "sdpa"))
+    found = tl.patching(lens, CLEAN, CORRUPTED, target={4: 1.0, 9: -0.5})
+    assert found.true is None
+    for block in range(3):
+        effects = {
+            kind: sum(
+                float(effect)
+                for label, effect in zip(found.labels, found.predicted, strict=True)
+                if label.block == block and label.kind == kind
+            )
+            for kind in ("attention", "attention head")
+        }
+        assert effects["attention"] == pytest.approx(effects["attention head"], rel=1e-6, abs=1e-10)
+    assert found.predicted.abs().max() > 1e-3
+    assert not tl.patching(lens, CLEAN, CLEAN, target=4).predicted.any()
+
+
+def test_inputs_of_two_lengths_are_refused() -> None:
+    with pytest.raises(tl.InputError, match="length"):
+        tl.patching(tl.Lens(zoo.build("gpt2")), CLEAN, CLEAN[:3], target=4)
