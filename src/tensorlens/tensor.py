@@ -267,7 +267,8 @@ class AttentionTensor(TensorOperator):
         recording = self.operator.recording
         i = 0 if recording.pools else check_token(out_token, self.shape[0])
         named = self.context.classes
-        return component_map(self.operator, named, i, target, effect, tokens=self.tokens, meta=self.meta((i,)))
+        meta = self.meta() | {"out_positions": [i]}
+        return component_map(self.operator, named, i, target, effect, tokens=self.tokens, meta=meta)
 
     def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
         r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
@@ -282,7 +283,7 @@ class AttentionTensor(TensorOperator):
             key: The token it looks at, or a pair of them for the difference of two scores.
         """
         own = ("model", "versions")
-        meta = {name: value for name, value in self.meta(()).items() if name in (*own, "blocks", "heads", "rules")}
+        meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
         return score_map(self.operator, block, head, query, key, tokens=self.tokens, meta=meta)
 
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
