@@ -79,7 +79,7 @@ def batches(device: str) -> dict[str, float]:
     for name, model in models.items():
         model = model.to(device).eval().requires_grad_(False)
         lens, generator = tl.Lens(model), torch.Generator().manual_seed(0)
-        n, size = (512, 128) if device == "cuda" else (16, 8)
+        n, size = (1024, 128) if device == "cuda" else (16, 8)
 
         def draw(length: int, generator: torch.Generator = generator) -> list[int]:
             return torch.randint(5, 30000, (length,), generator=generator).tolist()

@@ -55,6 +55,8 @@ class Lens:
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
         self.anatomies, self._blocks = Anatomies(model, blocks), blocks
+        if blocks is not None:  # a wrong path is said at once
+            find_anatomy(model, blocks=blocks)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
     def __repr__(self) -> str:

@@ -226,7 +226,9 @@ def test_files_that_are_whole_are_read(name: str, tmp_path: Path, monkeypatch: p
     make, file, read, _ = FORMATS[name]
     monkeypatch.setenv("TENSORLENS_CACHE", str(tmp_path / "cache"))
     make(tmp_path)
+    before = (tmp_path / file).stat()
     read(tmp_path / file)
+    assert (tmp_path / file).stat().st_size == before.st_size > 0
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def test_targets_are_tokens_of_the_vocabulary(byte_level, unchecked):
 
 
 def test_a_model_whose_blocks_cannot_be_found(unchecked):
-    with pytest.raises(tl.AnatomyError, match="expected an `nn.ModuleList`"):
-        tl.Lens(torch.nn.Linear(3, 3))
+    with pytest.raises(tl.TensorLensError, match="blocks"):
+        tl.Lens(torch.nn.Linear(3, 3))(torch.randn(4, 3))
     with pytest.raises(tl.AnatomyError, match="absent.*transformer.h"):
         tl.Lens(build("gpt2"), blocks="transformer.blocks")
     with pytest.raises(tl.InputError, match="tensorlens.load"):

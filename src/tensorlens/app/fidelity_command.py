@@ -17,7 +17,9 @@ def fidelity(
     input: Input,
     out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
     directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.", min=1)] = 4,
-    stride: Annotated[int, typer.Option(help="Properties at every so many blocks; 0 leaves them out.", min=0)] = 1,
+    stride: Annotated[
+        int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.", min=0)
+    ] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
     seed: Annotated[int, typer.Option(help="Of directions and probes.")] = 0,
     json: Json = False,
