@@ -25,6 +25,7 @@ __all__ = [
     "Lens",
     "Rules",
     "AttentionTensor",
+    "Batch",
     "MeanTensor",
     # what to ask of it
     "METHODS",

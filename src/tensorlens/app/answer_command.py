@@ -58,7 +58,7 @@ def answer_(
 
     The first token is set aside: it carries what attention has no other place for.
 
-    Example: tensorlens answer smollm2-135m "Anna has a red car. Bob has a blue boat. Anna's car is"
+    Example: tensorlens answer smollm2-135m "Anna's car is red. The car is"
     """
     from tensorlens.app.map_questions import check_file
 

@@ -23,7 +23,7 @@ from tensorlens.freezing.recording import Graph, Reached, Recording
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.fingerprint import fingerprint, moved
+from tensorlens.models.fingerprint import Samples, fingerprint, moved
 
 GRAPH_SHARE = 0.02
 """Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
@@ -175,7 +175,13 @@ class Recorder:
             side_channels=tuple(self.side_channels), readout=constant(readout) if self.anatomy.has_head else None,
             n_heads=run.n_heads, rules_applied=run.rules_applied, signature=run.signature, graph=graph,
             fingerprint=fingerprint(self.anatomy.model, ignored) if ignored else now, ignored=ignored,
+            samples=self._samples(),
         )  # fmt: skip
+
+    def _samples(self) -> Samples | None:
+        weights = list(self.anatomy.model.parameters())
+        is_near = self.options.keeps_factors and self.found is not None and all(w.device.type == "cpu" for w in weights)
+        return Samples(self.anatomy.model) if is_near else None
 
     # The route --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tensorlens.freezing.layouts import (
 )
 from tensorlens.freezing.places import Site
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.fingerprint import Fingerprint
+from tensorlens.models.fingerprint import Fingerprint, Samples
 
 
 class Graph(NamedTuple):
@@ -59,6 +59,8 @@ class Recording:
         rules_applied: How often each rule was applied, by (rule, module).
         fingerprint: What the model was, to notice a change; None where its weights come and go with off-loading.
         ignored: Attributes, by module, that a pass changes by itself, and which are no part of it.
+        samples: A few numbers of each weight, to notice what a fingerprint does not see; None where reading them would
+            wait for a device.
         signature: A hash of the functions that met live tensors, in order: inputs with the same one took the same way.
         graph: The graph of the pass, if it is kept.
     """
@@ -79,6 +81,7 @@ class Recording:
     rules_applied: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
     fingerprint: Fingerprint | None = field(default=None, repr=False)
     ignored: frozenset[tuple[int, str]] = field(default=frozenset(), repr=False)
+    samples: Samples | None = field(default=None, repr=False)
     signature: int = 0
     graph: Graph | None = field(default=None, repr=False)
 

@@ -185,6 +185,11 @@ def check_unchanged(recording: Recording) -> None:
             f"The model has changed since this pass was recorded: {changed}. What was held belongs to the model as it "
             "was. Ask the lens for the input again."
         )
+    if recording.samples is not None and not recording.samples.same():
+        raise InputError(
+            "The weights of the model were written to through `.data` since this pass was recorded. What was held "
+            "belongs to the weights as they were. Ask the lens for the input again."
+        )
 
 
 # What a pass ended with ----------------------------------------------------------------------------------------------
