@@ -164,6 +164,8 @@ def _settled(T: AttentionTensor, ask: Ask) -> Ask:
         has_head = T.context.classes is not None and T.operator.recording.readout is not None and is_at_end
         method = "tensor.in_class" if has_head else "tensor.in_out"
         ask = replace(ask, method=method, is_one=ask.is_one or has_head)
+    if T.operator.recording.pools and ask.method == "tensor.in_class":
+        return replace(ask, is_one=False, out_token=None)  # its head reads the whole input at once
     is_open = ask.is_one and ask.out_token is None and not T.operator.recording.pools
     return replace(ask, is_one=False, out_token=_default_output(T) if is_open else ask.out_token)
 
