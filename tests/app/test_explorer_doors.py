@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 import torch
@@ -264,9 +264,9 @@ def test_a_second_request_may_not_be_half_sent_either():
 def test_the_socket_that_waited_longest_gives_way():
     with serving(library("gpt2"), Limits(connections=20)) as (address, _):
         sockets = _half_sent(address, 30)
-        sockets[0].settimeout(5)
-        with pytest.raises(ConnectionResetError):
-            sockets[0].recv(10)
+        sockets[0].settimeout(30)
+        with suppress(ConnectionResetError):  # or an end in good order: it depends on what was still to be read
+            assert sockets[0].recv(10) == b""
         assert _get(address, "/api/start") == 200
         for one in sockets:
             one.close()
@@ -401,9 +401,12 @@ def test_a_reader_who_goes_away_stops_the_work_and_leaves_nothing():
             response.read(10)
             response.close()
             connection.close()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not seen[-1].is_over and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert seen[-1].is_over and seen[-1].is_cancelled
-        gc.collect()
+        deadline = time.monotonic() + 60
+        while any(ballast() is not None for ballast in ballasts) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the worker lets go of its frame after it has said that it is over
+            gc.collect()
         assert [ballast() for ballast in ballasts] == [None] * 3
