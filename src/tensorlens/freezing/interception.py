@@ -25,6 +25,7 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
+from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
 
@@ -92,17 +93,6 @@ def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = 
         if model in _found:
             return _found[model]
         return None if _wrapped and any(part in _wrapped for part in model.modules()) else fingerprint(model, ignored)
-
-
-@contextmanager
-def own_precision() -> Iterator[None]:
-    """Away from a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_own_precision() -> Iterator[None]:
-    """Away from a caller's autocast and inference mode: the model in its own dtype."""
+    """Away from a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         for device in ("cpu", "cuda"):
