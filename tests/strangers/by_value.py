@@ -38,6 +38,11 @@ def widths(layer: nn.Module) -> set[int]:
     return {weight.numel()} if "norm" in type(layer).__name__.lower() and isinstance(weight, Tensor) else set()
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm and nothing else: a head that begins with pooling and holds a norm is none."""
+    return "norm" in type(module).__name__.lower() and all(p.dim() < 2 for p in module.parameters())
+
+
 def layouts(state: Tensor, module: nn.Module) -> list[Callable[[Tensor], Tensor]]:
     """Ways to read a state of one sample as (token, channel), the batch axis anywhere.
 
@@ -83,9 +88,7 @@ class Watch:
 
     def _entering(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.x is not None:
-            name = type(module).__name__.lower()
-            is_norm = "norm" in name and "conv" not in name
-            if is_norm and any(matching(one, self.last, module) for one in tensors([args, kwargs])):
+            if is_norm(module) and any(matching(one, self.last, module) for one in tensors([args, kwargs])):
                 self.norm_after = type(module).__name__
             return None
         for old in tensors([args, kwargs]):
