@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.folding.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
+from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recorder import RecordOptions
@@ -22,6 +25,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, forward_parameters
+from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor, Context
 
@@ -116,6 +120,9 @@ class Batch(Sequence[AttentionTensor]):
     ) -> list[TokenMap]:  # fmt: skip
         """A map of one output of each sample; what these are is said at `AttentionTensor.map`.
 
+        The first time a model answers so, one sample is mapped alone and compared; if they differ all are, and the maps
+        say so.
+
         Args:
             method: A name in `METHODS`.
             out_token: The output to explain; negative ones count from each sample's own end.
@@ -125,6 +132,32 @@ class Batch(Sequence[AttentionTensor]):
         """
         if method not in BATCHED or method == "tensor.norm" and probes is None:
             return [self._one_by_one(i, method, out_token, target, probes, seed) for i in range(len(self))]
+        made = self.unproved_maps(method, out_token, target, probes=probes, seed=seed)
+
+        def alone(i: int) -> TokenMap:
+            return map_of(self.lens(self.prepared[i]), method, out_token, target, probes=probes, seed=seed)
+
+        if self._is_proved(method, made, alone):
+            return made
+        said = {"fallback": "samples of this batch gave other numbers together than alone; each was mapped alone"}
+        return [replace(found, meta=found.meta | said) for found in map(alone, range(len(self)))]
+
+    def _is_proved(self, method: str, made: list[TokenMap], alone: Callable[[int], TokenMap]) -> bool:
+        """Whether the shortest sample's map is what it is alone; found out once for a state of the model."""
+        recording = self.replay.recording
+        key = ("batched", method, self.is_padded, *state_of(recording))
+        proof = None if recording.fingerprint is None else known_proof(recording.model, key)
+        if proof is None:
+            i = min(range(len(self)), key=lambda i: self.lengths[i])
+            error, tolerance = difference(made[i], alone(i))
+            tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and recording.states[0].is_cuda else tolerance
+            proof = remember_proof(recording.model, key, Proof(error, tolerance))
+        return proof.holds
+
+    def unproved_maps(
+        self, method: str, out_token: int, target: Target | None, *, probes: int | None, seed: int
+    ) -> list[TokenMap]:
+        """As `maps`, for one of the methods that go for all samples at once, and not compared with anything."""
         recording = self.replay.recording
         n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
         places = torch.tensor([check_token(out_token, n) for n in n_out])
@@ -174,6 +207,15 @@ def map_of(
     place = check_token(out_token, tensor.shape[0])
     best = tensor.context.classes.name(int(logits_at(recording, 0 if recording.pools else place).argmax()))
     return replace(found, meta=found.meta | {"prediction": best})
+
+
+def difference(one: TokenMap, other: TokenMap) -> tuple[float, float]:
+    """How far two maps of one sample are from each other, relative, and what rounding may account for."""
+    tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
+    if one.scores.shape != other.scores.shape:
+        return math.inf, tolerance
+    scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return float((one.scores.double() - other.scores.double()).norm() / scale), tolerance
 
 
 class Collated:

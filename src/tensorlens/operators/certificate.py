@@ -54,8 +54,8 @@ class Certificate:
         moves: $\lVert T V \rVert / \lVert V \rVert$ at a random V.
         passing: The same for each block.
         silent: The blocks that pass nothing of their input on.
-        held: For each module the norm of what it gives in the replay at zero, by that at X: 0 is a module that T carries
-            whole, 1 one that is all in B.
+        held: For each module the norm of what it gives in the replay at zero, by that at X: 0 for one that T carries
+            whole, 1 for one that is all in B.
         rounded: Of the laws that all blocks were held to in float32, the errors in the model's own half precision.
         reservations: What a plain "passed" would hide.
     """

@@ -28,8 +28,8 @@ NOTHING = 1e-6
 def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float, ...]:
     r"""For each block $\lVert T_n V \rVert / \lVert V \rVert$ at a random V.
 
-    Where ranges are refused, because blocks read more than the state, it is $\lVert T_n^\top u \rVert / \lVert u \rVert$
-    by the graph of one replay.
+    Where ranges are refused, because blocks read more than the state, it is
+    $\lVert T_n^\top u \rVert / \lVert u \rVert$ by the graph of one replay.
     """
     if operator.recording.side_channels:
         return _pulled_through_blocks(operator, generator)
