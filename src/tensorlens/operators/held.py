@@ -98,11 +98,15 @@ def _pulled_through_blocks(operator: FrozenOperator, generator: torch.Generator)
         before: Tensor | GradientEdge = x
         end, _ = replayed(recording, x, operator.span, operator.heads, grad=True, observers=(borders,))
         left = borders.left if len(borders.left) == stop - start else [*borders.left, (end, None)]
-        size = x.norm()
+        size = _size(x)
         for state, edge in left:
-            found.append(_pulled(state, before, generator) * float(size / state.norm().clamp_min(NOTHING)))
-            before, size = (x, x.norm()) if edge is None else (edge, state.norm())
+            found.append(_pulled(state, before, generator) * size / max(_size(state), NOTHING))
+            before, size = (x, _size(x)) if edge is None else (edge, _size(state))
     return tuple(found)
+
+
+def _size(state: Tensor) -> float:
+    return float(state.detach().norm())
 
 
 def _pulled(state: Tensor, before: Tensor | GradientEdge, generator: torch.Generator) -> float:
