@@ -11,8 +11,11 @@ WORKERS ?= 2
 # From the command to the operator: a model of a kind in each of the files below.
 SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
+# Those that need the packages of requirements-strangers.txt; without them they are skipped.
+STRANGERS := tests/strangers/test_foreign.py tests/strangers/test_timm.py tests/strangers/test_habits.py::test_adapters_of_peft
+
 .DEFAULT_GOAL := help
-.PHONY: help demo setup smoke test test-browser test-all families docs figures check fmt clean
+.PHONY: help demo setup smoke test test-browser test-all families strangers docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,12 +36,16 @@ test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browse
 	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
 	$(BIN)/python -m pytest -m "browser and not large"
 
-test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles, the doctests
+test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers  ## every test, the large weights, the oracles, models of other packages, the doctests
 	$(BIN)/python -m pytest -n $(WORKERS)
+	PYTHONPATH=$(VENV)/strangers $(BIN)/python -m pytest -n $(WORKERS) $(STRANGERS)
 	$(BIN)/python -m pytest --doctest-modules src
 
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
 	$(BIN)/tensorlens families --workers $(WORKERS)
+
+strangers: $(VENV)/.stamp-strangers  ## the table of models of other packages, in docs/compatibility.md
+	PYTHONPATH=$(VENV)/strangers:tests $(BIN)/python -m strangers.table
 
 docs: $(VENV)/.stamp-docs  ## the documentation, its tutorials executed, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -82,4 +89,10 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
+	@touch $@
+
+# In a folder of their own, which only their tests see: transformers does other things where it finds these packages.
+$(VENV)/.stamp-strangers: $(VENV)/.stamp-dev requirements-strangers.txt
+	@rm -rf $(VENV)/strangers
+	@$(PIP) --no-deps --target $(VENV)/strangers -r requirements-strangers.txt
 	@touch $@

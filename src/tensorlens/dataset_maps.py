@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source, has_sample_axis, length_of, map_of
+from tensorlens.batch import Batch, Source, difference, goes_together, has_sample_axis, length_of, map_of
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
@@ -222,11 +222,11 @@ class _Work:
 
     def _begin_batch(self, prepared: list[ModelInput]) -> Pending:
         asked = self.asked
-        is_exact_norm = asked.method == "tensor.norm" and asked.probes is None  # which goes one by one, by factors
-        batch = Batch(self.lens, prepared, for_method=None if is_exact_norm else asked.method)
+        method = asked.method if goes_together(asked.method, asked.probes) else None
+        batch = Batch(self.lens, prepared, for_method=method)
         pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
         batch.release()
-        return pending
+        return pending  # proved by one sample of the first batch, and again every so often
 
     def _apart(self, prepared: list[ModelInput], reason: str) -> list[TokenMap]:
         """The same samples with fewer of them together, from now on."""
@@ -264,8 +264,5 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
 
 def agree(one: TokenMap, other: TokenMap) -> bool:
     """Whether two maps of one sample are the same to rounding."""
-    if one.scores.shape != other.scores.shape:
-        return False
-    tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
-    scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return bool((one.scores.double() - other.scores.double()).norm() <= tolerance * scale)
+    error, tolerance = difference(one, other)
+    return error <= tolerance
