@@ -32,8 +32,8 @@ INTRODUCTION = """
 Made by `make strangers`. Each model is built as its package builds it, made small, with every weight drawn at random in
 float64, and the tensor is compared with a derivative that shares no code with the package: the model's own gradients
 with attention weights, statistics of norms, gates and the ratios of activations cut out of the graph, between two
-states that must be the model's own. *Exact* is the largest relative difference over single and many cotangents, rows, the
-bias and maps. *Refused* is an error with its reason. There is no third kind: no model gives numbers that are wrong.
+states that must be the model's own. *Exact* is the largest relative difference over single and many cotangents, rows,
+the bias and maps. *Refused* is an error with its reason. There is no third kind: no model gives numbers that are wrong.
 """
 
 
