@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from tensorlens.errors import InputError
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.components import Cotangents, kinds, told_apart
+from tensorlens.inside.components import Cotangents
 from tensorlens.inside.stream import Write
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
+from tensorlens.inside.walk import kinds, told_apart
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.models.fingerprint import in_this_thread
 from tensorlens.operators.base import check_token

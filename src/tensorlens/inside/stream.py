@@ -275,10 +275,14 @@ def _reached_from(leaf: Node, target: Node) -> set[Node]:
     return live
 
 
-def pulled(edge: GradientEdge, cotangent: Tensor, back_to: GradientEdge) -> Tensor:
-    """The cotangent of one place in the graph at an earlier one."""
+def pulled(edge: GradientEdge, cotangents: Tensor, back_to: GradientEdge) -> Tensor:
+    """Cotangents (row, …) of one place in the graph at an earlier one that it was computed from."""
     if edge.node is back_to.node:
-        return cotangent
-    found = torch.autograd.grad([edge], [back_to], [cotangent], retain_graph=True, allow_unused=True)[0]
+        return cotangents
+    is_one = len(cotangents) == 1
+    found = torch.autograd.grad(
+        [edge], [back_to], [cotangents[0] if is_one else cotangents], retain_graph=True, allow_unused=True,
+        is_grads_batched=not is_one,
+    )[0]  # fmt: skip
     assert found is not None, "asked of places that are connected"
-    return found
+    return found[None] if is_one else found
