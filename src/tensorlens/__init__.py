@@ -31,6 +31,7 @@ __all__ = [
     "METHODS",
     "TokenMap",
     "Answer",
+    "ComponentGraph",
     "ComponentMap",
     "patching",
     "Patching",

@@ -52,7 +52,7 @@ class Walk:
 
     Args:
         run: The pass.
-        cotangents: (row, …) in the layout of the state that leaves the last block.
+        cotangents: (row, …) in the layout of the state that leaves the block where the walk begins.
         joining: Rows that join further down.
     """
 
@@ -60,12 +60,11 @@ class Walk:
         self.run, self.cotangents = run, cotangents
         self.joining = joining or Joining()
 
-    def all_the_way(self) -> Iterator[Row]:
-        """Rows (component) × (row, token), from the last block to the embedding."""
-        start, stop = self.run.operator.span
-        n_encoder = self.run.recording.n_encoder_blocks
-        for n in reversed(range(start, stop)):
-            if n + 1 == n_encoder and n + 1 < stop:
+    def all_the_way(self, last: int) -> Iterator[Row]:
+        """What every component gives, (row, token) each, from block `last` down to the embedding."""
+        start, n_encoder = self.run.operator.span.start, self.run.recording.n_encoder_blocks
+        for n in reversed(range(start, last + 1)):
+            if n + 1 == n_encoder and n < last:
                 yield Row(Component(kind="embedding"), self.carried(n + 1))
                 if not self.joining.memory:
                     return
@@ -87,7 +86,8 @@ class Walk:
             self.cotangents = self.cotangents.reshape(len(self.cotangents), *before.shape)
             self._join(Read(n, 0))
             return [row]
-        bias, by_write = torch.zeros(1, dtype=self.run.x.dtype, device=self.run.x.device), {}
+        bias = torch.zeros(1, dtype=self.run.x.dtype, device=self.run.x.device)
+        by_write: dict[int, Tensor] = {}
         for place, one in enumerate([*sums, None]):
             edge, there = (entry, before) if one is None else (one.edge, one.value)
             if edge.node is not at.node:
