@@ -8,6 +8,7 @@ blocks come out alike; a block in which no way down such sums leads from its out
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class StreamObserver:
         self.outputs: dict[int, tuple[GradientEdge, Tensor]] = {}
         self.first_nodes: dict[int, int] = {}
         self.modules: dict[tuple[int, Node], str] = {}
+        self.takers: dict[Node, str] = {}
+        self.n_calls: Counter[str] = Counter()
 
     def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Keep a sum of two live tensors, or what attention mixed."""
@@ -103,6 +106,8 @@ class StreamObserver:
         if run.block is None and self._encoder is not None and run.module == self._encoder:
             state = state_of(output)
             self.memory = edge_of(state), constant(state).clone()
+        self.n_calls[run.module] += 1
+        self._keep_taker(run, args)
         first: Any = output[0] if isinstance(output, tuple) and output else output
         if run.block is not None and is_live(first) and raw(getattr, first, "requires_grad"):
             self.modules[run.block, edge_of(first).node] = run.module  # the outermost that gave it out
@@ -110,6 +115,18 @@ class StreamObserver:
             state = state_of(output, self._place)
             if raw(getattr, state, "requires_grad"):
                 self.outputs[run.place.block] = edge_of(state), constant(state).clone()
+
+    def _keep_taker(self, run: Interpreter, args: tuple[Any, ...]) -> None:
+        """Notice the module that takes in what heads mixed, side by side: the output projection."""
+        if run.block is None or not args or not is_live(args[0]):
+            return
+        for mixture in self.mixtures.get(run.block, ()):
+            value = mixture.value[0] if mixture.value.dim() == 4 and len(mixture.value) == 1 else mixture.value
+            if value.dim() != 3 or value.numel() != args[0].numel() or mixture.edge.node in self.takers:
+                continue
+            beside = value.transpose(0, 1).flatten(1)
+            if torch.equal(constant(args[0]).reshape(beside.shape), beside):
+                self.takers[mixture.edge.node] = run.module
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
