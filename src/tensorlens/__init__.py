@@ -32,6 +32,7 @@ __all__ = [
     "TokenMap",
     "Answer",
     "ComponentGraph",
+    "Ablation",
     "ComponentMap",
     "patching",
     "Patching",

@@ -18,6 +18,7 @@ from tensorlens.freezing.conventions import Rules as Rules
 from tensorlens.freezing.rules.activations import activate as activate
 from tensorlens.freezing.rules.modules import adapter as adapter
 from tensorlens.freezing.rules.table import rules_for as rules_for
+from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.component_graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.component_map import ComponentMap as ComponentMap
 from tensorlens.inside.patching import Patching as Patching

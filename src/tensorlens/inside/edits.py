@@ -118,10 +118,10 @@ def path_of(run: Pass, part: Part) -> str | None:
     block = part.component.block
     assert block is not None, "a part is in a block"
     if part.mixture is None:
-        path = run.seen.modules.get((block, part.write.edge.node))
+        paths = run.seen.modules.get((block, part.write.edge.node), [])
     else:
-        path = run.seen.takers.get(part.mixture.edge.node)
-    return path if path is not None and run.seen.n_calls[path] == 1 else None
+        paths = [run.seen.takers[part.mixture.edge.node]] if part.mixture.edge.node in run.seen.takers else []
+    return next((path for path in reversed(paths) if run.seen.n_calls[path] == 1), None)
 
 
 def edited_logits(run: Pass, edits: Sequence[Edit]) -> Tensor | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+from tensorlens.inside.ablation import Ablation, Named, Question, Replacement, ablation
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
@@ -78,6 +80,26 @@ class InsideQuestions(TensorOperator):
         own = ("model", "versions")
         meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
         return score_map(self.operator, block, head, query, key, tokens=self.context.tokens, meta=meta)
+
+    def ablate(
+        self, components: Sequence[Named] | Named, out_token: int = -1, target: Target | None = None, *,
+        to: Replacement = "zero", over: Sequence[InsideQuestions] = (),
+    ) -> Ablation:  # fmt: skip
+        """Run the *model* with components switched off, and put what T says of it beside the truth.
+
+        Args:
+            components: Heads as (block, head), components of `components`, or their names; all of them at once.
+            out_token: The output to measure.
+            target: As for `map`; None measures the model's own prediction.
+            to: What stands in their place at every token: ``"zero"``, or their ``"mean"`` over tokens.
+            over: Attention tensors of other inputs, over which the mean is taken instead of this one's.
+        """
+        i, meta = self._output(out_token)
+        asked = Question(
+            operator=self.operator, classes=self.context.classes, out_token=i, target=target, components=components,
+            to=to, over=[one.operator for one in over],
+        )  # fmt: skip
+        return ablation(asked, meta)
 
     def _output(self, out_token: int) -> tuple[int, dict[str, Any]]:
         i = 0 if self.operator.recording.pools else check_token(out_token, self.shape[0])

@@ -69,7 +69,7 @@ class StreamObserver:
         self.mixtures: dict[int, list[Mixture]] = {}
         self.outputs: dict[int, tuple[GradientEdge, Tensor]] = {}
         self.first_nodes: dict[int, int] = {}
-        self.modules: dict[tuple[int, Node], str] = {}
+        self.modules: dict[tuple[int, Node], list[str]] = {}
         self.takers: dict[Node, str] = {}
         self.n_calls: Counter[str] = Counter()
 
@@ -110,7 +110,7 @@ class StreamObserver:
         self._keep_taker(run, args)
         first: Any = output[0] if isinstance(output, tuple) and output else output
         if run.block is not None and is_live(first) and raw(getattr, first, "requires_grad"):
-            self.modules[run.block, edge_of(first).node] = run.module  # the outermost that gave it out
+            self.modules.setdefault((run.block, edge_of(first).node), []).append(run.module)  # the outermost last
         if id(module) in self._blocks and run.block is None:
             state = state_of(output, self._place)
             if raw(getattr, state, "requires_grad"):
