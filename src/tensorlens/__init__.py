@@ -27,6 +27,8 @@ __all__ = [
     "AttentionTensor",
     "Batch",
     "MeanTensor",
+    "CorpusTensor",
+    "CorpusReading",
     # what to ask of it
     "METHODS",
     "TokenMap",

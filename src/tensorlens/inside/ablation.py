@@ -83,9 +83,11 @@ class Ablation:
         path = Path(path)
         if path.suffix != ".json":
             raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
-        text = to_json(self.as_dict())
-        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+        replace_file(path, self._write)
         return path
+
+    def _write(self, path: Path) -> None:
+        path.write_text(to_json(self.as_dict()), encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds."""
@@ -172,15 +174,14 @@ def _said(logits: Tensor, classes: Classes, k: int = 5) -> tuple[Said, ...]:
     return tuple(Said(classes.name(index), index, probability) for index, probability in pairs)
 
 
-def _chosen(run: Pass, components: Sequence[Named] | Named) -> list[Part]:
-    known = {part.component: part for part in parts(run)}
-    by_name = {str(component): part for component, part in known.items()}
-    heads = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
+def _chosen(run: Pass, components: Any) -> list[Part]:
+    known: dict[Any, Part] = {part.component: part for part in parts(run)}
+    by_name: dict[Any, Part] = {str(component): part for component, part in known.items()}
+    heads: dict[Any, Part] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
     single = isinstance(components, (str, Component)) or _is_pair(components)
     found: list[Part] = []
     for one in [components] if single else _listed(components):
-        part = known.get(one) if isinstance(one, Component) else by_name.get(one) if isinstance(one, str) else None
-        part = heads.get((one[0], one[1])) if part is None and _is_pair(one) else part
+        part = heads.get(one) if _is_pair(one) else known.get(one) if isinstance(one, Component) else by_name.get(one)
         if part is None:
             some = ", ".join(repr(name) for name in list(by_name)[:3])
             raise InputError(
