@@ -34,6 +34,7 @@ __all__ = [
     "TokenMap",
     "Answer",
     "ComponentGraph",
+    "Inside",
     "Ablation",
     "ComponentMap",
     "patching",

@@ -23,6 +23,7 @@ from tensorlens.freezing.rules.table import rules_for as rules_for
 from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.component_graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.component_map import ComponentMap as ComponentMap
+from tensorlens.inside.inside_record import Inside as Inside
 from tensorlens.inside.patching import Patching as Patching
 from tensorlens.inside.patching import patching as patching
 from tensorlens.lens import Lens as Lens

@@ -10,6 +10,8 @@ from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component
 from tensorlens.maps.files import replace_file
 from tensorlens.strict_json import from_json, to_json
+from tensorlens.views.inside_page import inside_page
+from tensorlens.views.record import caption_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,11 +101,11 @@ class ComponentGraph:
     # Files ------------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """Write a .json file, whole or not at all."""
+        """Write a .json file, or a .html page that needs nothing else; whole or not at all."""
         path = Path(path)
-        if path.suffix != ".json":
-            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
-        replace_file(path, self._write_json)
+        if path.suffix not in (".json", ".html"):
+            raise InputError(f"Expected a name ending in .json or .html; got {path.name!r}.")
+        replace_file(path, self._write_json if path.suffix == ".json" else self._write_page)
         return path
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,6 +123,39 @@ class ComponentGraph:
 
     def _write_json(self, path: Path) -> None:
         path.write_text(to_json(self.as_dict()), encoding="utf-8")
+
+    def _write_page(self, path: Path) -> None:
+        path.write_text(inside_page(self.payload(), f"Graph of {self.target}"), encoding="utf-8")
+
+    def payload(self) -> dict[str, Any]:
+        """What the page takes, as plain values."""
+        nodes = [self._node_payload(i) for i in range(len(self.nodes))]
+        edges = [[edge.source, edge.target, edge.weight] for edge in self.edges]
+        own = {key: value for key, value in self.meta.items() if key not in ("text", "offsets")}
+        return {
+            "title": f"Graph of {self.target!r}",
+            "target": self.target,
+            "value": self.value,
+            "tokens": list(self.tokens),
+            "caption": [list(line) for line in caption_lines("components", own, 1)],
+            "graph": {"nodes": nodes, "edges": edges, "share": self.share},
+            "components": None,
+        }
+
+    def _node_payload(self, i: int) -> dict[str, Any]:
+        node = self.nodes[i]
+        is_target = node.component.kind == "target"
+        return {
+            "name": f"target {self.target}" if is_target else str(node.component),
+            "short": self.target if is_target else node.component.short,
+            "kind": node.component.kind,
+            "block": node.component.block,
+            "column": node.component.column,
+            "token": node.token,
+            "value": node.value,
+            "constant": node.constant,
+            "cut": node.cut,
+        }
 
     @classmethod
     def load(cls, path: str | Path) -> ComponentGraph:

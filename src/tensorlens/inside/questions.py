@@ -11,6 +11,7 @@ from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
+from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import score_map
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Target
@@ -62,6 +63,22 @@ class InsideQuestions(TensorOperator):
         """
         i, meta = self._output(out_token)
         return component_graph(
+            self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
+        )
+
+    def inside(
+        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
+    ) -> Inside:
+        """Components, flow, what heads read, and the graph of one target, together; `.save("inside.html")` is a page.
+
+        Args:
+            out_token: The output to explain.
+            target: As for `map`; None explains the model's own prediction.
+            share: Of the graph.
+            max_nodes: Of the graph.
+        """
+        i, meta = self._output(out_token)
+        return look_inside(
             self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
         )
 
