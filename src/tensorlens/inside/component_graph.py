@@ -137,7 +137,7 @@ class ComponentGraph:
             "target": self.target,
             "value": self.value,
             "tokens": list(self.tokens),
-            "caption": [list(line) for line in caption_lines("components", own, 1)],
+            "caption": [list(line) for line in caption_lines("tensor.components", own, 1)],
             "graph": {"nodes": nodes, "edges": edges, "share": self.share},
             "components": None,
         }

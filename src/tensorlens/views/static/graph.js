@@ -6,7 +6,7 @@ const REACH = 12;
 
 class GraphView {
   constructor(data, onChoose, say) {
-    Object.assign(this, { data, onChoose, say, view: { x: 0, y: 0, scale: 1 }, shade: "light" });
+    Object.assign(this, { data, onChoose, say, view: { x: 0, y: 0, scale: 1, stretch: 1 }, shade: "light" });
     const { graph, tokens } = data;
     this.canvas = element("canvas", { class: "graph", tabindex: "0", role: "img", "aria-label": "Graph of components: drag to move, scroll to zoom, click a node" });
     const share = `${Math.round(100 * graph.share)} % of what flows into the ${graph.nodes.length} nodes shown; the rest is cut off`;
@@ -104,13 +104,14 @@ class GraphView {
     const ys = nodes.map((node) => node.y);
     const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
     const scale = Math.min(2, (width - 80) / (right - left || 1), (height - 90) / (bottom - top || 1));
-    this.view = { scale, x: width / 2 - (scale * (left + right)) / 2, y: (height - 40) / 2 - (scale * (top + bottom)) / 2 };
+    const stretch = Math.min(4, Math.max(1, (width - 120) / (scale * (right - left || 1))));
+    this.view = { scale, stretch, x: width / 2 - (stretch * scale * (left + right)) / 2, y: (height - 40) / 2 - (scale * (top + bottom)) / 2 };
     this.isFitted = true;
     this.draw();
   }
 
   at(node) {
-    return [node.x * this.view.scale + this.view.x, node.y * this.view.scale + this.view.y];
+    return [node.x * this.view.stretch * this.view.scale + this.view.x, node.y * this.view.scale + this.view.y];
   }
 
   under(event) {
@@ -217,7 +218,7 @@ class GraphView {
     pen.textAlign = "center";
     let end = -Infinity;
     for (const [token, x] of this.columns) {
-      const place = x * this.view.scale + this.view.x;
+      const place = x * this.view.stretch * this.view.scale + this.view.x;
       const text = shorten(visible(this.data.tokens[token]), 10);
       const half = pen.measureText(text).width / 2;
       if (place - half < end + 4) continue;

@@ -75,10 +75,13 @@ class Inside {
     return `block ${blocks[row]}, ${/^\d+$/.test(columns[column]) ? `attention head ${columns[column]}` : columns[column]}`;
   }
 
+  // The strongest head, which has something to tell of what it read; of anything else where there are no heads.
   strongest() {
     let best = [0, 0];
-    const cells = this.data.components.total;
+    const { total: cells, columns } = this.data.components;
+    const isHead = columns.map((name) => /^\d+$/.test(name));
     cells.forEach((line, row) => line.forEach((score, column) => {
+      if (isHead.includes(true) && !isHead[column]) return;
       if (Math.abs(score ?? 0) > Math.abs(cells[best[0]][best[1]] ?? 0)) best = [row, column];
     }));
     return best;
