@@ -115,7 +115,7 @@ class Inside {
     if (one?.read) parts.push(this.text("Read from (its effect by the token it took it from)", one.read));
     if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, of which direct ${formatNumber(one.direct, true)}` }));
     this.about.replaceChildren(...parts);
-    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about }, bubbles: true }));
+    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about } }));
   }
 
   text(title, scores) {
