@@ -33,7 +33,7 @@ test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browse
 	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
 	$(BIN)/python -m pytest -m "browser and not large"
 
-test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles, the doctests
+test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-transformer-lens  ## every test, the large weights, the oracles, the doctests
 	$(BIN)/python -m pytest -n $(WORKERS)
 	$(BIN)/python -m pytest --doctest-modules src
 
@@ -82,4 +82,10 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
+	@touch $@
+
+# In a folder of its own, which one test alone puts on its path: its dependencies are older than ours, or not needed.
+$(VENV)/.stamp-transformer-lens: $(VENV)/.stamp-dev
+	@$(PIP) --no-deps --target $(VENV)/transformer-lens --upgrade transformer-lens==4.3.0 fancy-einsum einops \
+		typeguard sentencepiece transformers-stream-generator protobuf
 	@touch $@

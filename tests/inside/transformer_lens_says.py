@@ -25,8 +25,7 @@ def attribution(folder: str, text: str, tokens: tuple[int, int]) -> tuple[list[s
     model = bridge(folder)
     model.enable_compatibility_mode()
     model.cfg.use_attn_result = True
-    ids = model.tokenizer(text, return_tensors="pt")["input_ids"]
-    _, cache = model.run_with_cache(ids)
+    _, cache = model.run_with_cache(model.to_tokens(text))
     labels: list[str] = []
     values: list[float] = []
     for stack, names in (
@@ -45,8 +44,9 @@ def main() -> None:
     lens = JacobianLens.fit(bridge(folder), [text], corpus="test", skip_first_positions=2, show_progress=False)
     with torch.no_grad():
         labels, values = attribution(folder, text, (int(positive), int(negative)))
+    ids = bridge(folder).to_tokens(text)[0].tolist()  # it may put a token at the start
     jacobians = {str(layer): matrix.tolist() for layer, matrix in lens.jacobians.items()}
-    print(json.dumps({"labels": labels, "values": values, "jacobians": jacobians}, allow_nan=False))
+    print(json.dumps({"ids": ids, "labels": labels, "values": values, "jacobians": jacobians}, allow_nan=False))
 
 
 if __name__ == "__main__":
