@@ -36,7 +36,7 @@ test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browse
 	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
 	$(BIN)/python -m pytest -m "browser and not large"
 
-test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers  ## every test, the large weights, the oracles, models of other packages, the doctests
+test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers $(VENV)/.stamp-transformer-lens  ## every test, the large weights, the oracles, models of other packages, the doctests
 	$(BIN)/python -m pytest -n $(WORKERS)
 	PYTHONPATH=$(VENV)/strangers $(BIN)/python -m pytest -n $(WORKERS) $(STRANGERS)
 	$(BIN)/python -m pytest --doctest-modules src
@@ -95,4 +95,10 @@ $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 $(VENV)/.stamp-strangers: $(VENV)/.stamp-dev requirements-strangers.txt
 	@rm -rf $(VENV)/strangers
 	@$(PIP) --no-deps --target $(VENV)/strangers -r requirements-strangers.txt
+	@touch $@
+
+# In a folder of its own, which one test alone puts on its path: its dependencies are older than ours, or not needed.
+$(VENV)/.stamp-transformer-lens: $(VENV)/.stamp-dev
+	@$(PIP) --no-deps --target $(VENV)/transformer-lens --upgrade transformer-lens==4.3.0 fancy-einsum einops \
+		typeguard sentencepiece transformers-stream-generator protobuf
 	@touch $@

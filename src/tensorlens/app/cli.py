@@ -17,6 +17,7 @@ from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
+from tensorlens.app.inside_command import inside
 from tensorlens.app.interrupts import interruptible
 from tensorlens.app.map_command import map_
 from tensorlens.app.maps_command import maps
@@ -46,6 +47,7 @@ def _add(name: str, command: Callable[..., None], short: str, *, continues: bool
 
 _add("map", map_, "Which inputs made this output?")
 _add("answer", answer_, "Which parts of the prompt made this answer?")
+_add("inside", inside, "Where in the model? Heads, flow and graph.")
 _add("maps", maps, "A map of every row of a data set, as parquet.", continues=True)
 _add("explore", explore, "The same in the browser.")
 _add("check", check, "Is the operator exact for this model?")

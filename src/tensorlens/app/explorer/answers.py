@@ -43,6 +43,7 @@ ROWS_AT_A_TIME = {
 The others take as long for one row as for all."""
 
 N_PREDICTIONS = 8
+INSIDE_NODES = 80  # of a graph: what a reader can take in, within seconds on a CPU
 _QUICK, _SLOW = 0.25, 1.0
 _PREVIEW_CELLS = 400 * 400
 _PREVIEW_SECONDS = 0.7
@@ -102,6 +103,19 @@ class Answers:
             found = replace(found, meta=found.meta | {"certificate": verdict})
             self._keep(ask.key, found)
         return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
+
+    def inside(self, job: Job, ask: Ask) -> Event:
+        """Heads, flow and graph of what a question is about."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage="Looking inside", done=None)
+        found = T.inside(_output(T, ask), _target(ask), max_nodes=INSIDE_NODES)
+        return {"type": "done", "inside": found.payload()}
+
+    def ablate(self, job: Job, ask: Ask, component: str) -> Event:
+        """The model without a component: what T says of it, and what the model does."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage=f"Running the model without {component}", done=None)
+        return {"type": "done", "ablation": T.ablate(component, _output(T, ask), _target(ask)).as_dict()}
 
     def _fresh(self, job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
         compute = _rows if ask.method in ROWS_AT_A_TIME else _at_once
@@ -234,6 +248,14 @@ def _forget_matrices(T: AttentionTensor) -> None:
 
 def _target(ask: Ask) -> Target | None:
     return ask.target if ask.target is None or ask.against is None else (ask.target, ask.against)
+
+
+def _output(T: AttentionTensor, ask: Ask) -> int:
+    """The one output that is asked about."""
+    if T.operator.recording.pools:
+        return 0
+    chosen = ask.at if ask.out_token is None else ask.out_token
+    return _default_output(T) if chosen is None else chosen
 
 
 def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
