@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from tensorlens.freezing.observe import plain_logits_at
 from tensorlens.maps.groups import Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor
@@ -59,8 +60,9 @@ class Answer:
 
     @property
     def positions(self) -> range:
-        """Where each token of the answer is predicted: one position before its own."""
-        return range(self.n_prompt_tokens - 1, self.n_prompt_tokens - 1 + len(self.ids))
+        """The output that predicts each token of the answer: one before its own."""
+        first = len(self.prompt.decoder_ids) - 1
+        return range(first, first + len(self.ids))
 
     @cached_property
     def log_probabilities(self) -> tuple[float, ...]:
@@ -115,8 +117,6 @@ class Answer:
             )
         if engine not in (None, "pulls", "pushes"):
             raise InputError(f'`engine` must be "pulls" or "pushes"; got {engine!r}.')
-        if engine == "pushes" and self.tensor.operator.is_streamed:
-            raise InputError("This input is too long for pushes: its factors are not kept. Leave `engine` out.")
 
     # Parts and groups ------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Answer:
 
     def _shares(self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked) -> Shares:
         operator = self.tensor.operator
-        targets = make_targets(operator.recording, self.ids, self.n_prompt_tokens - 1, asked.target)
+        targets = make_targets(operator.recording, self.ids, self.positions.start, asked.target)
         fine = torch.promote_types(operator.dtype, torch.float32)
         rows = _membership(parts, len(self.ids)).to(operator.device, fine)
         return shares(operator, targets, rows, columns, asked.engine)
@@ -228,21 +228,29 @@ def make_answer(
 
 def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
     """The answer that continues a prompt with some tokens, recorded."""
-    made: ModelInput = make_input([*prompt.ids, *found.ids], lens.model, lens.processor)
-    if prompt.text is not None:
-        shift, places = len(prompt.text), prompt.offsets
-        own = tuple([pair and (pair[0] + shift, pair[1] + shift) for pair in found.offsets])
-        made = ModelInput(
-            arguments=made.arguments, kind="text", text=prompt.text + found.text,
-            offsets=None if places is None else places + own,
-        )  # fmt: skip
-    tensor: AttentionTensor = lens(made)
+    tensor: AttentionTensor = lens(_together(lens, prompt, found))
     recording = tensor.operator.recording
     if recording.readout is None or recording.readout.dim() != 3:
         raise no_head(recording.model)
     return Answer(
         text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens
     )  # fmt: skip
+
+
+def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
+    """Prompt and answer as one input; with an encoder, the answer goes into the decoder."""
+    n = prompt.n_encoder
+    made = make_input(list(prompt.ids[:n] or (*prompt.ids, *found.ids)), lens.model, lens.processor)
+    if n:
+        into = make_input((*prompt.decoder_ids, *found.ids), lens.model, lens.processor)  # within its vocabulary
+        ids = token_ids(into.arguments)
+        made = replace(made, arguments=made.arguments | {"decoder_input_ids": ids})
+    if prompt.text is None:
+        return made
+    text = prompt.text + "\n" * (n > 0)  # the two are no text together
+    own = tuple([pair and (pair[0] + len(text), pair[1] + len(text)) for pair in found.offsets])
+    offsets = None if prompt.offsets is None else prompt.offsets + own
+    return ModelInput(arguments=made.arguments, kind="text", text=text + found.text, offsets=offsets)
 
 
 def _membership(parts: Sequence[Group], n_tokens: int) -> Tensor:
