@@ -72,15 +72,21 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
     """
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
         return _with_start(lens, _chat(lens, prompt))
+    if isinstance(prompt, str):  # always a text, also one that ends like the name of a picture
+        return _with_start(lens, _text(lens, prompt))
     made = lens.prepare(prompt)
     ids = token_ids(made.arguments)
-    if made.kind not in ("text", "ids") or ids is None:
-        raise InputError(f"An answer needs a text, chat messages or token ids as its prompt; got {_kind(prompt)}.")
-    return _with_start(lens, Prompt(ids=tuple(ids[0].tolist()), text=made.text, offsets=made.offsets))
+    if made.kind != "ids" or ids is None:
+        raise InputError(f"An answer needs a text, chat messages or token ids as its prompt; got {type(prompt).__name__}.")
+    return _with_start(lens, Prompt(ids=tuple(ids[0].tolist())))
 
 
-def _kind(prompt: Any) -> str:
-    return type(prompt).__name__
+def _text(lens: Speaker, text: str) -> Prompt:
+    ids, offsets = tokenised(lens, text, special=True)
+    if not text.strip() or not ids:
+        raise InputError(f"Expected some text as a prompt; got {text!r}, which holds no words.")
+    lens.prepare(list(ids))  # refuses what is too long
+    return Prompt(ids=ids, text=text, offsets=offsets)
 
 
 def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
