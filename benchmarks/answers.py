@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python benchmarks/answers.py --out answers.json
 
-Random weights of a published shape. Passages × sentences of the answer are pulls; all tokens of the answer × passages are
-pushes. Each is timed from the token ids to the map, its recording included.
+Random weights of a published shape. Passages × sentences of the answer are pulls; all tokens of the answer × passages
+are pushes. Each is timed from the token ids to the map, its recording included.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def measured(lens: tl.Lens, n_prompt: int, n_answer: int, device: str, repeats: 
     def tokens() -> Any:
         return lens.answer(prompt, answer).map(passages, "tokens")
 
-    per = {"passages × answer sentences": plain["forward and backward"], "answer tokens × 20 passages": plain["forward"]}
+    per = {
+        "passages × answer sentences": plain["forward and backward"],
+        "answer tokens × 20 passages": plain["forward"],
+    }
     works: dict[str, Callable[[], Any]] = dict(zip(per, (sentences, tokens), strict=True))
     recorded = timed(lambda: lens.answer(prompt, answer), device, n=repeats)
     rows = {}
@@ -103,7 +106,10 @@ def _plain(model: Any, ids: list[int], n_answer: int, device: str, repeats: int)
         logits = model(inputs_embeds=leaf, use_cache=False, logits_to_keep=n_answer + 1).logits[0, :-1]
         return torch.autograd.grad(logits.amax(-1).sum(), leaf)[0]
 
-    return {name: timed(work, device, n=2 * repeats) for name, work in (("forward", forward), ("forward and backward", both))}
+    return {
+        name: timed(work, device, n=2 * repeats)
+        for name, work in (("forward", forward), ("forward and backward", both))
+    }
 
 
 def _error(made: Any) -> float:
@@ -120,13 +126,17 @@ def table(found: dict[str, Any]) -> str:
         f"{found['device']}, {found['dtype']}, prompt {found['prompt']}, answer {found['answer']}; forward "
         f"{plain['forward']['seconds']:.3f} s, forward and backward {plain['forward and backward']['seconds']:.3f} s, "
         f"recording {recorded['seconds']:.3f} s, streamed: {found['streamed']}",
-        "", "| question | engine | seconds | passes | bar | extra memory, GiB | error of sums |", "|---|---|---|---|---|---|---|",
+        "",
+        "| question | engine | seconds | passes | bar | extra memory, GiB | error of sums |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, row in found["rows"].items():
         memory = "–" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**30:.1f}"
-        lines.append(
-            f"| {name} | {row['engine']} | {row['seconds']:.2f} | {row['passes']:.1f} | {row['bar']:.0f} | {memory} | {row['error']:.1e} |"
-        )
+        cells = [
+            name, row["engine"], f"{row['seconds']:.2f}", f"{row['passes']:.1f}", f"{row['bar']:.0f}", memory,
+            f"{row['error']:.1e}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -105,7 +105,12 @@ def measured(lens: tl.Lens, item: Item) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     obeyed = [row for row in rows if row["obeyed"]]
-    lines = [f"obeyed: {len(obeyed)} of {len(rows)}", "", "| method | injected document first | mean rank of 6 |", "|---|---|---|"]
+    lines = [
+        f"obeyed: {len(obeyed)} of {len(rows)}",
+        "",
+        "| method | injected document first | mean rank of 6 |",
+        "|---|---|---|",
+    ]
     for name in SCORES if obeyed else ():
         of = [row["methods"][name] for row in obeyed]
         first, rank = (sum(one[key] for one in of) / len(of) for key in ("first", "rank"))

@@ -59,7 +59,9 @@ def filler(wikitext: Path) -> list[str]:
             for mark in ",.;:!?)":
                 plain = plain.replace(f" {mark}", mark)
             plain = plain.replace("( ", "(").replace(" 's", "'s")
-            found += [span.label for span in sentences(plain) if 40 < len(span.label) < 260 and "<unk>" not in span.label]
+            found += [
+                span.label for span in sentences(plain) if 40 < len(span.label) < 260 and "<unk>" not in span.label
+            ]
     return found
 
 
@@ -69,7 +71,10 @@ def items(folder: Path, wikitext: Path, kind: str, n: int, tokenizer: Any, n_tok
     rows = json.loads((folder / f"{kind}.json").read_text())
     random_.shuffle(rows)
     text = filler(wikitext)
-    return [_item(f"{kind}-{n_tokens}-{k}", row, text, random_, k % 2 == 1, tokenizer, n_tokens) for k, row in enumerate(rows[:n])]
+    return [
+        _item(f"{kind}-{n_tokens}-{k}", row, text, random_, k % 2 == 1, tokenizer, n_tokens)
+        for k, row in enumerate(rows[:n])
+    ]
 
 
 def _item(
@@ -88,6 +93,9 @@ def _item(
     for sentence, words in [*hidden, *((one, "") for one in extra)]:
         marked.insert(random_.randrange(len(marked) + 1), (sentence, words))
     return Item(
-        name, row["question"], tuple(sentence for sentence, _ in marked),
-        {k: words for k, (_, words) in enumerate(marked) if words}, tuple(k for k, (_, words) in enumerate(marked) if words == ""),
-    )  # fmt: skip
+        name=name,
+        question=row["question"],
+        sentences=tuple(sentence for sentence, _ in marked),
+        needles={k: words for k, (_, words) in enumerate(marked) if words},
+        decoys=tuple(k for k, (_, words) in enumerate(marked) if words == ""),
+    )

@@ -60,8 +60,8 @@ def measured(lens: tl.Lens, item: Item) -> dict[str, Any]:
     found = lens.answer(item.messages(), max_new_tokens=48)
     used = item.used(found.text)
     row: dict[str, Any] = {
-        "answer": found.text, "tokens": found.n_prompt_tokens, "answer_tokens": len(found.ids), "sentences": len(item.sentences),
-        "used": used, "decoys": len(item.decoys), "answer_s": time.perf_counter() - began, "methods": {},
+        "answer": found.text, "tokens": found.n_prompt_tokens, "answer_tokens": len(found.ids),
+        "sentences": len(item.sentences), "used": used, "decoys": len(item.decoys), "answer_s": time.perf_counter() - began, "methods": {},
     }  # fmt: skip
     if used:
         passages = item.passages(found.prompt.text)
@@ -80,8 +80,17 @@ def measured(lens: tl.Lens, item: Item) -> dict[str, Any]:
 
 def placed(scores: list[float], used: list[int], others: list[int]) -> dict[str, float]:
     """Recall and rank of the needles, each among the sentences that are no needle and itself."""
-    each = [(recall(scores, k, 1, [*others, k]), recall(scores, k, 5, [*others, k]), place(scores, k, [*others, k])[0]) for k in used]
-    return dict(zip(("recall_1", "recall_5", "rank"), (sum(values) / len(each) for values in zip(*each, strict=True)), strict=True))
+    each = [
+        (recall(scores, k, 1, [*others, k]), recall(scores, k, 5, [*others, k]), place(scores, k, [*others, k])[0])
+        for k in used
+    ]
+    return dict(
+        zip(
+            ("recall_1", "recall_5", "rank"),
+            (sum(values) / len(each) for values in zip(*each, strict=True)),
+            strict=True,
+        )
+    )
 
 
 def _wait() -> None:
@@ -90,7 +99,9 @@ def _wait() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| tokens | right of asked | with decoy | method | recall@1 | recall@5 | mean rank | @1 with decoy | decoy before needle | s | forward | backward |", "|" + "---|" * 12]
+    names = ("tokens", "right of asked", "with decoy", "method", "recall@1", "recall@5", "mean rank", "@1 with decoy")
+    names += ("decoy before needle", "s", "forward", "backward")
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for length in sorted({row["length"] for row in rows}):
         here = [row for row in rows if row["length"] == length]
         right = [row for row in here if row["methods"]]
@@ -101,8 +112,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             of = [row["methods"][name] for row in right]
             hard = [row["methods"][name] for row in decoyed]
             cells = [
-                str(length), f"{len(right)} of {len(here)}", str(len(decoyed)), name, _mean(of, "recall_1"), _mean(of, "recall_5"),
-                _mean(of, "rank", 1), _mean(hard, "recall_1"), f"{sum(any(one['decoy_first']) for one in hard)}",
+                str(length), f"{len(right)} of {len(here)}", str(len(decoyed)), name, _mean(of, "recall_1"),
+                _mean(of, "recall_5"), _mean(of, "rank", 1), _mean(hard, "recall_1"), f"{sum(any(one['decoy_first']) for one in hard)}",
                 _mean(of[1:] or of, "seconds"), _mean(of, "forward", 0), _mean(of, "backward", 0),
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")

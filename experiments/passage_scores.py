@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens.maps.groups import find_groups
 
 Passages = Sequence[tuple[str, int, int]]
 Scored = tuple[list[float], int, int]
@@ -20,7 +21,30 @@ RULES = {
     "T, gate halved": tl.Rules(gate="half"),
     "T, attn_lrp": tl.Rules.attn_lrp(),
 }
-STOP = set("a an the of to in on at is are was were be and or for with that this it its as by from i my you your".split())
+STOP = frozenset(
+    (
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "by",
+        "for",
+        "from",
+        "i",
+        "in",
+        "is",
+        "it",
+        "its",
+        "my",
+        "of",
+        "on",
+        "or",
+    )
+    + ("that", "the", "this", "to", "was", "were", "with", "you", "your")
+)
 
 
 def by_tensor(lens: tl.Lens, found: Any, passages: Passages, rules: tl.Rules, **options: Any) -> Scored:
@@ -28,7 +52,9 @@ def by_tensor(lens: tl.Lens, found: Any, passages: Passages, rules: tl.Rules, **
     member = tl.Lens(lens.model, lens.processor, rules=rules, name=lens.name)
     member.anatomies = lens.anatomies
     made = member.answer(list(found.prompt.ids), list(found.ids))
-    by_label = dict(zip((map_ := made.map(_positions(found, passages), **options)).in_tokens, map_.scores[0].tolist(), strict=True))
+    by_label = dict(
+        zip((map_ := made.map(_positions(found, passages), **options)).in_tokens, map_.scores[0].tolist(), strict=True)
+    )
     n_backward = 1 if not options.get("through") else len(found.ids)
     return [by_label[label] for label, *_ in passages], 1, n_backward
 
@@ -81,8 +107,13 @@ def word_overlap(_lens: tl.Lens, found: Any, passages: Passages) -> Scored:
 
 
 SCORES: dict[str, Callable[[tl.Lens, Any, Passages], Scored]] = {
-    **{name: (lambda lens, found, passages, rules=rules: by_tensor(lens, found, passages, rules)) for name, rules in RULES.items()},
-    "T (paper), through": lambda lens, found, passages: by_tensor(lens, found, passages, tl.Rules.paper(), through=True),
+    **{
+        name: (lambda lens, found, passages, rules=rules: by_tensor(lens, found, passages, rules))
+        for name, rules in RULES.items()
+    },
+    "T (paper), through": lambda lens, found, passages: by_tensor(
+        lens, found, passages, tl.Rules.paper(), through=True
+    ),
     "mean attention": mean_attention,
     "input × gradient": input_gradient,
     "|input × gradient|": input_gradient_magnitude,
@@ -106,18 +137,18 @@ def recall(scores: Sequence[float], wanted: int, k: int, among: Sequence[int] | 
 
 def token_groups(found: Any, passages: Passages) -> list[list[int]]:
     """The tokens of each passage, each to the one that it overlaps most."""
-    members: list[list[int]] = [[] for _ in passages]
-    for j, pair in enumerate(found.prompt.offsets):
-        if pair:
-            overlaps = [min(pair[1], b) - max(pair[0], a) for _, a, b in passages]
-            most = max(overlaps)
-            if most > 0:
-                members[overlaps.index(most)].append(j)
-    return members
+    meta = {"text": found.prompt.text, "offsets": [pair and list(pair) for pair in found.prompt.offsets]}
+    groups = {
+        one.label: one.tokens for one in find_groups(list(passages), found.tensor.tokens[: found.n_prompt_tokens], meta)
+    }
+    return [list(groups[label]) for label, *_ in passages]
 
 
 def _positions(found: Any, passages: Passages) -> list[tuple[str, int, int]]:
-    return [(label, some[0], some[-1] + 1) for (label, *_), some in zip(passages, token_groups(found, passages), strict=True)]
+    return [
+        (label, some[0], some[-1] + 1)
+        for (label, *_), some in zip(passages, token_groups(found, passages), strict=True)
+    ]
 
 
 def _summed(found: Any, passages: Passages, by_token: Tensor) -> list[float]:

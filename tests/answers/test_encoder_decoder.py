@@ -1,4 +1,4 @@
-"""Answers of models with an encoder: rows are the decoder's outputs, columns the encoder's groups and the answer's own."""
+"""Answers of models with an encoder: rows are the decoder's outputs, columns the encoder's groups and the answer."""
 
 from __future__ import annotations
 

@@ -199,9 +199,7 @@ class Answer:
         meta = self._meta(parts, columns, asked, found) | notes | more
         return _made(found.scores, found.bias / found.values, parts, columns, meta)
 
-    def _meta(
-        self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, found: Shares
-    ) -> dict[str, Any]:
+    def _meta(self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, found: Shares) -> dict[str, Any]:
         meta = grouped_meta(self.tensor.meta(), columns, "answer", ()) | {"set_aside": list(range(asked.n_aside))}
         meta["answer_parts"] = [self._place(part) for part in parts]
         served = {} if self.agreement is None else {"served": str(self.agreement)}

@@ -77,7 +77,9 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
     made = lens.prepare(prompt)
     ids = token_ids(made.arguments)
     if made.kind != "ids" or ids is None:
-        raise InputError(f"An answer needs a text, chat messages or token ids as its prompt; got {type(prompt).__name__}.")
+        raise InputError(
+            f"An answer needs a text, chat messages or token ids as its prompt; got {type(prompt).__name__}."
+        )
     return _with_start(lens, Prompt(ids=tuple(ids[0].tolist())))
 
 
@@ -96,7 +98,9 @@ def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
         return prompt
     made = lens.prepare(list(prompt.ids)).arguments.get("decoder_input_ids")
     if made is None:
-        raise InputError(f"`{type(lens.model).__name__}` has a decoder that takes no tokens, so that it gives no answer.")
+        raise InputError(
+            f"`{type(lens.model).__name__}` has a decoder that takes no tokens, so that it gives no answer."
+        )
     forced = getattr(getattr(lens.model, "generation_config", None), "forced_bos_token_id", None)
     start = (*made[0].tolist(), *(() if forced is None else (forced,)))
     offsets = None if prompt.offsets is None else (*prompt.offsets, *(None for _ in start))

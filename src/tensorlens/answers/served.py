@@ -51,7 +51,9 @@ def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
         InputError: There are more or fewer, or they are no log-probabilities.
     """
     if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
-        raise InputError(f"`logprobs` must be a list with one number for each token of the answer; got {logprobs!r:.60}.")
+        raise InputError(
+            f"`logprobs` must be a list with one number for each token of the answer; got {logprobs!r:.60}."
+        )
     if len(logprobs) != n_tokens:
         raise InputError(
             f"The answer has {n_tokens} tokens here, but `logprobs` has {len(logprobs)}: the server cut the text into "

@@ -34,8 +34,12 @@ def answer_(
     ] = None,
     groups: Annotated[str, typer.Option(help=f"Parts of the prompt: {', '.join(GROUPS)}.")] = "sentences",
     rows: Annotated[
-        str, typer.Option(help=f"Parts of the answer: answer (all of it), {', '.join(GROUPS)}.")
-    ] = "answer",
+        str | None,
+        typer.Option(
+            help=f"Parts of the answer: answer (all of it, unless --out is a page), {', '.join(GROUPS)}.",
+            show_default=False,
+        ),
+    ] = None,
     target: Annotated[
         str, typer.Option(help="Of each token: centred (its logit less the mean of all), logit, runner_up.")
     ] = "centred",
@@ -64,6 +68,8 @@ def answer_(
 
     reading.check(model)
     check_file(out)
+    is_page = out is not None and out.suffix.lower() == ".html" and against is None
+    rows = rows or ("sentences" if is_page else "answer")
     _check(answer, against, groups, rows, target, through=through, max_new_tokens=max_new_tokens)
     text = options.read_input(prompt)
     found = reading.lens(model, final_norm=final_norm).answer(text, answer, max_new_tokens=max_new_tokens)

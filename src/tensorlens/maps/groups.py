@@ -7,6 +7,7 @@ the group that it overlaps most, the first on ties.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -156,15 +157,25 @@ def _assigned(spans: Sequence[Span], offsets: Sequence[Any], *, all_needed: bool
     """Each token to the span it overlaps most; spans without a token are left out, unless all are needed."""
     members: list[list[int]] = [[] for _ in spans]
     rest = []
-    for k, pair in enumerate(offsets):
-        overlaps = [min(pair[1], span.stop) - max(pair[0], span.start) for span in spans] if pair else []
-        most = max(overlaps, default=0)
-        (members[overlaps.index(most)] if most > 0 else rest).append(k)
+    order = sorted(range(len(spans)), key=lambda k: spans[k].start)
+    starts = [spans[k].start for k in order]
+    for j, pair in enumerate(offsets):
+        holder = _overlapped_most(pair, spans, order, starts) if pair else None
+        (rest if holder is None else members[holder]).append(j)
     for span, some in zip(spans, members, strict=True):
         if all_needed and not some:
             raise InputError(f"The group {span.label!r} ({span.start}:{span.stop}) has no token of its own. Widen it.")
     found = [Group(span.label, tuple(some)) for span, some in zip(spans, members, strict=True) if some]
     return (*found, Group(REST, tuple(rest))) if rest else tuple(found)
+
+
+def _overlapped_most(pair: Any, spans: Sequence[Span], order: Sequence[int], starts: Sequence[int]) -> int | None:
+    """The span that a token overlaps most, the first on ties; only those that begin before its end are looked at."""
+    start, stop = pair
+    near = order[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
+    overlaps = {k: min(stop, spans[k].stop) - max(start, spans[k].start) for k in sorted(near)}
+    most = max(overlaps, key=lambda k: overlaps[k], default=None)
+    return most if most is not None and overlaps[most] > 0 else None
 
 
 def _checked(groups: Any, length: int, text: str | None) -> list[Span]:

@@ -72,7 +72,7 @@ def _holder(spans: Spans, start: int, stop: int) -> int | None:
 
 
 def _spans(value: Any, n: int, length: int) -> list[tuple[int, int] | None] | None:
-    """Bounds within a text, one pair or None for each; None if they are anything else, since files come from strangers."""
+    """Bounds within a text, one pair or None for each; None for anything else, since files come from strangers."""
     if not isinstance(value, (list, tuple)) or len(value) != n:
         return None
     spans: list[tuple[int, int] | None] = []
