@@ -61,7 +61,8 @@ def measured(lens: tl.Lens, item: Item) -> dict[str, Any]:
     used = item.used(found.text)
     row: dict[str, Any] = {
         "answer": found.text, "tokens": found.n_prompt_tokens, "answer_tokens": len(found.ids),
-        "sentences": len(item.sentences), "used": used, "decoys": len(item.decoys), "answer_s": time.perf_counter() - began, "methods": {},
+        "sentences": len(item.sentences), "used": used, "decoys": len(item.decoys),
+        "answer_s": time.perf_counter() - began, "methods": {},
     }  # fmt: skip
     if used:
         passages = item.passages(found.prompt.text)
@@ -113,7 +114,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             hard = [row["methods"][name] for row in decoyed]
             cells = [
                 str(length), f"{len(right)} of {len(here)}", str(len(decoyed)), name, _mean(of, "recall_1"),
-                _mean(of, "recall_5"), _mean(of, "rank", 1), _mean(hard, "recall_1"), f"{sum(any(one['decoy_first']) for one in hard)}",
+                _mean(of, "recall_5"), _mean(of, "rank", 1), _mean(hard, "recall_1"),
+                f"{sum(any(one['decoy_first']) for one in hard)}",
                 _mean(of[1:] or of, "seconds"), _mean(of, "forward", 0), _mean(of, "backward", 0),
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")

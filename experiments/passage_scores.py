@@ -22,28 +22,9 @@ RULES = {
     "T, attn_lrp": tl.Rules.attn_lrp(),
 }
 STOP = frozenset(
-    (
-        "a",
-        "an",
-        "and",
-        "are",
-        "as",
-        "at",
-        "be",
-        "by",
-        "for",
-        "from",
-        "i",
-        "in",
-        "is",
-        "it",
-        "its",
-        "my",
-        "of",
-        "on",
-        "or",
+    re.findall(
+        r"\w+", "a an and are as at be by for from i in is it its my of on or that the this to was were with you"
     )
-    + ("that", "the", "this", "to", "was", "were", "with", "you", "your")
 )
 
 
