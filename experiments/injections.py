@@ -85,7 +85,7 @@ def main() -> None:
         if time.time() - began > 60 * arguments.minutes:
             break
         rows.append(measured(lens, item))
-        arguments.out.write_text(json.dumps(rows, indent=1))
+        arguments.out.write_text(json.dumps(rows, indent=1, allow_nan=False))
     print(table(rows))
     print(f"{len(rows)} items in {time.time() - began:.0f} s")
 

@@ -45,7 +45,7 @@ def main() -> None:
         if time.time() - began > 60 * arguments.minutes:
             break
         rows.append({"item": item.name, "length": length} | measured(lens, item))
-        arguments.out.write_text(json.dumps({"asked": len(asked), "rows": rows}, indent=1))
+        arguments.out.write_text(json.dumps({"asked": len(asked), "rows": rows}, indent=1, allow_nan=False))
     print(table(rows))
     print(f"{len(rows)} of {len(asked)} items in {time.time() - began:.0f} s on {next(lens.model.parameters()).device}")
 

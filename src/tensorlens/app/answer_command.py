@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 GROUPS = ("tokens", "words", "sentences", "lines")
 TARGETS = ("centred", "logit", "runner_up")
 
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Parts of the answer: answer (all of it, unless --out is a page), {', '.join(GROUPS)}.",
+        show_default=False,
+    ),
+]
+
 
 def answer_(
     model: Model,
@@ -33,13 +41,7 @@ def answer_(
         str | None, typer.Option(help="Another answer: why the one rather than the other?", show_default=False)
     ] = None,
     groups: Annotated[str, typer.Option(help=f"Parts of the prompt: {', '.join(GROUPS)}.")] = "sentences",
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Parts of the answer: answer (all of it, unless --out is a page), {', '.join(GROUPS)}.",
-            show_default=False,
-        ),
-    ] = None,
+    rows: Rows = None,
     target: Annotated[
         str, typer.Option(help="Of each token: centred (its logit less the mean of all), logit, runner_up.")
     ] = "centred",

@@ -55,7 +55,8 @@ class AnswerAsk:
     @property
     def key(self) -> str:
         """A name for the map: the same question has the same one."""
-        return hashlib.sha256(json.dumps(["answer", asdict(self)], sort_keys=True).encode()).hexdigest()[:32]
+        text = json.dumps(["answer", asdict(self)], sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read_answer_ask(document: Any, limits: Limits) -> AnswerAsk:
