@@ -24,8 +24,8 @@ REST = "rest"
 NAMED = ("tokens", "words", "sentences", "lines")
 """Groups that are found in the text."""
 
-Groups = str | Sequence[tuple[str, int, int] | str]
-"""A name in `NAMED`, or groups as (label, start, stop), or as passages of the text to look for."""
+Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, str]
+"""A name in `NAMED`; groups as (label, start, stop), or as passages of the text to look for; ``{"separator": "###"}``."""
 
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]+[”’」』）]*|\n\s*\n|\n(?=\s*[-*•#\d])")
 _SHORT = re.compile(
@@ -52,8 +52,8 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     """The groups of some tokens: disjoint, and every token is in one.
 
     Args:
-        groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, or a list of (label, start, stop) or of
-            passages that stand in the text.
+        groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, a list of (label, start, stop) or of
+            passages that stand in the text, or ``{"separator": …}`` for what stands between its occurrences.
         labels: One for each token.
         meta: Of a map: `text`, and `offsets`, where each token stands in it.
 
@@ -71,6 +71,8 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
                 f"`groups` must be one of {', '.join(NAMED)}, or a list of (label, start, stop); got {groups!r}."
             )
         return _assigned(sentences(text) if groups == "sentences" else lines(text), offsets)
+    if isinstance(groups, Mapping):
+        return _assigned(_separated(text, groups), offsets)
     if not isinstance(meta.get("text"), str):  # the input was ids: bounds are positions
         return _assigned(_checked(groups, len(labels), None), [[k, k + 1] for k in range(len(labels))])
     if not fits(meta.get("offsets"), len(labels), len(text)):
@@ -126,6 +128,17 @@ def sentences(text: str) -> list[Span]:
 def lines(text: str) -> list[Span]:
     """The lines of a text; empty ones belong to the line before."""
     return _between(text, [found.end() for found in re.finditer(r"\n+", text)])
+
+
+def _separated(text: str, groups: Mapping[str, str]) -> list[Span]:
+    """What stands between the occurrences of a separator, which belongs to the passage before it."""
+    separator = groups.get("separator")
+    if list(groups) != ["separator"] or not isinstance(separator, str) or not separator:
+        raise InputError(f'Passages between a separator are {{"separator": "###"}}; got {groups!r:.60}.')
+    if separator not in text:
+        raise InputError(f"The separator {separator!r} does not stand in the text. Pass it as it is written there.")
+    spans = _between(text, [found.end() for found in re.finditer(re.escape(separator), text)])
+    return [span._replace(label=span.label.removesuffix(separator).strip() or span.label) for span in spans]
 
 
 def _between(text: str, ends: Sequence[int]) -> list[Span]:
