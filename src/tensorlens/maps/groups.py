@@ -25,7 +25,7 @@ NAMED = ("tokens", "words", "sentences", "lines")
 """Groups that are found in the text."""
 
 Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, str]
-"""A name in `NAMED`; groups as (label, start, stop), or as passages of the text to look for; ``{"separator": "###"}``."""
+"""A name in `NAMED`; groups as (label, start, stop), or as passages to look for; or ``{"separator": "###"}``."""
 
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]+[”’」』）]*|\n\s*\n|\n(?=\s*[-*•#\d])")
 _SHORT = re.compile(
