@@ -31,9 +31,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this long")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--leave-out", nargs="*", default=[], choices=SCORES, help="methods that would take too long")
+    parser.add_argument("--peers", nargs="*", default=[], help="packages of others: flashtrace, context-cite")
     arguments = parser.parse_args()
     for name in arguments.leave_out:
         del SCORES[name]
+    for name in arguments.peers:
+        from needle_peers import PEERS
+
+        SCORES[name] = PEERS[name]
     lens, began, rows = tl.load(arguments.model, dtype=arguments.dtype), time.time(), []
     asked = [
         (length, item)
