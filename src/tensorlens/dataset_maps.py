@@ -8,7 +8,7 @@ heard only samples of one length go together, and where a model mixes samples th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any, Literal
@@ -26,6 +26,9 @@ from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
+
+Pending = Callable[[], list[TokenMap]]
+"""Maps whose work is under way: a call waits for it."""
 
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
@@ -124,21 +127,26 @@ class _Work:
         found: dict[int, TokenMap] = {}
         order = sorted(range(len(prepared)), key=lambda i: (_kind(prepared[i]), length_of(prepared[i])))
         waiting = list(self._batches(prepared, order))
+        begun: list[tuple[list[int], Pending]] = []
         while waiting:
             cancel.check()
             some = waiting.pop(0)
             try:
-                made = self._maps([prepared[i] for i in some])
+                pending = self._begin([prepared[i] for i in some])
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) or len(some) == 1:
                     raise
-                made = None
-            if made is None:  # out of memory: from now on half as many
+                pending = None
+            if pending is None:  # out of memory: from now on half as many
                 clear_memory()
                 self.batch_size = half = (len(some) + 1) // 2
                 waiting = [rest[i : i + half] for rest in (some, *waiting) for i in range(0, len(rest), half)]
                 continue
-            found |= dict(zip(some, made, strict=True))
+            begun.append((some, pending))
+            if len(begun) > 1:  # one batch is on the device while the maps of the one before it are made
+                found |= _finished(*begun.pop(0))
+        for one in begun:
+            found |= _finished(*one)
         for i in range(len(prepared)):
             yield found[i]
 
@@ -161,23 +169,32 @@ class _Work:
         each = max(1, n_tokens * sum(max(p.shape) * 8 for p in self.lens.model.parameters() if p.dim() == 2))
         return max(1, min(self.most, int(MEMORY_SHARE * free_bytes(device) / each)))
 
-    def _maps(self, prepared: list[ModelInput]) -> list[TokenMap]:
+    def _begin(self, prepared: list[ModelInput]) -> Pending:
+        """Begin the maps of one batch; a batch that is checked is finished at once."""
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
-            return [self._noted(self._alone(one)) for one in prepared]
+            found = [self._noted(self._alone(one)) for one in prepared]
+            return lambda: found
         try:
-            made = self._batch_maps(prepared)
+            pending = self._begin_batch(prepared)
         except TensorLensError:
             raise
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            return self._apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            found = self._apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            return lambda: found
         check, self.n_batches = self.n_batches % CHECK_EVERY == 0, self.n_batches + 1
         if check:
-            shorter = [i for i, one in enumerate(prepared) if length_of(one) < max(map(length_of, prepared))]
-            i = self._random.choice(shorter or range(len(prepared)))
-            if not agree(made[i], self._alone(prepared[i])) and not self._agree_strictly(prepared, i):
-                return self._apart(prepared, "together they give other numbers than alone")
+            found = self._checked(prepared, pending())
+            return lambda: found
+        return lambda: [self._noted(one) for one in pending()]
+
+    def _checked(self, prepared: list[ModelInput], made: list[TokenMap]) -> list[TokenMap]:
+        lengths = [length_of(one) for one in prepared]
+        shorter = [i for i, length in enumerate(lengths) if length < max(lengths)]
+        i = self._random.choice(shorter or range(len(prepared)))
+        if not agree(made[i], self._alone(prepared[i])) and not self._agree_strictly(prepared, i):
+            return self._apart(prepared, "together they give other numbers than alone")
         return [self._noted(one) for one in made]
 
     def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
@@ -185,12 +202,15 @@ class _Work:
         if not tf32_allowed():
             return False
         with tf32(False):
-            return agree(self._batch_maps(prepared)[i], self._alone(prepared[i]))
+            return agree(self._begin_batch(prepared)()[i], self._alone(prepared[i]))
 
-    def _batch_maps(self, prepared: list[ModelInput]) -> list[TokenMap]:
+    def _begin_batch(self, prepared: list[ModelInput]) -> Pending:
         asked = self.asked
-        batch = Batch(self.lens, prepared, for_method=asked.method)
-        return batch.maps(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
+        is_exact_norm = asked.method == "tensor.norm" and asked.probes is None  # which goes one by one, by factors
+        batch = Batch(self.lens, prepared, for_method=None if is_exact_norm else asked.method)
+        pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
+        batch.release()
+        return pending
 
     def _apart(self, prepared: list[ModelInput], reason: str) -> list[TokenMap]:
         """The same samples with fewer of them together, from now on."""
@@ -201,7 +221,7 @@ class _Work:
         self.n_batches = 0  # the next batch is checked again
         found: dict[int, TokenMap] = {}
         for some in self._batches(prepared, order):
-            found |= dict(zip(some, self._maps([prepared[i] for i in some]), strict=True))
+            found |= _finished(some, self._begin([prepared[i] for i in some]))
         return [found[i] for i in range(len(prepared))]
 
     def _alone(self, prepared: ModelInput) -> TokenMap:
@@ -210,6 +230,10 @@ class _Work:
 
     def _noted(self, found: TokenMap) -> TokenMap:
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found
+
+
+def _finished(rows: list[int], pending: Pending) -> dict[int, TokenMap]:
+    return dict(zip(rows, pending(), strict=True))
 
 
 def _kind(prepared: ModelInput) -> tuple[str, ...]:
