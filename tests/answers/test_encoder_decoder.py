@@ -76,4 +76,5 @@ def test_generated_answers_are_the_models_own(kind):
     assert tuple(made[: len(found.prompt.decoder_ids)]) == found.prompt.decoder_ids
     rest = made[len(found.prompt.decoder_ids) :]
     assert list(found.ids) == rest[: len(found.ids)]
+    assert found.prompt.decoder_ids == ((0,) if kind == "t5" else (0, 5))  # a forced token is none of the answer
     assert found.map(against=[7, 8]).in_tokens[-2:] == ("answer", "against")
