@@ -19,8 +19,14 @@ def flashtrace(lens: tl.Lens, found: Any, passages: Passages) -> Scored:
     """Its default, one hop of information flow routes, for the whole answer."""
     from flashtrace import FlashTrace
 
-    tracer = FlashTrace(lens.model, lens.processor, use_chat_template=False)
-    traced = tracer.trace(prompt=found.prompt.text, target=found.text, output_span=(0, len(found.ids) - 1))
+    model: Any = lens.model
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # it asks for the attention weights
+    try:
+        tracer = FlashTrace(model, lens.processor, use_chat_template=False)
+        traced = tracer.trace(prompt=found.prompt.text, target=found.text, output_span=(0, len(found.ids) - 1))
+    finally:
+        model.set_attn_implementation(before)
     scores = torch.tensor(traced.scores)
     if len(scores) != found.n_prompt_tokens:
         raise ValueError(f"flashtrace cut the prompt into {len(scores)} tokens, not {found.n_prompt_tokens}")
