@@ -74,7 +74,11 @@ def _pulled(
     operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
 ) -> Shares:
     pulled = operator.replay.pull(
-        rows.to(operator.dtype), operator.span, operator.heads, read=lambda y: targets.read(y[0]), to_logits=True
+        rows.to(torch.promote_types(operator.dtype, targets.vectors.dtype)),
+        operator.span,
+        operator.heads,
+        read=lambda y: targets.read(y[0]),
+        to_logits=True,
     )
     name = operator.engines.slow_to(to_logits=True)
     operator.engines.note(name)
