@@ -120,3 +120,23 @@ def test_a_recording_that_runs_out_of_memory_keeps_no_graphs(monkeypatch: pytest
     monkeypatch.setattr(long_inputs._BlockGraphs, "_close", scarce)
     assert list(long_input("gpt2").edges) == [2]
     assert kept == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_several_states_are_pushed_to_the_head_with_each_block_opened_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = zoo.build(name, "sdpa")
+    replay = tl.Lens(model)(zoo.sample(name)).operator.replay
+    long = record_long(replay.recording.anatomy, replay.recording.inputs, replay.recording.rules)
+    assert long is not None
+    x = torch.randn(3, *replay.recording.states[0].shape[1:], dtype=torch.float64)
+    expected = torch.cat([replay.push_to_head(one[None]) for one in x])
+    opened: list[int] = []
+    was = LongInput._run_block
+
+    def counted(self, n, state, factors, **options):
+        opened.append(n) if factors is self.factors else None
+        return was(self, n, state, factors, **options)
+
+    monkeypatch.setattr(LongInput, "_run_block", counted)
+    torch.testing.assert_close(long.push_to_head(x), expected, rtol=1e-6, atol=1e-9)
+    assert opened == [0, 1, 2]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tensorlens import cancel
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import RecalledFactors, SomeFactors
 from tensorlens.freezing.interception import own_precision, running
@@ -93,21 +94,25 @@ class LongInput(Replay):
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         """The affine function, a block at a time: its factors are made again, and stay while memory lasts."""
         check_unchanged(self.recording)
-        last = self.recording.n_blocks - 1
+        samples = list(x.split(1))
         for n in range(*span):
+            cancel.check()
             with self.opened(n), own_precision(), torch.no_grad():
-                if n == last:  # what follows it is not in any block
-                    x = self._by_factors.push(x, Span(n, n + 1), heads)
-                else:
-                    x = self._run_block(n, x, RecalledFactors(self.factors), heads=heads)
-        return x
+                for i, sample in enumerate(samples):
+                    samples[i] = self._push_block(n, sample, heads)
+        return samples[0] if len(samples) == 1 else torch.cat(samples)
 
-    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """As `push`, to the logits."""
+    def _push_block(self, n: int, x: Tensor, heads: Heads | None) -> Tensor:
+        if n == self.recording.n_blocks - 1:  # what follows it is not in any block
+            return self._by_factors.push(x, Span(n, n + 1), heads)
+        return self._run_block(n, x, RecalledFactors(self.factors), heads=heads)
+
+    def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """As `push`, on through the head."""
         last = self.recording.n_blocks - 1
         x = self.push(x, Span(start, last), heads)
         with self.opened(last):
-            return self._by_factors.push_logits(x, out_token, last, heads)
+            return torch.cat([self._by_factors.push_to_head(sample, last, heads) for sample in x.split(1)])
 
     def pull(
         self, cotangents: Tensor, span: Span, heads: Heads | None = None, *, read: Read | None = None,

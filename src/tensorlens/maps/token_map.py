@@ -22,6 +22,7 @@ from tensorlens.maps import files
 from tensorlens.maps.groups import Groups, find_groups, group_sums, grouped_meta
 from tensorlens.maps.sinks import sink_columns
 from tensorlens.maps.words import words
+from tensorlens.views.answer_text import answer_text
 from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines, sum_lines
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class TokenMap:
             set_aside=sink_columns(self.scores, self.meta),
             words=groups if len(groups) < self.shape[1] else (),
             sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta),
+            answer=answer_text(self.meta, *self.shape, _array(self.bias_share)),
         )
 
     def save(self, path: str | Path) -> Path:
