@@ -112,7 +112,7 @@ class Batch(Sequence[AttentionTensor]):
 
     def maps(
         self, method: str = "tensor.in_out", out_token: int = -1, target: Target | None = None, *,
-        probes: int | None = None, seed: int = 0,
+        targets: Sequence[Target] | None = None, probes: int | None = None, seed: int = 0,
     ) -> list[TokenMap]:  # fmt: skip
         """A map of one output of each sample; what these are is said at `AttentionTensor.map`.
 
@@ -120,21 +120,25 @@ class Batch(Sequence[AttentionTensor]):
             method: A name in `METHODS`.
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`.
+            targets: The same, one for each sample, instead of one for all.
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
+        if targets is not None and len(targets) != len(self):
+            raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         if method not in BATCHED or method == "tensor.norm" and probes is None:
-            return [self._one_by_one(i, method, out_token, target, probes, seed) for i in range(len(self))]
+            each = [target] * len(self) if targets is None else targets
+            return [self._one_by_one(i, method, out_token, one, probes, seed) for i, one in enumerate(each)]
         recording = self.replay.recording
         n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
         places = torch.tensor([check_token(out_token, n) for n in n_out])
         asked = BatchQuestion(
             replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
-            out_tokens=places, target=target, classes=self.lens.context(self.prepared[0], recording).classes,
+            out_tokens=places, target=target, targets=targets, classes=self.lens.context(self.prepared[0], recording).classes,
             probes=probes, seed=seed,
         )  # fmt: skip
         answers = BATCHED[method](asked)
-        is_prediction = method == "tensor.in_class" and target is None
+        is_prediction = method == "tensor.in_class" and target is None and targets is None
         said = [one.notes["target"] for one in answers] if is_prediction else predictions(asked)
         notes = [{} for _ in answers] if said is None else [{"prediction": one} for one in said]
         found = zip(places.tolist(), answers, notes, strict=True)

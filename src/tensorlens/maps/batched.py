@@ -31,6 +31,7 @@ class BatchQuestion:
         lengths: Tokens of each sample without padding.
         out_tokens: (sample,) the output asked for.
         target: What In+Class explains; None for the model's own prediction.
+        targets: The same, one for each sample, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
         probes: For `tensor.norm`: how many random probes to sketch it with.
         seed: Seed for the probes.
@@ -40,6 +41,7 @@ class BatchQuestion:
     lengths: tuple[int, ...]
     out_tokens: Tensor
     target: Target | None = None
+    targets: Sequence[Target] | None = None
     classes: Classes | None = None
     probes: int | None = None
     seed: int = 0
@@ -96,15 +98,18 @@ def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor, list[str]]:
     recording, classes = question.recording, question.classes
     assert classes is not None and recording.readout is not None
     device = recording.readout.device
-    if question.target is None:
+    n = len(question.lengths)
+    if question.target is None and question.targets is None:
         best = _all_logits(question, recording.readout).argmax(-1)
         names = [classes.name(index) for index in best.tolist()]
         return best[:, None], torch.ones(len(best), 1, device=device), names
-    chosen = classes.weights(question.target)
-    n = len(question.lengths)
-    ids = torch.tensor(list(chosen), device=device).expand(n, -1)
-    name = " − ".join(classes.name(index) for index in chosen)
-    return ids, torch.tensor(list(chosen.values()), device=device).expand(n, -1), [name] * n
+    asked = [question.target] * n if question.targets is None else list(question.targets)
+    chosen = [list(classes.weights(one).items()) for one in asked]  # type: ignore[arg-type]  # None was answered above
+    names = [" − ".join(classes.name(index) for index, _ in some) for some in chosen]
+    longest = max(map(len, chosen))
+    filled = [some + [(0, 0.0)] * (longest - len(some)) for some in chosen]
+    ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
+    return ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device), names
 
 
 def predictions(question: BatchQuestion) -> list[str] | None:
@@ -167,13 +172,10 @@ def norm(question: BatchQuestion) -> list[Answer]:
         raise MethodError("In a batch `tensor.norm` is sketched: pass `probes`, of which 16 are a good start.")
     ends = question.rows(question.recording.states[-1])
     probes = probe_vectors(question.probes, ends.shape[-1], question.seed, ends.device, ends.dtype)
-    squares = torch.stack(
-        [
-            question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows)[0].square().sum(-1)
-            for probe in probes
-        ]
-    )
-    at_zero = question.replay.push(torch.zeros_like(question.recording.states[0]), question.span)
+    x = question.recording.states[0]
+    pulled = (question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows) for probe in probes)
+    squares = torch.stack([one[0].expand_as(x).square().sum(-1) for one in pulled])  # one sample has no axis of its own
+    at_zero = question.replay.push(torch.zeros_like(x), question.span)
     notes = [{"norm": "frobenius", "probes": question.probes, "seed": question.seed}] * len(question.lengths)
     return question.answers(squares.mean(0).sqrt(), _bias_shares(question, at_zero), notes)
 
