@@ -22,13 +22,13 @@ from tensorlens.studies.sample_lines import read_record, whole_lines
 
 PEERS = (
     "lxt.attn_lrp", "lxt.cp_lrp", "captum.integrated_gradients", "captum.feature_ablation", "inseq.input_x_gradient",
-    "flashtrace", "context_cite", "gim", "transformer_lens",
+    "flashtrace", "context_cite", "gim",
 )  # fmt: skip
 """Every peer by name: the package, and its method where it has several."""
 
 START_SECONDS = 300.0
 """How long a peer may take to load and to check itself."""
-SCRIPT = Path(__file__).parent / "peer_process" / "main.py"
+SCRIPT = Path(__file__).with_name("peer_process.py")
 
 
 def save_model(lens: Lens, folder: Path) -> None:
