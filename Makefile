@@ -12,7 +12,7 @@ WORKERS ?= 2
 SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup smoke test test-browser test-all families docs figures check fmt clean
+.PHONY: help demo setup smoke test test-browser test-all judges families docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles,
 	$(BIN)/python -m pytest -n $(WORKERS)
 	$(BIN)/python -m pytest --doctest-modules src
 
+judges: $(VENV)-judges/.stamp  ## other packages for `tensorlens judge --peers`, in an environment of their own
+	@echo "Pass --peer-python $(VENV)-judges/bin/python to tensorlens judge."
+
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
 	$(BIN)/tensorlens families --workers $(WORKERS)
 
@@ -58,7 +61,7 @@ fmt: $(VENV)/.stamp-dev  ## format and repair what a machine can
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-judges build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt requirements-demo.txt
@@ -82,4 +85,17 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
+	@touch $@
+
+# Peers in an environment of their own: some patch transformers, others ask for other versions of what we use. The first
+# without their dependencies (lxt: torchvision), then what they import of them. One that does not install is said, and
+# listed with its error by the run; the others go on.
+PEERS := lxt captum gim-explain flashtrace context-cite inseq transformer-lens
+$(VENV)-judges/.stamp: constraints.txt
+	@test -x $(VENV)-judges/bin/python || $(PYTHON) -m venv $(VENV)-judges
+	@$(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch transformers \
+	  tabulate einops scikit-learn pandas datasets nltk spacy seaborn networkx accelerate
+	@for peer in $(PEERS); do \
+	  $(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt $$peer || \
+	  echo "make: $$peer could not be installed" >&2; done
 	@touch $@

@@ -71,8 +71,8 @@ patch(modeling_llama, attnLRP)
 gap(a, theirs(lens.model, ids, target))
 """
 
-# Of BERT the package replaces the whole file by one of an older transformers; its parts fit today's, as the custom patch
-# map that it asks for. Inputs are the states behind the embeddings' norm, where T begins.
+# Of BERT the package replaces the whole file by one of an older transformers; its parts fit today's, as a patch map of
+# one's own, which it asks for. Inputs are the states behind the embeddings' norm, where T begins.
 BERT = """
 from transformers.models.bert import modeling_bert
 model = zoo.build("bert", {attention!r}, torch.float32)

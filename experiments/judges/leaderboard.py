@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tensorlens.studies.judge_study.measuring import WRONG
 from tensorlens.studies.pages import as_markdown
 
 PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
@@ -23,7 +24,8 @@ MEMBERS = {
     "tensor.in_class": "the paper's (= CP-LRP)", "tensor.in_class@half_gate": "gate halved",
     "tensor.in_class@attn_lrp": "gate and attention halved (= AttnLRP)", "tensor.in_class@jacobian": "Jacobian",
     "patching@paper": "the paper's (= CP-LRP)", "patching@half_gate": "gate halved",
-    "patching@attn_lrp": "gate and attention halved (= AttnLRP)", "patching@jacobian": "Jacobian (attribution patching)",
+    "patching@attn_lrp": "gate and attention halved (= AttnLRP)",
+    "patching@jacobian": "Jacobian (attribution patching)",
 }  # fmt: skip
 
 Runs = dict[str, dict[str, Any]]
@@ -58,8 +60,8 @@ def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = N
         models = [model for model in runs if runs[model].get(name, {}).get("measures")]
         measure = next(iter(runs[models[0]][name]["measures"]))
         values = {model: runs[model][name]["measures"][measure]["methods"] for model in models}
-        methods = sorted({method for some in values.values() for method in some if only is None or method in only},
-                         key=lambda m: -sum(values[model].get(m, {}).get("mean") or 0.0 for model in models))  # fmt: skip
+        known = {method for some in values.values() for method in some if only is None or method in only}
+        methods = sorted(known, key=lambda m: -sum(some.get(m, {}).get("mean") or 0.0 for some in values.values()))
         rows = []
         for method in methods:
             cells = {model: value(values[model].get(method)) for model in models}
@@ -100,7 +102,7 @@ def counts(runs: Runs) -> str:
     """How many items each number stands on."""
     rows = [
         {"model": model, "judge": name, "items": found["n_items"], "measured": found["n_measured"],
-         "left out, the model is wrong": sum(one["left_out"].get("the model is wrong", 0) for one in found["sets"].values()),
+         "left out, the model is wrong": sum(one["left_out"].get(WRONG, 0) for one in found["sets"].values()),
          "rows that could not be used": found["n_problems"]}
         for model, some in runs.items() for name, found in some.items()
     ]  # fmt: skip

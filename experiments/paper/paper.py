@@ -100,7 +100,9 @@ def run(
     """The study of a table to its end; the paper's numbers beside ours."""
     if "presets" not in table:
         result = studies.relations(lens, data, out, **(table["options"] | changes))
-        rows = [{"number": name, "ours": value} for name, value in result.summary.items() if isinstance(value, (int, float))]
+        rows = [
+            {"number": name, "ours": value} for name, value in result.summary.items() if isinstance(value, (int, float))
+        ]
         return as_markdown(rows)
     is_image = table["data"].startswith("a folder")
     chosen = {name: value for name, value in options.items() if not is_image or name == "norm_probes"}
@@ -122,7 +124,9 @@ def compared(summary: dict[str, Any], paper: dict[str, dict[str, float]]) -> str
                 for name, one in by_method["methods"].items()
             ]  # fmt: skip
             other = [f"{name} {value}" for name, value in said.items() if name.startswith("every")]
-            parts.append(f"{condition}, {metric}{' (paper: ' + ', '.join(other) + ')' if other else ''}\n{as_markdown(rows)}")
+            parts.append(
+                f"{condition}, {metric}{' (paper: ' + ', '.join(other) + ')' if other else ''}\n{as_markdown(rows)}"
+            )
     return "\n\n".join(parts) or "No sample could be measured."
 
 
@@ -156,7 +160,8 @@ def estimate(table: dict[str, Any], options: dict[str, Any], n_samples: int = 4)
                     continue
     each = (time.perf_counter() - began) / n_samples
     hours = each * table["n_samples"] / 3600
-    return f"{name} of this shape on {device}: {each:.2f} s of maps a sample, {hours:.2f} h for {table['n_samples']} samples"
+    n_all = table["n_samples"]
+    return f"{name} of this shape on {device}: {each:.2f} s of maps a sample, {hours:.2f} h for {n_all} samples"
 
 
 if __name__ == "__main__":

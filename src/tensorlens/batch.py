@@ -134,8 +134,8 @@ class Batch(Sequence[AttentionTensor]):
         places = torch.tensor([check_token(out_token, n) for n in n_out])
         asked = BatchQuestion(
             replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
-            out_tokens=places, target=target, targets=targets, classes=self.lens.context(self.prepared[0], recording).classes,
-            probes=probes, seed=seed,
+            out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
+            classes=self.lens.context(self.prepared[0], recording).classes,
         )  # fmt: skip
         answers = BATCHED[method](asked)
         is_prediction = method == "tensor.in_class" and target is None and targets is None

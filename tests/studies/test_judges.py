@@ -43,7 +43,7 @@ def judged(tmp_path: Path, **options):
     return judge(lens_on("llama"), folder, tmp_path / "run", progress=False, **settings)
 
 
-# Measures --------------------------------------------------------------------------------------------------------------
+# Measures -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MEASURES)
@@ -69,7 +69,7 @@ def test_ties_are_worth_what_chance_makes_of_them():
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.8660254)
 
 
-# Runs ------------------------------------------------------------------------------------------------------------------
+# Runs -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_has_every_method_and_can_be_recomputed_from_its_rows(tmp_path):
@@ -107,7 +107,9 @@ def test_items_the_model_gets_wrong_are_left_out(tmp_path):
     words = lens.processor("the cat sat on a")["input_ids"]
     known = last_logits(lens, [words])[0][5 : 5 + len(WORDS)]
     best, worst = (WORDS[int(k)] for k in (known.argmax(), known.argmin()))
-    folder = write_sets(tmp_path / "data", f"the cat sat on a,{best},{worst},cat\nthe cat sat on a,{worst},{best},cat\n")
+    folder = write_sets(
+        tmp_path / "data", f"the cat sat on a,{best},{worst},cat\nthe cat sat on a,{worst},{best},cat\n"
+    )
     found = judged(tmp_path, folder=folder)["judges"]["evidence"]
     assert found["sets"]["animals"] == {"n": 2, "n_measured": 1, "left_out": {"the model is wrong": 1}}
 
@@ -117,7 +119,9 @@ def test_rows_that_cannot_be_used_are_named_and_the_rest_goes_on(tmp_path):
         tmp_path / "data",
         GOOD_ROWS + "the cat,mat,mat,cat\nthe cat sat,mat,birds,dog\n,mat,birds,cat\nthe cat sat,mat\n",
     )
-    (folder / "lines.jsonl").write_text('{"prefix": "the cat sat", "target": "on", "evidence": "cat"}\n[1]\n{"prefix"\n')
+    (folder / "lines.jsonl").write_text(
+        '{"prefix": "the cat sat", "target": "on", "evidence": "cat"}\n[1]\n{"prefix"\n'
+    )
     (folder / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     problems = judged(tmp_path, folder=folder)["judges"]["evidence"]["problems"]
     said = "\n".join(problems)
@@ -209,8 +213,9 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
         "    one = json.loads(line)\n"
         "    if name == 'gim': time.sleep(60)\n"
         "    if name == 'flashtrace': sys.exit('flashtrace: no such thing')\n"
-        "    print(json.dumps({'index': one['index'], 'scores': list(range(len(one['ids']))), 'seconds': 0.1}), file=file,"
-        " flush=True)\n"
+        "    scores = list(range(len(one['ids'])))\n"
+        "    answer = {'index': one['index'], 'scores': scores, 'seconds': 0.1}\n"
+        "    print(json.dumps(answer), file=file, flush=True)\n"
     )
     monkeypatch.setattr(peers, "SCRIPT", script)
     names = ["lxt.attn_lrp", "gim", "flashtrace"]
@@ -226,18 +231,22 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
     assert "could not be started" in missing["peers"]["gim"]["error"]
 
 
-# Compiled programs -----------------------------------------------------------------------------------------------------
+# Compiled programs ----------------------------------------------------------------------------------------------------
 
 
 def test_a_compiled_block_reads_what_it_is_told_to():
     """A hand-made program: every token reads the first one, by the value way alone."""
     width, one = 4, 30.0
-    zeros = {f"transformer/layer_0/{part}": (width, width) for part in ("attn/query", "attn/key", "attn/value", "attn/linear")}
+    zeros = {
+        f"transformer/layer_0/{part}": (width, width)
+        for part in ("attn/query", "attn/key", "attn/value", "attn/linear")
+    }
     weights = {f"{name}/w": np.zeros(shape) for name, shape in zeros.items()}
     weights |= {f"{name}/b": np.zeros(width) for name in zeros}
-    weights |= {"transformer/layer_0/mlp/linear_1/w": np.zeros((width, 1)), "transformer/layer_0/mlp/linear_1/b": np.zeros(1),
-                "transformer/layer_0/mlp/linear_2/w": np.zeros((1, width)), "transformer/layer_0/mlp/linear_2/b": np.zeros(width),
-                "token_embed/embeddings": np.eye(3, width), "pos_embed/embeddings": np.zeros((5, width))}  # fmt: skip
+    mlp = "transformer/layer_0/mlp/linear"
+    weights |= {f"{mlp}_1/w": np.zeros((width, 1)), f"{mlp}_1/b": np.zeros(1), f"{mlp}_2/w": np.zeros((1, width)),
+                f"{mlp}_2/b": np.zeros(width), "token_embed/embeddings": np.eye(3, width),
+                "pos_embed/embeddings": np.zeros((5, width))}  # fmt: skip
     weights["transformer/layer_0/attn/query/b"][0] = one
     weights["transformer/layer_0/attn/key/w"][0, 0] = one  # token 0 is looked at
     weights["transformer/layer_0/attn/value/w"] = np.eye(width)

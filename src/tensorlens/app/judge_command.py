@@ -77,7 +77,7 @@ def _numbers(text: str) -> list[int]:
 
 def _print(result: StudyResult) -> None:
     """A table for each judge, what could not be used, and where the rest is."""
-    from tensorlens.studies.judge_study.report import counts_line, judge_table, peer_lines
+    from tensorlens.studies.judge_study.report import area_table, counts_line, judge_table, peer_lines
 
     for name, found in result.summary["judges"].items():
         typer.echo(f"{name}: {counts_line(found)}")
@@ -86,6 +86,8 @@ def _print(result: StudyResult) -> None:
         if found["measures"]:
             print_rows(judge_table(found))
         typer.echo("")
+    if result.summary.get("perturbation"):
+        print_rows(area_table(result.summary["perturbation"]))
     for line in peer_lines(result.summary):
         typer.echo(line)
     typer.echo(f"Report: {result.report}")

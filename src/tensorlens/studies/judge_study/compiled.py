@@ -125,7 +125,9 @@ def load_compiled(path: Path) -> tuple[CompiledModel, dict[str, Any]]:
             found = model(torch.tensor([_ids(example, sizes)])).logits[0]
         gap = float((found - torch.tensor(example["transformer_output"], dtype=torch.float64)).abs().max())
         if gap > PORT_TOLERANCE:
-            raise InputError(f"The port of {path.stem} is {gap:.1e} from the stored outputs; expected {PORT_TOLERANCE}.")
+            raise InputError(
+                f"The port of {path.stem} is {gap:.1e} from the stored outputs; expected {PORT_TOLERANCE}."
+            )
     return model, sizes
 
 
@@ -199,7 +201,13 @@ def _channel(sizes: dict[str, Any], value: Any) -> int | None:
     """The channel of the stream that holds an output; the output's name is the one that no input has."""
     labels = sizes["residual_labels"]
     inputs = ("indices", "one", "tokens")
-    names = {"first": "first_", "reverse": "reverse_", "sort_unique": "sort_", "hist": "hist_", "fraction_of_x": "frac_"}
+    names = {
+        "first": "first_",
+        "reverse": "reverse_",
+        "sort_unique": "sort_",
+        "hist": "hist_",
+        "fraction_of_x": "frac_",
+    }
     wanted = names[sizes["program"]]
     for channel, label in enumerate(labels):
         name, _, of = label.partition(":")

@@ -38,7 +38,7 @@ def numbers(scores: Scores) -> np.ndarray:
 
 
 def _first_place(n_ties: int, n_evidence: int) -> list[float]:
-    """Chances that the first of `n_evidence` among `n_ties` in random order stands at place 1, 2, …"""
+    """Chances that the first of `n_evidence` among `n_ties` in random order stands at place 1, 2 and so on."""
     whole = math.comb(n_ties, n_evidence)
     return [math.comb(n_ties - place, n_evidence - 1) / whole for place in range(1, n_ties - n_evidence + 2)]
 

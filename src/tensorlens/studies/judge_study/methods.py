@@ -1,7 +1,8 @@
 """What is judged: the maps of `METHODS` under the paper's rules, In+Class and In+Out under other rules, controls.
 
-A name is that of a map, and behind an @ the member of the family of rules: ``tensor.in_class@attn_lrp``. A map that does
-not come from T has no member. `gradient.times_input` is ``tensor.in_class@jacobian``, and CP-LRP is `tensor.in_class`.
+A name is that of a map, and behind an @ the member of the family of rules: ``tensor.in_class@attn_lrp``. A map that
+does not come from T has no member. `gradient.times_input` is ``tensor.in_class@jacobian``, CP-LRP is
+`tensor.in_class`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,7 @@ def default_methods(*, long: bool = False) -> tuple[str, ...]:
     """Every method; of long inputs those that are affordable."""
     base = LONG if long else tuple(name for name in METHODS if name not in (*SAME_AS_A_MEMBER, EXACTLY_KNOWN))
     members = [
-        f"{name}@{member}"
-        for name in ("tensor.in_class", "tensor.in_out")
-        for member in MEMBERS
-        if member != "paper"
+        f"{name}@{member}" for name in ("tensor.in_class", "tensor.in_out") for member in MEMBERS if member != "paper"
     ]
     return (*base, *members, WORD_OVERLAP)
 

@@ -2,9 +2,9 @@
 
     python peer_process.py PEER MODEL QUESTIONS.jsonl ANSWERS.jsonl
 
-A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``; an answer ``{"index", "scores" (one for
-each token), "seconds"}``. The first line, with index 0, is about the peer: its version, and what its own documented
-example gave, which is tried before anything is asked. Packages are imported by name, where they are needed.
+A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``; an answer ``{"index", "scores",
+"seconds"}``, one score for each token. The first line, with index 0, is about the peer: its version, and what its own
+documented example gave, which is tried before anything is asked. Packages are imported by name, where they are needed.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def gim(folder: str, method: str) -> tuple[Score, str]:
         found = [package.explain(model, ids, target_token_id=one, tokenizer=tokenizer) for one in question["target"]]
         return (found[0] - found[1] if len(found) > 1 else found[0]).tolist()
 
-    example = package.explain(model, tokenizer("The capital of France is", return_tensors="pt").input_ids.to(model.device),
-                              tokenizer=tokenizer)  # fmt: skip
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids.to(model.device)
+    example = package.explain(model, ids, tokenizer=tokenizer)
     return score, f"a score for each of {len(example)} tokens, finite: {bool(example.isfinite().all())}"
 
 
@@ -206,7 +206,11 @@ def context_cite(folder: str, method: str) -> tuple[Score, str]:
         units = question["units"]
 
         def prompt_ids(mask: Any = None) -> list[int]:
-            gone = {k for unit, keep in zip(units, mask, strict=True) if not keep for k in unit} if mask is not None else ()
+            gone = (
+                {k for unit, keep in zip(units, mask, strict=True) if not keep for k in unit}
+                if mask is not None
+                else ()
+            )
             return [token for k, token in enumerate(question["ids"]) if k not in gone]
 
         masks, logits = utils.get_masks_and_logit_probs(

@@ -52,9 +52,8 @@ class Prompt:
 
     def tokens_at(self, spans: Sequence[Span]) -> set[int]:
         """The tokens that overlap some characters."""
-        return {
-            k for k, pair in enumerate(self.offsets) if pair is not None and any(pair[0] < b and a < pair[1] for a, b in spans)
-        }  # fmt: skip
+        pairs = [(k, *pair) for k, pair in enumerate(self.offsets) if pair is not None]
+        return {k for k, start, stop in pairs if any(start < b and a < stop for a, b in spans)}
 
     def next_token(self, continuation: str, *, apart: bool = True) -> int:
         """The first token of what follows the text, tokenised with it; a word is set apart by a space."""

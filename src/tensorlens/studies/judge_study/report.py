@@ -19,7 +19,8 @@ def judge_table(found: dict[str, Any], measure: str | None = None) -> str:
         seconds = found["seconds"].get(name)
         rows.append(
             {
-                "method": name, measure.replace("_", " "): _with_interval(one), "less the paper's T": _signed(difference),
+                "method": name, measure.replace("_", " "): _with_interval(one),
+                "less the paper's T": _signed(difference),
                 "items": one["n"], "ms an item": "–" if seconds is None else f"{1000 * seconds:.3g}",
             }
         )  # fmt: skip
@@ -63,7 +64,9 @@ def counts_line(found: dict[str, Any]) -> str:
             left_out[reason] = left_out.get(reason, 0) + n
     said = "; ".join(f"{n} left out: {reason}" for reason, n in left_out.items())
     rows = f"{found['n_problems']} rows could not be used" if found["n_problems"] else ""
-    return "; ".join(part for part in (f"{found['n_measured']} of {found['n_items']} items measured", said, rows) if part)
+    return "; ".join(
+        part for part in (f"{found['n_measured']} of {found['n_items']} items measured", said, rows) if part
+    )
 
 
 def write_report(run: Run, summary: dict[str, Any]) -> None:
@@ -73,9 +76,20 @@ def write_report(run: Run, summary: dict[str, Any]) -> None:
         text = "\n".join([QUESTIONS[found["question"]], counts_line(found), *found["problems"]])
         tables = [judge_table(found), set_table(found)] if found["measures"] else []
         sections.append(Section(title=name, text=text, tables=tables))
+    if summary.get("perturbation"):
+        sections.append(Section(title="perturbation", tables=[area_table(summary["perturbation"])]))
     if summary.get("peers"):
         sections.append(Section(title="Peers", text="\n".join(peer_lines(summary))))
     write_page(run, f"Judges: {run.settings['model']}", sections)
+
+
+def area_table(areas: dict[str, Any]) -> str:
+    """A Markdown table of the areas of a perturbation study."""
+    return as_markdown([
+        {"method": name, "HS-MSE": f"{one['auc']:.4g} [{one['interval'][0]:.4g}, {one['interval'][1]:.4g}]",
+         "windows": one["n"]}
+        for name, one in areas.items()
+    ])  # fmt: skip
 
 
 def peer_lines(summary: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from tensorlens.studies.judge_study.needles import needles
 from tensorlens.studies.judge_study.options import JudgeOptions
 from tensorlens.studies.judge_study.pairs import patching_pairs
 from tensorlens.studies.judge_study.peer_answers import ask_peers
+from tensorlens.studies.judge_study.perturbed import perturbed
 from tensorlens.studies.judge_study.report import write_report
 from tensorlens.studies.judge_study.single_tokens import single_tokens
 from tensorlens.studies.judge_study.summary import summarise
@@ -26,6 +27,7 @@ from tensorlens.studies.options import chosen_options
 from tensorlens.studies.results import StudyResult
 from tensorlens.studies.runs import Run
 
+PERTURBATION = "perturbation"
 REFERENCES = {"patching": "patching@paper"}
 """What differences are taken to, where it is not In+Class by the paper's rules."""
 
@@ -49,9 +51,10 @@ def judge(
         The summary and where everything is. Started again with the same settings, a run goes on where it stopped.
     """
     chosen = chosen_options(JudgeOptions, options, changes)
-    judges = [_judge(name, lens, Path(data).expanduser(), chosen) for name in chosen.judges if name != "perturbation"]
+    folder = Path(data).expanduser()
+    judges = [_judge(name, lens, folder, chosen) for name in chosen.judges if name != PERTURBATION]
     items = [item for one in judges for item in one.items]
-    if not items:
+    if not items and judges:
         problems = [line for one in judges for line in one.problems]
         raise InputError(f"No row could be used; the first: {problems[0] if problems else 'there are no rows'}")
     run = Run(out, "judge", _settings(lens, judges, chosen))
@@ -61,8 +64,11 @@ def judge(
 
     def with_peers(records: list[dict[str, Any]]) -> dict[str, Any]:
         peers.update(ask_peers(lens, run, items, records, chosen))
-        return summarise(records, run.settings) | {"peers": peers}
+        return summarise(records, run.settings) | {"peers": peers} | areas
 
+    areas: dict[str, Any] = {}
+    if PERTURBATION in chosen.judges:
+        areas[PERTURBATION] = perturbed(lens, _text(folder, PERTURBATION), run.folder, chosen, progress)
     summary = run.complete(len(items), with_peers)
     if run.processes.is_first:
         write_report(run, summary)
@@ -72,7 +78,7 @@ def judge(
 def _judge(name: str, lens: Lens, folder: Path, options: JudgeOptions) -> Judge:
     if not folder.is_dir():
         raise InputError(f"Expected a folder of judges; there is none at {str(folder)!r}.")
-    hay = folder / "wikitext-2" / "valid.txt"
+    hay = _text(folder, name) if name in ("needles", "single_tokens") else folder
     make = {
         "evidence": partial(evidence, lens, _evidence_folder(folder), limit=options.limit),
         "tracr": partial(compiled_programs, folder / "tracr", limit=options.limit),
@@ -83,10 +89,16 @@ def _judge(name: str, lens: Lens, folder: Path, options: JudgeOptions) -> Judge:
         ),
     }
     needed = {"tracr": folder / "tracr", "needles": folder / "needles", "patching": folder / "pairs"}
-    for place in (needed.get(name), hay if name in ("needles", "single_tokens") else None):
-        if place is not None and not place.exists():
-            raise InputError(f"The judge {name!r} needs {str(place)!r}, which is not there.")
+    if name in needed and not needed[name].is_dir():
+        raise InputError(f"The judge {name!r} needs {str(needed[name])!r}, which is not there.")
     return make[name]()
+
+
+def _text(folder: Path, name: str) -> Path:
+    place = folder / "wikitext-2" / "valid.txt"
+    if not place.is_file():
+        raise InputError(f"The judge {name!r} needs {str(place)!r}, which is not there.")
+    return place
 
 
 def _evidence_folder(folder: Path) -> Path:
@@ -110,4 +122,3 @@ def _settings(lens: Lens, judges: Sequence[Judge], options: JudgeOptions) -> dic
             for one in judges
         },
     }  # fmt: skip
-

@@ -96,8 +96,12 @@ def compare(
             difference = [table[:, k] - own for table, own in zip(tables, base, strict=True)]
             by_method[name][f"less {reference}"] = _method(difference, draws, ())
     order = sorted(methods, key=lambda name: by_method[name]["mean"] or 0.0, reverse=known.perfect > 0)
-    return {"perfect": known.perfect, "random": _short(float(np.mean(chance))), "random_by_set": dict(
-        zip(names, map(_short, chance), strict=True)), "methods": {name: by_method[name] for name in order}}  # fmt: skip
+    return {
+        "perfect": known.perfect,
+        "random": _short(float(np.mean(chance))),
+        "random_by_set": dict(zip(names, map(_short, chance), strict=True)),
+        "methods": {name: by_method[name] for name in order},
+    }
 
 
 def value_of(record: dict[str, Any], name: str, measure: str) -> float:
