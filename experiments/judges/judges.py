@@ -2,7 +2,7 @@
 
     python experiments/judges/judges.py --data DATA --out FOLDER --model smollm2-135m=PATH --model gemma3-270m=PATH
 
-DATA holds evidence/, needles/, pairs/ and wikitext-2/. PATH is a folder or a file; without it the name is loaded. Runs
+DATA holds evidence/, needles/, pairs/, tracr/ and wikitext-2/. PATH is a folder or a file; without it the name is loaded. Runs
 that were stopped go on when the same command is given again; with --seconds what is not finished by then is stopped.
 """
 
@@ -44,6 +44,8 @@ def share_out(arguments: argparse.Namespace) -> None:
     began, started = time.monotonic(), []
     for model in arguments.model:
         for name in wanted:
+            if config["runs"].get(name, {}).get("once") and model != arguments.model[0]:
+                continue  # the programs bring their own models
             for rank in range(processes[name]):
                 log = arguments.out / f"{model.partition('=')[0]}-{name}-{rank}.log"
                 started.append((log.stem, log, start(arguments, model, name, rank, processes[name], log)))

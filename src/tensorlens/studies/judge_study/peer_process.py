@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import sys
 import time
@@ -59,7 +60,7 @@ def lxt(folder: str, method: str) -> tuple[Score, str]:
     """LRP by the package's patched classes, the recipe of its quickstart: input times the patched gradient."""
     # A name that is gone from transformers, and torchvision for models that are not asked for here.
     importlib.import_module("transformers.pytorch_utils").find_pruneable_heads_and_indices = None  # type: ignore[attr-defined]
-    if importlib.util.find_spec("torchvision") is None:  # type: ignore[attr-defined]
+    if importlib.util.find_spec("torchvision") is None:
         vision = types.ModuleType("torchvision")
         models = types.ModuleType("torchvision.models")
         inner = types.ModuleType("torchvision.models.vision_transformer")
