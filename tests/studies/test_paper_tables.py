@@ -70,7 +70,8 @@ def test_a_missing_file_is_named(monkeypatch):
         raise LoadError("the hub could not be reached")
 
     monkeypatch.setattr(module.tl, "load", refuse)
-    with pytest.raises(LoadError, match=r"config\.json of EleutherAI/pythia-1b is neither .*models--EleutherAI--pythia-1b"):
+    expected = r"config\.json of EleutherAI/pythia-1b is neither .*models--EleutherAI--pythia-1b"
+    with pytest.raises(LoadError, match=expected):
         module.load(TABLES["perturbation"]["pythia"], None)
     with pytest.raises(LoadError, match="a folder of ImageNet photographs; pass it with --data"):
         module.data_of(TABLES["perturbation"]["deit-base"], None)
