@@ -2,8 +2,9 @@
 
     python experiments/judges/judges.py --data DATA --out FOLDER --model smollm2-135m=PATH --model gemma3-270m=PATH
 
-DATA holds evidence/, needles/, pairs/, tracr/ and wikitext-2/. PATH is a folder or a file; without it the name is loaded.
-Runs that were stopped go on when the same command is given again; what is not finished after --seconds is stopped.
+DATA holds evidence/, needles/, pairs/, tracr/ and wikitext-2/. PATH is a folder or a file; without it the name is
+loaded. Runs that were stopped go on when the same command is given again; what is not finished after --seconds is
+stopped.
 """
 
 from __future__ import annotations
