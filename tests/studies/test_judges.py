@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ from tensorlens.studies import JudgeOptions, judge
 from tensorlens.studies.judge_study import peers
 from tensorlens.studies.judge_study.compiled import CompiledModel
 from tensorlens.studies.judge_study.measures import MEASURES, reciprocal_rank, spearman
+from tensorlens.studies.judge_study.needles import needles
 from tensorlens.studies.judge_study.options import JUDGES
+from tensorlens.studies.judge_study.pairs import Patcher, patching_pairs
 from tensorlens.studies.judge_study.scoring import last_logits
 from tensorlens.studies.judge_study.summary import summarise, value_of
 
@@ -264,3 +267,43 @@ def test_sets_count_alike_whatever_their_size():
     about = {"question": "word", "measures": ["reciprocal_rank"], "problems": []}
     found = summarise(rows, {"seed": 0, "judges": {"evidence": about}})["judges"]["evidence"]
     assert found["measures"]["reciprocal_rank"]["methods"]["m"]["mean"] == pytest.approx(0.75)
+
+
+def test_needles_are_found_where_they_were_hidden(tmp_path):
+    lens = lens_on("llama")
+    hay = ". ".join(" ".join(WORDS[k % 20] for k in range(i, i + 9)) for i in range(40)) + ".\n"
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "valid.txt").write_text(hay)
+    (tmp_path / "needles").mkdir()
+    needle = {"question": "where sat the cat?", "needles": ["the cat sat on houses."], "gt_answers": ["houses"]}
+    bad = [{"question": "where?"}, needle | {"gt_answers": ["nowhere"]}, 3]
+    (tmp_path / "needles" / "single.json").write_text(json.dumps([needle, *bad]))
+    (tmp_path / "needles" / "torn.json").write_text("[")
+    found = needles(lens, tmp_path / "needles", tmp_path / "wikitext-2" / "valid.txt", lengths=(120,))
+    (item,) = found.items
+    assert [item.labels[k] for k, one in enumerate(item.truth or ()) if one] == ["the cat sat on houses."]
+    assert 60 <= len(item.ids) <= 130 and len(item.units) >= 4
+    assert item.target == lens.processor("houses")["input_ids"][0]
+    said = "\n".join(found.problems)
+    for expected in ("single.json, row 2, 120 tokens", "row 3, 120 tokens: The answer 'nowhere'", "row 4", "torn.json"):
+        assert expected in said
+
+
+def test_patching_judges_components(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    rows = [
+        "the cat and a mat saw the cat,the cat and a mat saw the red,the cat and a mat saw the mat",
+        "the cat and a mat saw,the cat and a,the cat and a mat saw",
+    ]
+    (tmp_path / "pairs" / "ioi.csv").write_text("clean,corrupted,corrupted_hard\n" + "\n".join(rows) + "\n")
+    lens = lens_on("llama")
+    judge_of = patching_pairs(lens, tmp_path / "pairs")
+    (item,) = judge_of.items
+    assert "ioi.csv, row 2: The two prompts have 6 and 4 tokens" in judge_of.problems[0]
+    mat, cat = (lens.processor(word)["input_ids"][0] for word in ("mat", "cat"))
+    assert item.extra["weights"] == {mat: 1.0, cat: -1.0}
+    flipped = replace(item, extra=item.extra | {"weights": {mat: -1.0, cat: 1.0}})
+    records = [Patcher(lens, ["paper", "jacobian"]).record(one) for one in (item, flipped)]
+    left, kept = sorted(records, key=lambda record: "truth" in record)
+    assert left == {"left_out": "the model is wrong"}
+    assert len(kept["truth"]) == len(kept["labels"]) == len(kept["scores"]["patching@jacobian"]) == 6  # of three blocks

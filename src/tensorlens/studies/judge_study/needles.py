@@ -89,7 +89,7 @@ def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], leng
 def _context(
     lens: Lens, hidden: Sequence[str], hay: Sequence[str], n_tokens: int, row: int
 ) -> tuple[str, list[tuple[int, int]], int]:
-    """Sentences with the needles among them, where the needles stand, and where the context ends."""
+    """Sentences with the needles among them, where the one with the answer stands, and where the context ends."""
     chosen: list[str] = []
     used = sum(_n_tokens(lens, one) for one in hidden)
     place = row * 37
@@ -104,7 +104,7 @@ def _context(
     for one in chosen:
         start = len(text) + bool(text)
         text = f"{text} {one}" if text else one
-        if one in hidden:
+        if one == hidden[0]:
             spans.append((start, len(text)))
     return text, spans, len(text)
 
