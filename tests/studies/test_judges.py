@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from tiny_study import WORDS, lens_on
+from tiny_study import WORDS, lens_on, tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tensorlens as tl
@@ -270,8 +270,9 @@ def test_sets_count_alike_whatever_their_size():
 
 
 def test_needles_are_found_where_they_were_hidden(tmp_path):
-    lens = lens_on("llama")
-    hay = ". ".join(" ".join(WORDS[k % 20] for k in range(i, i + 9)) for i in range(40)) + ".\n"
+    sizes = zoo.TEXT | {"max_position_embeddings": 400}
+    lens = tl.Lens(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2)).eval(), tokenizer(wrapped=False))
+    hay = ". ".join(" ".join(WORDS[k % len(WORDS)] for k in range(i, i + 9)) for i in range(40)) + ".\n"
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2" / "valid.txt").write_text(hay)
     (tmp_path / "needles").mkdir()

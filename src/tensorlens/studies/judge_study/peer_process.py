@@ -28,10 +28,10 @@ Score = Callable[[dict[str, Any]], Sequence[float]]
 """From a question to a score for each token."""
 
 
-def load(folder: str) -> Any:
+def load(folder: str, **options: Any) -> Any:
     """The model in float32, on the accelerator if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     return made.to(device).eval().requires_grad_(False)
 
 
@@ -67,7 +67,7 @@ def lxt(folder: str, method: str) -> tuple[Score, str]:
         inner.nn, models.vision_transformer, vision.models = nn, inner, models  # type: ignore[attr-defined]
         sys.modules |= {"torchvision": vision, "torchvision.models": models, inner.__name__: inner}
     kind = transformers.AutoConfig.from_pretrained(folder).model_type.removesuffix("_text")
-    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     maps = importlib.import_module(f"lxt.efficient.models.{kind}")
     importlib.import_module("lxt.efficient").monkey_patch(modeling, getattr(maps, method))
     if isinstance(modeling.ALL_ATTENTION_FUNCTIONS, dict):  # transformers asks it for an interface by now
@@ -105,7 +105,7 @@ class Toy(nn.Module):
         self.lin1, self.lin2 = nn.Linear(3, 3), nn.Linear(3, 2)
         self.lin1.weight = nn.Parameter(torch.arange(-4.0, 5.0).view(3, 3))
         self.lin1.bias = nn.Parameter(torch.zeros(1, 3))
-        self.lin2.weight = nn.Parameter(torch.ones(2, 3))
+        self.lin2.weight = nn.Parameter(torch.arange(-3.0, 3.0).view(2, 3))
         self.lin2.bias = nn.Parameter(torch.ones(1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def gim(folder: str, method: str) -> tuple[Score, str]:
 
 def flashtrace(folder: str, method: str) -> tuple[Score, str]:
     """FlashTrace of the good continuation; it knows no contrast."""
-    package, model = importlib.import_module("flashtrace"), load(folder)
+    package, model = importlib.import_module("flashtrace"), load(folder, attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tracer = package.FlashTrace(model, tokenizer, chunk_tokens=128, sink_chunk_tokens=32)
 
@@ -224,7 +224,16 @@ def context_cite(folder: str, method: str) -> tuple[Score, str]:
                 found[k] = float(weight) / len(unit)
         return found
 
-    return score, "a regression over 64 ablations, as in its defaults"
+    return score, _planted(solvers)
+
+
+def _planted(solvers: Any) -> str:
+    """Its regression on ablations whose answer is known: one source decides."""
+    masks = torch.randint(0, 2, (64, 4), generator=torch.Generator().manual_seed(0)).bool().numpy()
+    weights, _ = solvers.LassoRegression().fit(masks, 3.0 * masks[:, 2], 1)
+    if int(weights.argmax()) != 2 or abs(weights[2] - 3) > 0.1:
+        raise RuntimeError(f"of a planted source its regression gives {weights.tolist()}")
+    return f"a planted source of weight 3 as {weights[2]:.2f}"
 
 
 def inseq(folder: str, method: str) -> tuple[Score, str]:
@@ -240,7 +249,9 @@ def inseq(folder: str, method: str) -> tuple[Score, str]:
         scores = made.sequence_attributions[0].target_attributions.sum(-1)[:, -1]
         return [float(one) for one in scores[: len(question["ids"])].nan_to_num(0.0)]
 
-    return score, "its quickstart: attribute(prompt, prompt and continuation)"
+    ids = tokenizer("The capital of France is")["input_ids"]
+    example = score({"ids": ids, "target": tokenizer(" Paris", add_special_tokens=False)["input_ids"][:1]})
+    return score, f"a score for each of {len(example)} tokens"
 
 
 PEERS: dict[str, tuple[str, Callable[[str, str], tuple[Score, str]]]] = {
