@@ -283,7 +283,7 @@ def test_needles_are_found_where_they_were_hidden(tmp_path):
     found = needles(lens, tmp_path / "needles", tmp_path / "wikitext-2" / "valid.txt", lengths=(120,))
     (item,) = found.items
     assert [item.labels[k] for k, one in enumerate(item.truth or ()) if one] == ["the cat sat on houses."]
-    assert 60 <= len(item.ids) <= 130 and len(item.units) >= 4
+    assert 100 <= len(item.ids) <= 150 and len(item.units) >= 4
     assert item.target == lens.processor("houses")["input_ids"][0]
     said = "\n".join(found.problems)
     for expected in ("single.json, row 2, 120 tokens", "row 3, 120 tokens: The answer 'nowhere'", "row 4", "torn.json"):
