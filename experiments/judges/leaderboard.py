@@ -4,7 +4,8 @@
 
 RUNS holds MODEL/RUN/summary.json as `judges.py` writes them. A page has blocks ``<!-- judges: KEY -->`` …
 ``<!-- /judges -->``; what is between is replaced, the rest is written by hand. KEY is a question (word, passage,
-component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members.
+component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences. The run `peers` of a model
+is shown by itself, since it has fewer items.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.studies.judge_study.measuring import WRONG
+from tensorlens.studies.judge_study.report import counts_line
 from tensorlens.studies.pages import as_markdown
 
 PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
@@ -42,12 +44,11 @@ def read(folder: Path) -> tuple[Runs, dict[str, Any], dict[str, Any]]:
         if "judges" not in summary:
             ways[model] = summary
             continue
-        for name, found in summary["judges"].items():
-            known = judges.setdefault(model, {}).get(name)
-            if known is None or known["n_measured"] < found["n_measured"] or not found["measures"]:
-                judges[model][name] = found if known is None else known | found
-        if summary.get("peers"):
+        if path.parts[-2] == "peers":
             peers[model] = summary
+            continue
+        for name, found in summary["judges"].items():
+            judges.setdefault(model, {})[name] = found
     return judges, ways, peers
 
 
@@ -124,12 +125,16 @@ def way_table(ways: dict[str, Any]) -> str:
 
 def peer_list(peers: dict[str, Any]) -> str:
     """Version, own example and error of every peer."""
-    rows = [
-        {"model": model, "peer": f"`{name}`", "version": about.get("version", "–"), "items": about["n"],
-         "its own example": about.get("check", "–"), "error": about.get("error", "")}
-        for model, summary in peers.items() for name, about in summary["peers"].items()
-    ]  # fmt: skip
-    return as_markdown(rows) if rows else "No run yet."
+    parts = []
+    for model, summary in peers.items():
+        parts.append(question_table({model: summary["judges"]}, "word"))
+        rows = [
+            {"peer": f"`{name}`", "version": about.get("version", "–"), "items": about["n"],
+             "its own example": about.get("check", "–"), "error": about.get("error", "")}
+            for name, about in summary["peers"].items()
+        ]  # fmt: skip
+        parts.append(f"{model}: {counts_line(summary['judges']['evidence'])}.\n\n{as_markdown(rows)}")
+    return "\n\n".join(parts) or "No run yet."
 
 
 def member_tables(runs: Runs) -> str:

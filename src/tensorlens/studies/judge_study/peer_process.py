@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import sys
 import time
 import types
@@ -271,7 +272,7 @@ def main(name: str, folder: str, questions: str, answers: str) -> None:
     with Path(answers).open("a", encoding="utf-8") as file:
 
         def write(record: dict[str, Any]) -> None:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
 
         version = importlib.metadata.version(distribution)
@@ -282,7 +283,9 @@ def main(name: str, folder: str, questions: str, answers: str) -> None:
             question = json.loads(line)
             began = time.perf_counter()
             try:
-                found = {"scores": [float(one) for one in score(question)]}
+                found: dict[str, Any] = {"scores": [float(one) for one in score(question)]}
+                if not all(map(math.isfinite, found["scores"])):
+                    found = {"error": "it gave a number that is not finite"}
             except Exception as error:  # noqa: BLE001  # one item must not end the others
                 found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             write({"index": question["index"], **found, "seconds": time.perf_counter() - began})
