@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,7 +79,10 @@ class Batch(Sequence[AttentionTensor]):
         options = RecordOptions(
             n_samples=len(prepared), graph_share=GRAPH_SHARE, keeps_factors=for_method not in PULLS_ONLY
         )
-        self.replay = FactorReplay(record(*lens.recording_arguments(collated.arguments), lens.rules, options))
+        recording = record(*lens.recording_arguments(collated.arguments), lens.rules, options)
+        if not options.keeps_factors and recording.graph is None:
+            raise torch.OutOfMemoryError("The graph of the batch would take more memory than there is.")
+        self.replay = FactorReplay(recording)
 
     def __len__(self) -> int:
         return len(self.prepared)
@@ -124,11 +127,19 @@ class Batch(Sequence[AttentionTensor]):
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
+        return self.begin(method, out_token, target, targets=targets, probes=probes, seed=seed)()
+
+    def begin(
+        self, method: str, out_token: int, target: Target | None, *, targets: Sequence[Target] | None = None,
+        probes: int | None = None, seed: int = 0,
+    ) -> Callable[[], list[TokenMap]]:  # fmt: skip
+        """Begin the work of `maps` on the device; what this returns waits for it and gives the maps."""
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         if method not in BATCHED or method == "tensor.norm" and probes is None:
-            each = [target] * len(self) if targets is None else targets
-            return [self._one_by_one(i, method, out_token, one, probes, seed) for i, one in enumerate(each)]
+            each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
+            found = [map_of(one, method, out_token, its, probes=probes, seed=seed) for one, its in each]
+            return lambda: found
         recording = self.replay.recording
         n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
         places = torch.tensor([check_token(out_token, n) for n in n_out])
@@ -137,12 +148,17 @@ class Batch(Sequence[AttentionTensor]):
             out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
             classes=self.lens.context(self.prepared[0], recording).classes,
         )  # fmt: skip
-        answers = BATCHED[method](asked)
-        is_prediction = method == "tensor.in_class" and target is None and targets is None
-        said = [one.notes["target"] for one in answers] if is_prediction else predictions(asked)
-        notes = [{} for _ in answers] if said is None else [{"prediction": one} for one in said]
-        found = zip(places.tolist(), answers, notes, strict=True)
-        return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
+        pending, said = BATCHED[method](asked), predictions(asked)
+
+        def finish() -> list[TokenMap]:
+            found = zip(places.tolist(), pending(), said(), strict=True)
+            return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
+
+        return finish
+
+    def release(self) -> None:
+        """Let go of the graph, when nothing more will be begun."""
+        self.replay = FactorReplay(replace(self.replay.recording, graph=None))
 
     def _map(self, i: int, method: str, place: int, answer: Answer, notes: dict[str, Any]) -> TokenMap:
         context = self.lens.context(self.prepared[i], self.replay.recording, n_tokens=answer.scores.shape[1])
@@ -159,11 +175,6 @@ class Batch(Sequence[AttentionTensor]):
                 "heads": None, "rules": self.lens.rules.as_dict(), "certificate": None, "engine": "batched",
             } | answer.notes | notes,
         )  # fmt: skip
-
-    def _one_by_one(
-        self, i: int, method: str, out_token: int, target: Target | None, probes: int | None, seed: int
-    ) -> TokenMap:
-        return map_of(self[i], method, out_token, target, probes=probes, seed=seed)
 
 
 def map_of(

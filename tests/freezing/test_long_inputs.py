@@ -30,7 +30,24 @@ def test_a_long_input_is_the_same_function(name: str, reserve: float, monkeypatc
         torch.testing.assert_close(long.pull(u, span, heads), replay.pull(u, span, heads), rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(long.push(x, span, heads), replay.push(x, span, heads), rtol=1e-6, atol=1e-9)
     assert not long.factors.open
-    assert not any(site.place.inside for site in long.recording.factors)
+    blocks_held = {site.place.block for site in long.recording.factors if site.place.inside}
+    assert blocks_held == long.kept == (set() if reserve else {0, 1, 2})
+
+
+def test_a_second_push_runs_no_block_again_for_its_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_inputs, "RESERVE", 0.0)
+    long, made = long_input("llama"), []
+    x, span = torch.randn_like(long.recording.states[0]), Span(0, 3)
+    first = long.push(x, span)
+    run_block = LongInput._run_block
+
+    def watched(self: LongInput, n: int, x: torch.Tensor, factors: object, **options: object) -> torch.Tensor:
+        made.append(factors is self.factors)
+        return run_block(self, n, x, factors, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LongInput, "_run_block", watched)
+    torch.testing.assert_close(long.push(x, span), first, rtol=0, atol=0)
+    assert made and not any(made)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -8,7 +8,6 @@ which writes into them (a cache of keys and values) leaves no trace.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
+from tensorlens.models.module_tree import walk
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -52,12 +52,18 @@ _found: WeakKeyDictionary[nn.Module, Fingerprint | None] = WeakKeyDictionary()
 
 
 @contextmanager
-def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
-    """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
+def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None) -> Iterator[None]:
+    """Let the modules of `model` report to `run` in this thread, and leave them as they were found.
+
+    Args:
+        run: The pass.
+        model: What runs.
+        found: The model's fingerprint, where it was just taken.
+    """
     before, user = active(), object()
     try:
         try:
-            _wrap(model, run.modules, user)
+            _wrap(model, run.modules, user, found)
             set_active(run)
             with ExitStack() as stack:
                 # Leaving inference mode switches gradients on, and every function would switch them off again.
@@ -92,7 +98,7 @@ def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = 
     with _lock:
         if model in _found:
             return _found[model]
-        return None if _wrapped and any(part in _wrapped for part in model.modules()) else fingerprint(model, ignored)
+        return None if _wrapped and any(part in _wrapped for part in walk(model)) else fingerprint(model, ignored)
 
 
 @contextmanager
@@ -175,10 +181,10 @@ def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
 
-def _wrap(model: nn.Module, modules: list[nn.Module], user: object) -> None:
+def _wrap(model: nn.Module, modules: list[nn.Module], user: object, found: Fingerprint | None) -> None:
     with _lock:
         if not any(module in _wrapped for module in modules):
-            _found[model] = fingerprint(model)
+            _found[model] = found or fingerprint(model)
         copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
         for module in modules:
             wrapping = _wrapped.get(module)
@@ -196,14 +202,15 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
         "training": False,  # T describes the model at inference
         "_compiled_call_impl": None,  # and its code, not what a compiler made of it
     }
-    replaced |= {key: _copy(value, copies) for key, value in own.items() if _is_data(value)}
+    data = [key for key, value in own.items() if isinstance(value, Tensor) and _is_data(value)]
+    replaced |= {key: _copy(own[key], copies) for key in data}
     wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
     wrapping.buffers |= {key: value for key, value in module._buffers.items() if _is_data(value)}
     own.update(replaced)
     for key, buffer in wrapping.buffers.items():
         module._buffers[key] = _copy(buffer, copies)
-    data = {**replaced, **module._buffers}
-    wrapping.copies |= {key: (value, value._version) for key, value in data.items() if _is_data(value)}
+    copied: dict[str, Any] = {key: own[key] for key in data} | {key: module._buffers[key] for key in wrapping.buffers}
+    wrapping.copies |= {key: (value, value._version) for key, value in copied.items()}
 
 
 def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
@@ -258,11 +265,11 @@ def _method(module: nn.Module) -> str:
 
 
 def _reporting(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def report(*args: Any, **kwargs: Any) -> Any:
         run = active()
         if run is None or id(module) not in run.names:
             return forward(*args, **kwargs)
         return run.call_module(module, forward, args, kwargs)
 
+    report.__wrapped__ = forward  # type: ignore[attr-defined]  # for code that asks for its signature; `functools.wraps` copies more, and is slow
     return report

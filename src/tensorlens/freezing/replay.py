@@ -261,7 +261,7 @@ class _ReplayRoute:
         """Run the model until the state asked for is reached."""
         model, inputs = self.recording.model, dict(self.recording.inputs)
         try:
-            with running(run, model):
+            with running(run, model, None if self.recording.ignored else self.recording.fingerprint):
                 if self.span.start == 0 and not self.recording.starts_at_embedding:
                     self.prologue.start()
                 if "inputs_embeds" in inputs:

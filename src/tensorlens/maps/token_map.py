@@ -300,7 +300,8 @@ class TokenMap:
 
 
 def _labels(name: str, labels: Any) -> tuple[str, ...]:
-    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+    are_plain = not isinstance(labels, str) and {*map(type, labels)} <= {str}
+    if not are_plain and (isinstance(labels, str) or not all(isinstance(label, str) for label in labels)):
         raise InputError(f"Expected {name} to be a sequence of strings, got {labels!r:.80}. Pass one label a token.")
     return tuple(labels)
 

@@ -108,7 +108,7 @@ def linear(
         sources = traced_in(args[:1])
     elif sources is None:
         sources = traced_in(args, kwargs)
-    live = any(source.live for source in sources)
+    live = any([source.live for source in sources])  # a list: for so few, a generator is twice as slow
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
         run.note_rule("cast: float32")
@@ -126,6 +126,8 @@ def role_of_factors(run: Interpreter, *sources: Any) -> str | None:
 
 def _role(run: Interpreter, name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
     """What the result of a linear function is: a factor, if it is made of nothing else, until a weight reads it."""
+    if not any([source.role for source in sources]):
+        return None
     role = role_of_factors(run, *sources)
     if role is not None and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
         return role
