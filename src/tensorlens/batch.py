@@ -119,7 +119,7 @@ class Batch(Sequence[AttentionTensor]):
 
     def maps(
         self, method: str = "tensor.in_out", out_token: int = -1, target: Target | None = None, *,
-        probes: int | None = None, seed: int = 0,
+        targets: Sequence[Target] | None = None, probes: int | None = None, seed: int = 0,
     ) -> list[TokenMap]:  # fmt: skip
         """A map of one output of each sample; what these are is said at `AttentionTensor.map`.
 
@@ -130,15 +130,17 @@ class Batch(Sequence[AttentionTensor]):
             method: A name in `METHODS`.
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`.
+            targets: The same, one for each sample, instead of one for all.
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
-        made = self.begin(method, out_token, target, probes=probes, seed=seed)()
+        made = self.begin(method, out_token, target, targets=targets, probes=probes, seed=seed)()
         if not goes_together(method, probes):
             return made
 
         def alone(i: int) -> TokenMap:
-            return map_of(self.lens(self.prepared[i]), method, out_token, target, probes=probes, seed=seed)
+            its = target if targets is None else targets[i]
+            return map_of(self.lens(self.prepared[i]), method, out_token, its, probes=probes, seed=seed)
 
         if self._is_proved(method, made, alone):
             return made
@@ -158,27 +160,32 @@ class Batch(Sequence[AttentionTensor]):
         return proof.holds
 
     def begin(
-        self, method: str, out_token: int, target: Target | None, *, probes: int | None = None, seed: int = 0
-    ) -> Callable[[], list[TokenMap]]:
+        self, method: str, out_token: int, target: Target | None, *, targets: Sequence[Target] | None = None,
+        probes: int | None = None, seed: int = 0,
+    ) -> Callable[[], list[TokenMap]]:  # fmt: skip
         """Begin the work of `maps` on the device; what this returns waits for it, and gives maps that are not proved.
 
         Args:
             method: As for `maps`, and so are the others.
             out_token: The output to explain.
             target: For `tensor.in_class`.
+            targets: One for each sample in place of `target`.
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
+        if targets is not None and len(targets) != len(self):
+            raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         if not goes_together(method, probes):
-            found = [map_of(one, method, out_token, target, probes=probes, seed=seed) for one in self]
+            each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
+            found = [map_of(one, method, out_token, its, probes=probes, seed=seed) for one, its in each]
             return lambda: found
         recording = self.replay.recording
         n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
         places = torch.tensor([check_token(out_token, n) for n in n_out])
         asked = BatchQuestion(
             replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
-            out_tokens=places, target=target, classes=self.lens.context(self.prepared[0], recording).classes,
-            probes=probes, seed=seed,
+            out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
+            classes=self.lens.context(self.prepared[0], recording).classes,
         )  # fmt: skip
         pending, said = BATCHED[method](asked), predictions(asked)
 
