@@ -24,7 +24,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.inputs import ModelInput
-from tensorlens.models.precision import tf32, tf32_allowed
+from tensorlens.models.precision import in_float64, tf32, tf32_allowed
 from tensorlens.models.rows import row_error
 
 Together = Literal["padded", "by length", "one by one"]
@@ -231,5 +231,5 @@ def agree(one: TokenMap, other: TokenMap) -> bool:
     if one.scores.shape != other.scores.shape:
         return False
     tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
-    scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return bool((one.scores.double() - other.scores.double()).norm() <= tolerance * scale)
+    scale = in_float64(other.scores).norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return bool((in_float64(one.scores) - in_float64(other.scores)).norm() <= tolerance * scale)

@@ -20,6 +20,7 @@ from tensorlens.maps.groups import Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor
 
@@ -63,12 +64,14 @@ class Answer:
         return range(self.n_prompt_tokens - 1, self.n_prompt_tokens - 1 + len(self.ids))
 
     @cached_property
+    @own_modes
     def log_probabilities(self) -> tuple[float, ...]:
         """The model's own log-probability of each token, after whatever its code does behind the unembedding."""
         logits = plain_logits_at(self.tensor.operator.recording, self.positions)
         chosen = torch.tensor(self.ids, device=logits.device)[:, None]
         return tuple(logits.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist())
 
+    @own_modes
     def map(
         self, groups: Groups | None = None, rows: Groups = ANSWER, target: TargetKind = "centred", *,
         against: str | Sequence[int] | None = None, through: bool = False, answer_columns: bool = False,

@@ -25,6 +25,7 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
+from tensorlens.models.plain_pass import callers_defaults
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -62,6 +63,7 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
             with ExitStack() as stack:
                 # Leaving inference mode switches gradients on, and every function would switch them off again.
                 stack.enter_context(own_precision())
+                stack.enter_context(callers_defaults())
                 stack.enter_context(torch.set_grad_enabled(run.grad))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(_REPORTING_FUNCTIONS)

@@ -22,7 +22,8 @@ from tensorlens.inside.components import Cotangents, kinds, told_apart
 from tensorlens.inside.stream import Write
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
 from tensorlens.maps.targets import Classes, Target
-from tensorlens.models.fingerprint import in_this_thread
+from tensorlens.models.plain_pass import hooked, own_modes
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
 
@@ -53,12 +54,12 @@ class Patching:
     @property
     def rank_correlation(self) -> float:
         """Spearman's correlation of predicted and true effects; NaN if the truth is not known."""
-        return _correlation(*(part.argsort().argsort().double() for part in self._known()))
+        return _correlation(*(in_float64(part.argsort().argsort()) for part in self._known()))
 
     def _known(self) -> tuple[Tensor, Tensor]:
         true = torch.full_like(self.predicted, float("nan")) if self.true is None else self.true
         known = ~true.isnan()
-        return self.predicted[known].double(), true[known].double()
+        return in_float64(self.predicted[known]), in_float64(true[known])
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
@@ -79,6 +80,7 @@ def _parts(run: Pass) -> Iterator[_Part]:
                 yield _Part(Component(block=n, kind=f"{kind} head"), write, is_heads=True)
 
 
+@own_modes
 def patching(
     lens: Callable[[Any], Any], clean: Any, corrupted: Any, target: Target | Weights | None = None, *,
     out_token: int = -1, verify: bool = False,
@@ -149,12 +151,8 @@ def _patched(run: Pass, part: _Part, theirs: _Part) -> float:
         return (new, *output[1:]) if isinstance(output, tuple) else new
 
     recording = run.recording
-    with torch.no_grad():
-        handle = recording.model.get_submodule(path).register_forward_hook(in_this_thread(patch))
-        try:
-            logits = _logits(recording, run.out_token)
-        finally:
-            handle.remove()
+    with torch.no_grad(), hooked(after=[(recording.model.get_submodule(path), patch)]):
+        logits = _logits(recording, run.out_token)
     return float(sum(weight * logits[index] for index, weight in run.weights.items()))
 
 
@@ -163,10 +161,6 @@ def _logits(recording: Any, out_token: int) -> Tensor:
     unembedding, seen = recording.anatomy.unembedding, []
     if unembedding is None:
         return plain_logits(recording, out_token)
-    keep = in_this_thread(lambda module, args, output: seen.append(output))
-    handle = unembedding.register_forward_hook(keep)
-    try:
+    with hooked(after=[(unembedding, lambda module, args, output: seen.append(output))]):
         recording.model(**recording.inputs)
-    finally:
-        handle.remove()
     return seen[-1][0, out_token]

@@ -19,6 +19,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
 from tensorlens.maps import collapse
 from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import sketched_norms
 
@@ -122,7 +123,7 @@ BY_COMPLETENESS = "by completeness"
 
 def not_carried(scores: Tensor, total: Tensor) -> Tensor:
     """What the inputs do not carry of each row's total is the bias's."""
-    return (1 - scores.double().sum(1) / total).to(scores)
+    return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
 
 
 def _share(question: Question) -> Tensor:
@@ -147,7 +148,7 @@ def _norm(question: Question) -> Answer:
 def _in_out(question: Question) -> Answer:
     operator = question.operator
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
-    size = operator.output[list(question.out_tokens)].double().square().sum(-1)
+    size = in_float64(operator.output[list(question.out_tokens)]).square().sum(-1)
     is_single = len(question.out_tokens) == 1 and not operator.heads and _is_exact(scores, size)
     if not operator.is_streamed and not is_single:
         return Answer(scores=scores, bias_share=_share(question))
@@ -209,7 +210,7 @@ def _in_class(question: Question) -> Answer:
 def _is_exact(scores: Tensor, logits: Tensor) -> bool:
     """Whether scores that sum to a logit, less the biases' part, were rounded by little of it."""
     rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
-    return bool((rounded <= SHARE_ROUNDING * logits.abs()).all())
+    return bool((in_float64(rounded) <= SHARE_ROUNDING * in_float64(logits).abs()).all())
 
 
 def _prediction(recording: Recording, out_token: int) -> int:

@@ -1,12 +1,21 @@
-"""The user's model run as it is."""
+"""The user's model run as it is, whatever modes of torch the caller is in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+from tensorlens.models.fingerprint import in_this_thread
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+ModuleHooks = Iterable[tuple[nn.Module, Any]]
 
 
 @contextmanager
@@ -14,12 +23,61 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """The model without dropout; afterwards each module is in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+        try:
+            for module in training:
+                module.training = False
+            with callers_defaults():
+                yield
+        finally:
+            _train(training)
+    finally:  # once more: an interrupt may have cut the first time short
+        _train(training)
+
+
+def _train(modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.training = True
+
+
+@contextmanager
+def hooked(before: ModuleHooks = (), after: ModuleHooks = ()) -> Iterator[None]:
+    """Forward hooks of this thread alone for as long as this lasts; other threads that run the model see nothing.
+
+    Those before take (module, args, kwargs), those after (module, args, output). They are removed by what they are: a
+    handle may be lost to an interrupt between the registering and its return.
+    """
+    pairs = [(module, in_this_thread(hook)) for module, hook in before]
+    others = [(module, in_this_thread(hook)) for module, hook in after]
+    try:
+        try:
+            for module, hook in pairs:
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+            for module, hook in others:
+                module.register_forward_hook(hook)
+            yield
+        finally:
+            _unhook(pairs, others)
+    finally:  # once more, as above
+        _unhook(pairs, others)
+
+
+def _unhook(before: list[tuple[nn.Module, Any]], after: list[tuple[nn.Module, Any]]) -> None:
+    for module, hook in before:
+        for key in [key for key, found in module._forward_pre_hooks.items() if found is hook]:
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_pre_hooks.pop(key, None)
+    for module, hook in after:
+        for key in [key for key, found in module._forward_hooks.items() if found is hook]:
+            module._forward_hooks.pop(key, None)
+
+
+# The caller's modes ---------------------------------------------------------------------------------------------------
+
+ACCELERATORS = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that a caller may have switched to autocast."""
+
+_left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
+_callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 
 
 @contextmanager
@@ -27,7 +85,71 @@ def in_own_precision() -> Iterator[None]:
     """Away from a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        for device in ("cpu", "cuda"):
+        for device in ACCELERATORS:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A public function that is the same whatever the caller's autocast, inference mode and default device are.
+
+    A model's own forward has the caller's default device: it may count on it.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with _in_own_modes():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
+    """The same for what is made one by one: between two steps the caller has their own modes."""
+    while True:
+        with _in_own_modes():
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+        yield step
+
+
+def modes_left() -> tuple[str, ...]:
+    """What was switched off for the work under way and would have changed its numbers."""
+    return _left.get()
+
+
+@contextmanager
+def callers_defaults() -> Iterator[None]:
+    """The default device that the caller has, for the model's own code."""
+    with _callers_device.get() or nullcontext():
+        yield
+
+
+@contextmanager
+def _in_own_modes() -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(in_own_precision())
+            stack.enter_context(torch.no_grad())  # leaving inference mode has switched gradients on
+        autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
+        for device in autocast:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if autocast:
+            stack.enter_context(_set(_left, ("autocast",)))
+        default = torch.get_default_device()
+        if default.type != "cpu":
+            stack.enter_context(_set(_callers_device, default))
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
