@@ -22,6 +22,7 @@ from tensorlens.freezing.replay import Replay
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
+from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.models.plain_pass import own_modes, stepwise
 from tensorlens.models.rows import make_inputs
@@ -160,6 +161,7 @@ class Lens:
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""
         arguments = arguments | _constant_arguments(self.model)
+        check_arguments(self.model, arguments)
         return self.anatomies.at(arguments), arguments
 
     def tensor(self, prepared: ModelInput, replay: Replay) -> AttentionTensor:
@@ -192,6 +194,8 @@ class Lens:
             meta["text"] = prepared.text
             if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
                 meta["offsets"] = [pair and list(pair) for pair in prepared.offsets]
+        if is_causal(self.model):
+            meta["causal"] = True
         grid = prepared.grid(self.model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}

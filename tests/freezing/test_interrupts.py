@@ -16,6 +16,8 @@ import torch
 import torch.utils.checkpoint
 from test_untouched import assert_same, portrait
 from torch import nn
+from torch._dynamo import eval_frame
+from torch.nn.modules import module as global_hooks
 from zoo import build, sample
 
 import tensorlens as tl
@@ -44,6 +46,9 @@ def world() -> dict[str, Any]:
         "saved": torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
         "active": traced.active(),
         "wrapped": len(interception._wrapped),
+        "users": len(interception._REPORTING_FUNCTIONS._users),
+        "stance": eval_frame._stance,
+        "hooks": (len(global_hooks._global_forward_hooks), len(global_hooks._global_forward_pre_hooks)),
     }
 
 

@@ -28,12 +28,17 @@ MOST_POINTS = {"cuda": 32, "cpu": 8}
 """Points at a time, each with its graph."""
 
 
-@method("gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True)
+@method(
+    "gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True, signed=True
+)
 def _times_input(question: Question) -> Answer:
     return _answer(question, lambda read: input_times_gradient(question.operator.recording, read))
 
 
-@method("gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True)
+@method(
+    "gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True,
+    signed=True,
+)  # fmt: skip
 def _integrated(question: Question) -> Answer:
     return _answer(question, lambda read: integrated_gradients(question.operator.recording, read))
 

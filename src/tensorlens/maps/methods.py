@@ -66,12 +66,21 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to make a map."""
+    """A way to make a map.
+
+    Attributes:
+        name: As in `METHODS`.
+        summary: What it says, in a line.
+        compute: Answers a question.
+        takes_target: Whether it explains a target.
+        signed: Whether its scores may be below zero, and so which palette all of its maps have.
+    """
 
     name: str
     summary: str
     compute: Callable[[Question], Answer]
     takes_target: bool = False
+    signed: bool = False
 
 
 SHARE_ROUNDING = 1e-3
@@ -83,12 +92,12 @@ METHODS: dict[str, Method] = {}
 
 
 def method(
-    name: str, summary: str, *, takes_target: bool = False
+    name: str, summary: str, *, takes_target: bool = False, signed: bool = False
 ) -> Callable[[Callable[[Question], Answer]], Callable[[Question], Answer]]:
     """Register a function from `Question` to `Answer` as a method."""
 
     def register(compute: Callable[[Question], Answer]) -> Callable[[Question], Answer]:
-        METHODS[name] = Method(name=name, summary=summary, compute=compute, takes_target=takes_target)
+        METHODS[name] = Method(name=name, summary=summary, compute=compute, takes_target=takes_target, signed=signed)
         return compute
 
     return register
@@ -144,7 +153,7 @@ def _norm(question: Question) -> Answer:
     return Answer(scores=sketch.norms, bias_share=_share(question), notes=notes)
 
 
-@method("tensor.in_out", "What each input contributes along the output that came out; signed")
+@method("tensor.in_out", "What each input contributes along the output that came out; signed", signed=True)
 def _in_out(question: Question) -> Answer:
     operator = question.operator
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
@@ -165,8 +174,9 @@ def _contribution(question: Question) -> Answer:
 
 
 @method(
-    "tensor.in_class", "What each input contributes to a logit, or to the difference of two; signed", takes_target=True
-)
+    "tensor.in_class", "What each input contributes to a logit, or to the difference of two; signed",
+    takes_target=True, signed=True,
+)  # fmt: skip
 def _in_class(question: Question) -> Answer:
     r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
 

@@ -99,10 +99,34 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with _in_own_modes():
-            return function(*args, **kwargs)
+        found = _TorchState()
+        try:
+            with _in_own_modes():
+                return function(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt may have cut short what would have put this back
+            found.put_back()
+            raise
 
     return called
+
+
+class _TorchState:
+    """What contexts of torch change, whose entering and leaving are ordinary code that an interrupt can cut short."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.n_modes = torch._C._len_torch_dispatch_stack()
+
+    def put_back(self) -> None:
+        """As it was found."""
+        torch._C._set_grad_enabled(self.grad)
+        while (top := torch._C._len_torch_dispatch_stack()) > self.n_modes:
+            try:
+                torch._C._get_dispatch_stack_at(top - 1).__exit__(None, None, None)
+            except IndexError:  # it had begun to leave
+                torch._C._pop_torch_dispatch_stack(None)
 
 
 def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
