@@ -25,6 +25,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, forward_parameters
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor, Context
@@ -108,6 +109,7 @@ class Batch(Sequence[AttentionTensor]):
                 "numbers than alone. Pass them to `lens.maps`, which finds out which ones can go together."
             )
 
+    @own_modes
     def __getitem__(self, i: Any) -> Any:
         """The attention tensor of one sample; of a shorter one than the longest by a recording of its own."""
         if isinstance(i, slice):
@@ -117,6 +119,7 @@ class Batch(Sequence[AttentionTensor]):
             return self.lens(self.prepared[i])
         return self.lens.tensor(self.prepared[i], FactorReplay(self.replay.recording.sample(i)))
 
+    @own_modes
     def maps(
         self, method: str = "tensor.in_out", out_token: int = -1, target: Target | None = None, *,
         targets: Sequence[Target] | None = None, probes: int | None = None, seed: int = 0,

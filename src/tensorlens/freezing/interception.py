@@ -25,7 +25,7 @@ from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
 from tensorlens.models.module_tree import walk
-from tensorlens.models.plain_pass import copy_once, is_data, put_back
+from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, put_back
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -70,9 +70,10 @@ def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None
             with ExitStack() as stack:
                 # Leaving inference mode switches gradients on, and every function would switch them off again.
                 stack.enter_context(own_precision())
+                stack.enter_context(callers_defaults())
                 stack.enter_context(torch.set_grad_enabled(run.grad))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(_REPORTING_FUNCTIONS)
+                _REPORTING_FUNCTIONS.begin(user)
                 stack.enter_context(_no_fused_layers())
                 if run.grad:  # recomputing happens after the pass, where no rule applies
                     stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTING))
@@ -84,9 +85,11 @@ def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None
                 run.written = _written([module for module in run.modules if module in _wrapped])
             finish(run)
             set_active(before)
+            _REPORTING_FUNCTIONS.end(user)
             _unwrap(run.modules, user)
     finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         set_active(before)
+        _REPORTING_FUNCTIONS.end(user)
         _unwrap(run.modules, user)
         if run.refused is not None:
             raise run.refused
@@ -124,12 +127,13 @@ class _ReportingFunctions:
     """
 
     def __init__(self) -> None:
-        self._users = 0
+        self._users: set[object] = set()
 
-    def __enter__(self) -> None:
+    def begin(self, user: object) -> None:
+        """One more pass is running."""
         with _lock:
-            self._users += 1
-            if self._users == 1:
+            self._users.add(user)
+            if len(self._users) == 1:
                 torch.autograd.Function.apply = classmethod(_apply_custom)  # type: ignore[method-assign,assignment]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
                 torch.inference_mode.__enter__ = _enter_inference_mode  # type: ignore[method-assign]
@@ -137,16 +141,17 @@ class _ReportingFunctions:
                 nn.Module._get_backward_hooks = _backward_hooks  # type: ignore[method-assign]
                 nn.Module._get_backward_pre_hooks = _backward_pre_hooks  # type: ignore[method-assign]
 
-    def __exit__(self, *_: object) -> None:
+    def end(self, user: object) -> None:
+        """One less; twice for the same pass does no harm."""
         with _lock:
-            self._users -= 1
-            if self._users == 0:
+            if user in self._users and len(self._users) == 1:
                 torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
                 torch.inference_mode.__enter__ = _ENTER  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _EXIT  # type: ignore[method-assign]
                 nn.Module._get_backward_hooks = _HOOKS  # type: ignore[method-assign]
                 nn.Module._get_backward_pre_hooks = _PRE_HOOKS  # type: ignore[method-assign]
+            self._users.discard(user)
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]

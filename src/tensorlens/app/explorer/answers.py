@@ -26,6 +26,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.forward_signature import is_causal
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
@@ -156,7 +157,7 @@ class Answers:
         assert subject.text is not None
         ids, offsets = _tokens(lens, subject.text, self.limits)
         T = lens(ids)
-        about_text = {"text": subject.text, "offsets": offsets, "causal": _is_causal(lens)}
+        about_text = {"text": subject.text, "offsets": offsets, "causal": is_causal(lens.model)}
         return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | about_text))
 
 
@@ -231,14 +232,6 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], list[list
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
     return ids, None if offsets is None else [[start, stop] if stop > start else None for start, stop in offsets]
-
-
-def _is_causal(lens: Lens) -> bool:
-    """Whether transformers knows the model as one that reads from left to right."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = type(lens.model).__name__
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.startswith(("Bert", "Roberta", "Electra"))
 
 
 def _forget_matrices(T: AttentionTensor) -> None:
