@@ -8,7 +8,6 @@ which writes into them (a cache of keys and values) or counts its calls leaves n
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,8 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
-from tensorlens.models.plain_pass import copy_once, is_data, put_back
+from tensorlens.models.module_tree import walk
+from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, put_back
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -54,19 +54,26 @@ _found: WeakKeyDictionary[nn.Module, Fingerprint | None] = WeakKeyDictionary()
 
 
 @contextmanager
-def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
-    """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
+def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None) -> Iterator[None]:
+    """Let the modules of `model` report to `run` in this thread, and leave them as they were found.
+
+    Args:
+        run: The pass.
+        model: What runs.
+        found: The model's fingerprint, where it was just taken.
+    """
     before, user = active(), object()
     try:
         try:
-            _wrap(model, run.modules, user)
+            _wrap(model, run.modules, user, found)
             set_active(run)
             with ExitStack() as stack:
                 # Leaving inference mode switches gradients on, and every function would switch them off again.
                 stack.enter_context(own_precision())
+                stack.enter_context(callers_defaults())
                 stack.enter_context(torch.set_grad_enabled(run.grad))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(_REPORTING_FUNCTIONS)
+                _REPORTING_FUNCTIONS.begin(user)
                 stack.enter_context(_no_fused_layers())
                 if run.grad:  # recomputing happens after the pass, where no rule applies
                     stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTING))
@@ -78,9 +85,11 @@ def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
                 run.written = _written([module for module in run.modules if module in _wrapped])
             finish(run)
             set_active(before)
+            _REPORTING_FUNCTIONS.end(user)
             _unwrap(run.modules, user)
     finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         set_active(before)
+        _REPORTING_FUNCTIONS.end(user)
         _unwrap(run.modules, user)
         if run.refused is not None:
             raise run.refused
@@ -94,7 +103,7 @@ def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = 
     with _lock:
         if model in _found:
             return _found[model]
-        return None if _wrapped and any(part in _wrapped for part in model.modules()) else fingerprint(model, ignored)
+        return None if _wrapped and any(part in _wrapped for part in walk(model)) else fingerprint(model, ignored)
 
 
 @contextmanager
@@ -118,12 +127,13 @@ class _ReportingFunctions:
     """
 
     def __init__(self) -> None:
-        self._users = 0
+        self._users: set[object] = set()
 
-    def __enter__(self) -> None:
+    def begin(self, user: object) -> None:
+        """One more pass is running."""
         with _lock:
-            self._users += 1
-            if self._users == 1:
+            self._users.add(user)
+            if len(self._users) == 1:
                 torch.autograd.Function.apply = classmethod(_apply_custom)  # type: ignore[method-assign,assignment]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
                 torch.inference_mode.__enter__ = _enter_inference_mode  # type: ignore[method-assign]
@@ -131,16 +141,17 @@ class _ReportingFunctions:
                 nn.Module._get_backward_hooks = _backward_hooks  # type: ignore[method-assign]
                 nn.Module._get_backward_pre_hooks = _backward_pre_hooks  # type: ignore[method-assign]
 
-    def __exit__(self, *_: object) -> None:
+    def end(self, user: object) -> None:
+        """One less; twice for the same pass does no harm."""
         with _lock:
-            self._users -= 1
-            if self._users == 0:
+            if user in self._users and len(self._users) == 1:
                 torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
                 torch.inference_mode.__enter__ = _ENTER  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _EXIT  # type: ignore[method-assign]
                 nn.Module._get_backward_hooks = _HOOKS  # type: ignore[method-assign]
                 nn.Module._get_backward_pre_hooks = _PRE_HOOKS  # type: ignore[method-assign]
+            self._users.discard(user)
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]
@@ -191,10 +202,10 @@ def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
 
-def _wrap(model: nn.Module, modules: list[nn.Module], user: object) -> None:
+def _wrap(model: nn.Module, modules: list[nn.Module], user: object, found: Fingerprint | None) -> None:
     with _lock:
         if not any(module in _wrapped for module in modules):
-            _found[model] = fingerprint(model)
+            _found[model] = found or fingerprint(model)
         copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
         for module in modules:
             wrapping = _wrapped.get(module)
@@ -212,15 +223,17 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
         "training": False,  # T describes the model at inference
         "_compiled_call_impl": None,  # and its code, not what a compiler made of it
     }
-    replaced |= {key: copy_once(value, copies) for key, value in own.items() if is_data(value)}
+    data = [key for key, value in own.items() if isinstance(value, Tensor) and is_data(value)]
+    replaced |= {key: copy_once(own[key], copies) for key in data}
     wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
     wrapping.before |= own
-    wrapping.buffers |= {key: value for key, value in module._buffers.items() if is_data(value)}
+    buffers = {key: value for key, value in module._buffers.items() if is_data(value)}
+    wrapping.buffers |= buffers
     own.update(replaced)
-    for key, buffer in wrapping.buffers.items():
+    for key, buffer in buffers.items():
         module._buffers[key] = copy_once(buffer, copies)
-    data = {**replaced, **module._buffers}
-    wrapping.copies |= {key: (value, value._version) for key, value in data.items() if is_data(value)}
+    copied: dict[str, Any] = {key: own[key] for key in data} | {key: module._buffers[key] for key in wrapping.buffers}
+    wrapping.copies |= {key: (value, value._version) for key, value in copied.items()}
 
 
 def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
@@ -264,11 +277,11 @@ def _method(module: nn.Module) -> str:
 
 
 def _reporting(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def report(*args: Any, **kwargs: Any) -> Any:
         run = active()
         if run is None or id(module) not in run.names:
             return forward(*args, **kwargs)
         return run.call_module(module, forward, args, kwargs)
 
+    report.__wrapped__ = forward  # type: ignore[attr-defined]  # for code that asks for its signature; `functools.wraps` copies more, and is slow
     return report

@@ -25,6 +25,7 @@ from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.fingerprint import Samples, fingerprint, moved, sets_attributes
+from tensorlens.models.module_tree import parameters
 from tensorlens.models.plain_pass import random_state
 
 GRAPH_SHARE = 0.02
@@ -155,7 +156,7 @@ class Recorder:
         """The readout: what enters the unembedding, or what the model gave."""
         model, inputs = self.anatomy.model, dict(self.inputs)
         try:
-            with own_precision(), torch.set_grad_enabled(self.run.grad), running(self.run, model):
+            with own_precision(), torch.set_grad_enabled(self.run.grad), running(self.run, model, self.found):
                 if not self.at_embedding:
                     self.prologue.start()
                 if "inputs_embeds" in inputs:
@@ -198,8 +199,9 @@ class Recorder:
         )  # fmt: skip
 
     def _samples(self) -> Samples | None:
-        weights = list(self.anatomy.model.parameters())
-        is_near = self.options.keeps_factors and self.found is not None and all(w.device.type == "cpu" for w in weights)
+        if not self.options.keeps_factors or self.found is None:
+            return None
+        is_near = all(weight.device.type == "cpu" for weight in parameters(self.anatomy.model))
         return Samples(self.anatomy.model) if is_near else None
 
     # The route --------------------------------------------------------------------------------------------------------
@@ -229,8 +231,11 @@ class Recorder:
 
     def note_sources(self, run: Interpreter, live: list[Traced]) -> None:
         """A live tensor from before the last block left, not through it, is a side channel."""
-        if any(source.generation < run.generation for source in live):
-            self._note_side_channel()
+        generation = run.generation
+        for source in live:
+            if source.generation < generation:
+                self._note_side_channel()
+                return
 
     def _note_side_channel(self) -> None:
         if self.run.module not in self.side_channels:

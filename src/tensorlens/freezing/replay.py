@@ -49,11 +49,8 @@ class Replay(ABC):
         r"""$\tilde F_X(x)$ over the blocks of `span`: (sample, token, channel) to (sample, token, channel)."""
 
     @abstractmethod
-    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """Logits (sample, class) of the affine function and its head on `x`, read at `out_token`.
-
-        For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
-        """
+    def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """What the affine function and its head end with on `x`: the unembedding's input, or logits."""
 
     @abstractmethod
     def pull(
@@ -75,6 +72,14 @@ class Replay(ABC):
     @abstractmethod
     def keeps_factors(self) -> bool:
         """Whether all factors are in memory."""
+
+    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """Logits (sample, class) of the affine function and its head on `x`, read at `out_token`.
+
+        For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
+        """
+        with torch.no_grad():
+            return read_logits(self.recording, self.push_to_head(x, start, heads), out_token)
 
     def pull_logits(self, weights: Tensor, out_tokens: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
         """Gradients (row, token, channel) of weighted sums of logits, one backward pass for each.
@@ -114,15 +119,10 @@ class FactorReplay(Replay):
             return plain(replayed(self.recording, x, span, heads)[0])
 
     def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """What the affine function and its head end with on `x`: the unembedding's input, or logits."""
+        """As `push`, on through the head, by one replay."""
         span = Span(start, self.recording.n_blocks)
         with own_precision(), torch.no_grad():
             return plain(replayed(self.recording, x, span, heads, to_logits=True)[0])
-
-    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """Logits, by one replay."""
-        with torch.no_grad():
-            return read_logits(self.recording, self.push_to_head(x, start, heads), out_token)
 
     def pull(
         self, cotangents: Tensor, span: Span, heads: Heads | None = None, *, read: Read | None = None,
@@ -274,7 +274,7 @@ class _ReplayRoute:
         """Run the model until the state asked for is reached."""
         model, inputs = self.recording.model, dict(self.recording.inputs)
         try:
-            with running(run, model):
+            with running(run, model, None if self.recording.ignored else self.recording.fingerprint):
                 if self.span.start == 0 and not self.recording.starts_at_embedding:
                     self.prologue.start()
                 if "inputs_embeds" in inputs:

@@ -14,6 +14,7 @@ from tensorlens.folding.pull import CAPTURES, FoldedRows
 from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
 from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.places import Place, Span
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, FrozenOperator
 
 N_CLASSES = 5
@@ -84,8 +85,8 @@ class Probes:
 
 def relative(difference: Tensor, scale: Tensor) -> float:
     """The norm of a difference by that of what it is a difference of."""
-    error = difference.double().norm() / scale.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return float(error)
+    size = in_float64(scale).norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return float(in_float64(difference).norm() / size)
 
 
 # Heads ---------------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def linear(
         sources = traced_in(args[:1])
     elif sources is None:
         sources = traced_in(args, kwargs)
-    live = any(source.live for source in sources)
+    live = any([source.live for source in sources])  # a list: for so few, a generator is twice as slow
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
         run.note_rule("cast: float32")
@@ -135,6 +135,8 @@ def role_of_factors(run: Interpreter, *sources: Any) -> str | None:
 
 def _role(run: Interpreter, name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
     """What the result of a linear function is: a factor, if it is made of nothing else, until a weight reads it."""
+    if not any([source.role for source in sources]):
+        return None
     role = role_of_factors(run, *sources)
     if role is not None and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
         return role
@@ -189,13 +191,10 @@ def dropout(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict
 
     Modules are there in evaluation mode, so that dropout which is on all the same is never off.
     """
-    p, training = (*args[1:], *(kwargs[name] for name in ("p", "training", "train") if name in kwargs))[:2] or (
-        0.5,
-        True,
-    )
-    if training and p:
+    given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+    if given.get("p", 0.5) and given.get("training", given.get("train", True)):
         raise NotLinearError(
-            f"`{name_of(function)}` in `{run.module or 'the model'}` ({run.place}) is on in evaluation mode too, so "
-            "that the model gives other numbers each time. Pass it `training=self.training`."
+            f"`{name_of(function)}` is on in evaluation mode too, so that the model gives other numbers each time. "
+            f"Pass it `training=self.training`. {run.refusal(name_of(function))}"
         )
     return args[0]
