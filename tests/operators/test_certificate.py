@@ -87,6 +87,14 @@ def test_a_silent_block_is_noticed_where_the_input_is_led_around_it() -> None:
     assert min(certificate.passing[0], certificate.passing[2]) > 0.1
 
 
+def test_a_large_state_before_a_norm_is_not_silence() -> None:
+    model: Any = zoo.build("gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(1e9)
+    certificate = tl.Lens(model)(zoo.sample("gpt2")).certificate()
+    assert not certificate.silent and certificate.moves > 0 and min(certificate.passing) > 0.01
+
+
 def test_what_modules_hold_is_reported() -> None:
     T = tensor("gpt2")
     certificate = T.certificate()

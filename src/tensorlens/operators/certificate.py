@@ -52,7 +52,7 @@ class Certificate:
         engine_tolerance: What is accepted of them.
         carried: $\lVert T X \rVert / \lVert F(X) \rVert$: the part of the output that is not in B.
         moves: $\lVert T V \rVert / \lVert V \rVert$ at a random V.
-        passing: The same for each block.
+        passing: For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
         silent: The blocks that pass nothing of their input on.
         held: For each module the norm of what it gives in the replay at zero, by that at X: 0 for one that T carries
             whole, 1 for one that is all in B.
@@ -175,7 +175,7 @@ def certify(
         errors["logits"] = probes.logits()
     errors, rounded, reservations = _without_rounding(operator, errors)
     moves, by_block = relative(of_v, probes.v), passing(operator, torch.Generator().manual_seed(seed))
-    moves = moves if moves > NOTHING else 0.0
+    moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
     silent = tuple(n for n, part in enumerate(by_block, operator.span.start) if part <= NOTHING)
     return Certificate(
         errors=errors,

@@ -22,14 +22,15 @@ from tensorlens.models.evidence import main_tensor
 from tensorlens.operators.matrix_free import FrozenOperator
 
 NOTHING = 1e-6
-"""A block or an operator that passes on less than this part of a random state passes on nothing."""
+"""A block or an operator that makes less of a random state than this part of what it gave passes nothing on."""
 
 
 def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float, ...]:
-    r"""For each block $\lVert T_n V \rVert / \lVert V \rVert$ at a random V.
+    r"""For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
 
-    Where ranges are refused, because blocks read more than the state, it is
-    $\lVert T_n^\top u \rVert / \lVert u \rVert$ by the graph of one replay.
+    By the size of what the block gave: a norm at its end makes any state small. Where ranges are refused, because
+    blocks read more than the state, it is $\lVert T_n^\top u \rVert / \lVert u \rVert$ by the graph of one replay, in
+    the same units.
     """
     if operator.recording.side_channels:
         return _pulled_through_blocks(operator, generator)
@@ -41,7 +42,8 @@ def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float
         at_v, at_zero = (
             operator.replay.push(x[None], Span(n, n + 1), operator.heads) for x in (v, torch.zeros_like(v))
         )
-        found.append(float((at_v - at_zero).norm() / v.norm().clamp_min(torch.finfo(v.dtype).tiny)))
+        given = operator.recording.states[n + 1].norm()
+        found.append(float((at_v - at_zero).norm() / given.clamp_min(torch.finfo(given.dtype).tiny)))
     return tuple(found)
 
 
@@ -96,9 +98,10 @@ def _pulled_through_blocks(operator: FrozenOperator, generator: torch.Generator)
         before: Tensor | GradientEdge = x
         end, _ = replayed(recording, x, operator.span, operator.heads, grad=True, observers=(borders,))
         left = borders.left if len(borders.left) == stop - start else [*borders.left, (end, None)]
+        size = x.norm()
         for state, edge in left:
-            found.append(_pulled(state, before, generator))
-            before = x if edge is None else edge
+            found.append(_pulled(state, before, generator) * float(size / state.norm().clamp_min(NOTHING)))
+            before, size = (x, x.norm()) if edge is None else (edge, state.norm())
     return tuple(found)
 
 
