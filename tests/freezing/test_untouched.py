@@ -11,6 +11,7 @@ from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
 from tensorlens.freezing import interception
+from tensorlens.freezing.observe import plain_output
 
 
 def portrait(model: nn.Module) -> dict:
@@ -177,3 +178,27 @@ def test_what_a_model_keeps_of_a_call_is_what_it_kept_before():
     T = tl.Lens(model)(sample("gpt2"))
     T.map("tensor.norm")
     assert keeping.n_calls == 1 and type(keeping.attention) is type(keeping.last) is torch.Tensor
+
+
+def test_buffers_are_the_users_own_after_passes_in_two_threads():
+    model = build("llama")
+    before = {name: id(buffer) for name, buffer in model.named_buffers()}
+    T = tl.Lens(model)(sample("llama"))
+    errors: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for _ in range(4):
+                if n:
+                    plain_output(T.operator.recording)
+                else:
+                    T.operator.push(T.input[None])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and {name: id(buffer) for name, buffer in model.named_buffers()} == before

@@ -1,7 +1,8 @@
 """The table of strangers: `make strangers`, or `python -m strangers.table [part of a name …]` from the folder of tests.
 
 Every stranger is judged by its witness, and what became of it goes to `docs/strangers.json` and, as a page, to the end
-of `docs/compatibility.md`. Without arguments those are judged that are not in the file yet.
+of `docs/compatibility.md`. Without arguments those are judged that are not in the file yet; with them, those whose
+group or name has one of them in it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main(*wanted: str) -> None:
         {one["name"]: one for one in json.loads(path.read_text())} if path.exists() else {}
     )
     for case in cases():
-        if any(part in case.name for part in wanted) if wanted else case.name not in found:
+        if any(part in f"{case.group}: {case.name}" for part in wanted) if wanted else case.name not in found:
             start = time.perf_counter()
             verdict = case.judge()
             found[case.name] = {

@@ -27,7 +27,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     Meanwhile its buffers are copies: a model may write into them, and the next pass is to find what this one found.
     """
     training = [module for module in model.modules() if module.training]
-    kept = [(module, _data_of(module), dict(module.__dict__)) for module in model.modules()]
+    kept = [(module, _data_of(module), _attributes_of(module)) for module in model.modules()]
     copies: dict[int, Tensor] = {}
     try:
         try:
@@ -36,12 +36,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             for _, data, _ in kept:
                 for place, key, value in data:
                     place[key] = copy_once(value, copies)
+                    _originals[id(place[key])] = place[key], value
             with callers_defaults():
                 yield
         finally:
             _restore(kept, training)
     finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         _restore(kept, training)
+        for copy in copies.values():
+            _originals.pop(id(copy), None)
+
+
+_originals: dict[int, tuple[Tensor, Tensor]] = {}
+"""Copies that stand for a model's data while a pass runs in some thread, by identity, and what they are copies of."""
+
+
+def original_of(value: Any) -> Any:
+    """The user's own tensor, of one that may be a copy for a pass in another thread."""
+    while id(value) in _originals and _originals[id(value)][0] is value:
+        value = _originals[id(value)][1]
+    return value
 
 
 def _restore(kept: list[tuple[nn.Module, Data, dict[str, Any]]], training: list[nn.Module]) -> None:
@@ -232,7 +246,12 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
             del own[key]
 
 
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    own = module.__dict__
+    return own | {key: original_of(value) for key, value in own.items() if is_data(value)}
+
+
 def _data_of(module: nn.Module) -> Data:
     """Where a module has tensors of its own: among its buffers and its attributes."""
     places: tuple[dict[str, Any], ...] = (module._buffers, module.__dict__)
-    return [(place, key, value) for place in places for key, value in place.items() if is_data(value)]
+    return [(place, key, original_of(value)) for place in places for key, value in place.items() if is_data(value)]
