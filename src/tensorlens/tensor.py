@@ -21,6 +21,7 @@ from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.plain_pass import modes_left, own_modes
 from tensorlens.models.precision import Precision
 from tensorlens.operators.base import Pulled, check_token
 from tensorlens.operators.certificate import Certificate, certify
@@ -76,11 +77,13 @@ class AttentionTensor(InsideQuestions):
         return self.operator.device
 
     @property
+    @own_modes
     def input(self) -> Float[Tensor, "in_token in_channel"]:
         """X⁰: the state entering the first block; a copy."""
         return self.operator.input.clone()
 
     @property
+    @own_modes
     def output(self) -> Float[Tensor, "out_token out_channel"]:
         """X^N: the state after the last block, and after the final norm if there is one; a copy.
 
@@ -89,6 +92,7 @@ class AttentionTensor(InsideQuestions):
         return self.operator.output.clone()
 
     @property
+    @own_modes
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
         """B: what the frozen model gives at zero; a copy."""
         return self.operator.bias.clone()
@@ -121,6 +125,7 @@ class AttentionTensor(InsideQuestions):
 
     # Parts --------------------------------------------------------------------------------------------------------
 
+    @own_modes
     def blocks(self, start: int, stop: int) -> AttentionTensor:
         """The operator of blocks `start` … `stop` - 1 only, frozen at the same pass.
 
@@ -133,6 +138,7 @@ class AttentionTensor(InsideQuestions):
         first = self.operator.span.start
         return self._part(self._operator(Span(first + start, first + stop), self.operator.heads))
 
+    @own_modes
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
         """Only the named heads' token mixing, in the blocks named; other blocks stay whole.
 
@@ -141,6 +147,7 @@ class AttentionTensor(InsideQuestions):
         """
         return self._with_heads(chosen, keep=True)
 
+    @own_modes
     def without_heads(self, left_out: Mapping[int, Iterable[int]]) -> AttentionTensor:
         """All but the named heads' token mixing, in the blocks named."""
         return self._with_heads(left_out, keep=False)
@@ -176,6 +183,7 @@ class AttentionTensor(InsideQuestions):
 
     # Questions ----------------------------------------------------------------------------------------------------
 
+    @own_modes
     def map(
         self, method: str = "tensor.in_out", out_token: OutTokens = None, target: Target | None = None, *,
         groups: Groups | None = None,
@@ -234,6 +242,7 @@ class AttentionTensor(InsideQuestions):
             raise InputError(f"`out_token` must name at least one of the {n_out} outputs; got {out_token!r}.")
         return tuple(check_token(i, n_out) for i in every)
 
+    @own_modes
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
         """A map of each block, in the shape of transformers' `output_attentions`, for tools that draw attention.
 
@@ -263,6 +272,7 @@ class AttentionTensor(InsideQuestions):
             "heads": heads or None,
             "rules": self.operator.recording.rules.as_dict(),
             "certificate": verdict,
+            **({"switched_off": list(modes_left())} if modes_left() else {}),
         }
 
     def with_precision(self, precision: Precision | None) -> AttentionTensor:
@@ -272,6 +282,7 @@ class AttentionTensor(InsideQuestions):
             return self
         return self._part(FrozenOperator(operator.replay, operator.span, operator.heads, precision=precision))
 
+    @own_modes
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
         """Operations, memory and time of some work before it is done.
 
@@ -286,6 +297,7 @@ class AttentionTensor(InsideQuestions):
         """Cotangents that live on one output each, pulled to the input a piece at a time."""
         return self.operator.pull_outputs(out_tokens, starts)
 
+    @own_modes
     def certificate(self, engines: Literal["answered", "all"] = "answered") -> Certificate:
         """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied.
 
@@ -301,6 +313,7 @@ class AttentionTensor(InsideQuestions):
             self._certified = (state, certify(self.operator, engines=engines))
         return self._certified[1]
 
+    @own_modes
     def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
         """The `k` classes or next tokens that the model ranks highest at one output, with its own logits.
 

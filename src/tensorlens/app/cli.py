@@ -19,6 +19,7 @@ from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
 from tensorlens.app.inside_command import inside
 from tensorlens.app.interrupts import interruptible
+from tensorlens.app.judge_command import judge
 from tensorlens.app.map_command import map_
 from tensorlens.app.maps_command import maps
 from tensorlens.app.methods_command import methods
@@ -56,6 +57,7 @@ _add("methods", methods, "The kinds of map, with a line each.")
 _add("perturb", perturb, "Study: which method finds what matters?", continues=True)
 _add("relations", relations, "Study: relations decoded by the mean tensor.", continues=True)
 _add("fidelity", fidelity, "Study: how far from the input does T hold?", continues=True)
+_add("judge", judge, "Study: which method finds what is known to matter?", continues=True)
 _add("families", families, "Certify a tiny model of every architecture.")
 
 

@@ -25,6 +25,8 @@ from tensorlens.inside.edits import Edit, Part, edited_logits, parts
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
 from tensorlens.maps.files import replace_file
 from tensorlens.maps.targets import Classes, Target
+from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.strict_json import from_json, to_json
@@ -83,7 +85,7 @@ class Patching:
         true = torch.full_like(self.predicted, float("nan")) if self.true is None else self.true
         chosen = torch.tensor([kind is None or label.kind == kind for label in self.labels], dtype=torch.bool)
         chosen &= ~true.isnan()
-        pair = self.predicted[chosen].double(), true[chosen].double()
+        pair = in_float64(self.predicted[chosen]), in_float64(true[chosen])
         return Correlation(correlation(*pair), correlation(*(ranks(one) for one in pair)), len(pair[0]))
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
@@ -151,7 +153,7 @@ def _numbers(values: list[float | None] | None, dtype: torch.dtype) -> Tensor | 
 
 def ranks(values: Tensor) -> Tensor:
     """The place of each number among them."""
-    return values.argsort().argsort().double()
+    return in_float64(values.argsort().argsort())
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -159,6 +161,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) if len(a) > 1 else float("nan")
 
 
+@own_modes
 def patching(
     lens: Callable[[Any], Any], clean: Any, corrupted: Any, target: Target | Weights | None = None, *,
     out_token: int = -1, verify: bool = False, progress: bool | None = None,

@@ -16,6 +16,7 @@ from tensorlens.inside.score import score_map
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import TensorOperator, check_token
 from tensorlens.operators.matrix_free import FrozenOperator
 
@@ -30,6 +31,7 @@ class InsideQuestions(TensorOperator):
     def meta(self) -> dict[str, Any]:
         """What a map says of where it came from."""
 
+    @own_modes
     def components(
         self, out_token: int = -1, target: Target | None = None, effect: Effect = "total"
     ) -> ComponentMap:  # fmt: skip
@@ -46,6 +48,7 @@ class InsideQuestions(TensorOperator):
             self.operator, self.context.classes, i, target, effect, tokens=self.context.tokens, meta=meta
         )
 
+    @own_modes
     def graph(
         self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
     ) -> ComponentGraph:
@@ -66,6 +69,7 @@ class InsideQuestions(TensorOperator):
             self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
         )
 
+    @own_modes
     def inside(
         self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
     ) -> Inside:
@@ -82,6 +86,7 @@ class InsideQuestions(TensorOperator):
             self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
         )
 
+    @own_modes
     def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
         r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
 
@@ -98,6 +103,7 @@ class InsideQuestions(TensorOperator):
         meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
         return score_map(self.operator, block, head, query, key, tokens=self.context.tokens, meta=meta)
 
+    @own_modes
     def ablate(
         self, components: Sequence[Named] | Named, out_token: int = -1, target: Target | None = None, *,
         to: Replacement = "zero", over: Sequence[InsideQuestions] = (),

@@ -16,6 +16,8 @@ from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_en
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
+from tensorlens.models.forward_signature import WHAT_IS_NEEDED
+from tensorlens.models.module_tree import named_modules
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
@@ -104,7 +106,7 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
     return tuple(
         (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
          tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
-        for path, module in model.named_modules()
+        for path, module in named_modules(model).items()
     )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def _not_found(model: nn.Module) -> AnatomyError:
     return AnatomyError(
         f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
         "modules alike that follow each other; found neither. "
-        'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`.'
+        f'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`. {WHAT_IS_NEEDED}'
     )
 
 

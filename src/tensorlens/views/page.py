@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _SCRIPTS = (
     "aside",
     "words",
     "shade",
+    "answer",
     "lens",
 )
 _EXACT_UP_TO = 512
@@ -98,6 +100,7 @@ def payload(view: MapView) -> dict[str, Any]:
         "biasShare": bias,
         "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},
         "image": view.image,
+        "answer": None if view.answer is None else asdict(view.answer),
         "scores": _encode(view),
     }
 

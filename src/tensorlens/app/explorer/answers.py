@@ -26,6 +26,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.forward_signature import is_causal
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
@@ -74,7 +75,7 @@ class Answers:
 
     def open_model(self, job: Job, name: str) -> Event:
         """Load a model and say what it takes."""
-        return {"type": "done", "model": name, "kind": kind_of(self._lens(job, name))}
+        return {"type": "done", "model": name, "kind": kind_of(self.lens(job, name))}
 
     def predict(self, job: Job, subject: Subject, out_token: int) -> Event:
         """The model's own top predictions at one output; none without a head."""
@@ -94,14 +95,14 @@ class Answers:
         job.tell("input", **about(parts.whole, ask))
         T = parts.part(ask)
         found = self.results.get(ask.key) or self._fresh(job, ask, T)
-        self._keep(ask.key, found)
+        self.keep(ask.key, found)
         job.tell("map", map=payload(found.view()), result=ask.key)
         if is_of_tensor(found.method) and not found.meta.get("certificate"):
             job.tell("progress", stage="Measuring the certificate", done=None)
             certificate = T.certificate()
             verdict = {"passed": certificate.passed, "errors": certificate.errors}
             found = replace(found, meta=found.meta | {"certificate": verdict})
-            self._keep(ask.key, found)
+            self.keep(ask.key, found)
         return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
 
     def inside(self, job: Job, ask: Ask) -> Event:
@@ -124,10 +125,12 @@ class Answers:
         finally:
             _forget_matrices(T)
 
-    def _keep(self, key: str, found: TokenMap) -> None:
+    def keep(self, key: str, found: TokenMap) -> None:
+        """Keep a map for those who want it as a file."""
         self.results.put(key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
 
-    def _lens(self, job: Job, name: str) -> Lens:
+    def lens(self, job: Job, name: str) -> Lens:
+        """The lens of a model, loaded if it is not there yet."""
         if name not in self.library.opened:
             job.tell("progress", stage=f"Loading {name}", done=None)
             lens = self.library.lens(name)
@@ -139,7 +142,7 @@ class Answers:
         kept = self.tensors.get(subject)
         if kept is not None:
             return kept
-        lens = self._lens(job, subject.model)
+        lens = self.lens(job, subject.model)
         job.tell("progress", stage="Model pass", done=None)
         made = Parts(self._tensor(lens, subject))
         self.tensors.put(subject, made, made.n_bytes)
@@ -154,7 +157,7 @@ class Answers:
         assert subject.text is not None
         ids, offsets = _tokens(lens, subject.text, self.limits)
         T = lens(ids)
-        about_text = {"text": subject.text, "offsets": offsets, "causal": _is_causal(lens)}
+        about_text = {"text": subject.text, "offsets": offsets, "causal": is_causal(lens.model)}
         return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | about_text))
 
 
@@ -229,14 +232,6 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], list[list
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
     return ids, None if offsets is None else [[start, stop] if stop > start else None for start, stop in offsets]
-
-
-def _is_causal(lens: Lens) -> bool:
-    """Whether transformers knows the model as one that reads from left to right."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = type(lens.model).__name__
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.startswith(("Bert", "Roberta", "Electra"))
 
 
 def _forget_matrices(T: AttentionTensor) -> None:

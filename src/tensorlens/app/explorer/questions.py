@@ -104,7 +104,7 @@ def read_subject(document: Any, limits: Limits) -> Subject:
     if (text is None) == (image is None):
         raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
     if text is not None:
-        _check_text(text, limits)
+        check_text(text, limits)
     return Subject(model=model, text=text, image=image)
 
 
@@ -122,7 +122,8 @@ def read_component(document: Any) -> str:
     return name
 
 
-def _check_text(text: str, limits: Limits) -> None:
+def check_text(text: str, limits: Limits) -> None:
+    """Refuse a text that holds nothing, is too long or is no Unicode."""
     if not text.strip():
         raise InputError("Expected some text, got none. Type a sentence.")
     if len(text) > limits.characters:

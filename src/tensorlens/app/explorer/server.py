@@ -20,7 +20,9 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tensorlens.__about__ import __version__
+from tensorlens.app.explorer.answer_questions import read_answer_ask
 from tensorlens.app.explorer.answers import Answers, facts
+from tensorlens.app.explorer.explained import ExplainedAnswers
 from tensorlens.app.explorer.guard import Access, Guard, StrictJson, strict_json
 from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.library import Library, kind_of
@@ -77,9 +79,16 @@ class _Explorer:
         self.library, self.limits = library, limits
         self.worker = Worker(limits.waiting)
         self.answers = Answers(library, self.worker, limits)
+        self.explained = ExplainedAnswers(self.answers)
+        self.worker.on_stuck = self.forget
         self.conversions = asyncio.Semaphore(limits.conversions)
         self.files: Recent[str, bytes] = Recent(16, 64 * 2**20)
         self.arriving = 0  # bytes of bodies that are not whole yet
+
+    def forget(self) -> None:
+        """Let go of what a thread that was given up may have left half done."""
+        self.answers.forget()
+        self.explained.forget()
 
     def app(self, access: Access) -> Starlette:
         routes = [
@@ -90,6 +99,7 @@ class _Explorer:
             Route("/api/start", self.start),
             Route("/api/open", self.open, methods=["POST"]),
             Route("/api/map", self.map, methods=["POST"]),
+            Route("/api/answer", self.answer, methods=["POST"]),
             Route("/api/predictions", self.predict, methods=["POST"]),
             Route("/api/inside", self.inside, methods=["POST"]),
             Route("/api/ablate", self.ablate, methods=["POST"]),
@@ -169,6 +179,10 @@ class _Explorer:
     async def map(self, request: Request) -> Response:
         ask = read_ask(await self._json(request), self.limits)
         return self._stream(request, lambda job: self.answers.map(job, ask))
+
+    async def answer(self, request: Request) -> Response:
+        ask = read_answer_ask(await self._json(request), self.limits)
+        return self._stream(request, lambda job: self.explained.explain(job, ask))
 
     async def predict(self, request: Request) -> Response:
         document = await self._json(request)
