@@ -1,6 +1,6 @@
 """Predicted effects of patching against true ones, on pairs of prompts: heads, feed-forwards and states of tokens.
 
-    python experiments/patching_pairs.py --data DATA --out FILE.json [--limit 8] [--model smollm2-135m]
+    python experiments/patching_pairs.py --data DATA --out FILE.json [--limit 8] [--model smollm2-135m] [--device cuda]
 
 For each pair the truth comes from the model itself, by plain hooks on the modules of a Llama, many patches to a batch;
 predictions come from `tl.patching` by several members of the family. Plain attribution patching is the Jacobian.
@@ -40,9 +40,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with pairs/ioi.csv and pairs/greater_than.csv")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, default=8, help="pairs of each file")
     options = parser.parse_args()
-    lens = tl.load(options.model, device="cpu")
+    lens = tl.load(options.model, device=options.device)
     lenses = {name: tl.Lens(lens.model, lens.processor, rules=rules, name=lens.name) for name, rules in MEMBERS.items()}
     rows: list[dict[str, Any]] = []
     for task in ("ioi", "greater_than"):
@@ -73,7 +74,7 @@ def pairs(
                 continue
             weights = object_weights(row, encode) if "corrupted_hard" in row else digit_weights(row["label"], encode)
             with torch.no_grad():
-                logits = lens.model(torch.tensor([clean])).logits[0, -1]
+                logits = lens.model(torch.tensor([clean], device=lens.model.device)).logits[0, -1]
             if sum(weight * float(logits[index]) for index, weight in weights.items()) <= 0:
                 left_out["wrong"] += 1
                 continue
@@ -128,7 +129,7 @@ def predictions(lens: tl.Lens, clean: list[int], corrupted: list[int], weights: 
         at = Cotangents(run, [run.entry(n)[0] for n in DEPTHS])
         changes = [other.operator.recording.states[n] - T.operator.recording.states[n] for n in DEPTHS]
         states = [at.times(run.entry(n)[0], change)[0].sum(-1) for n, change in zip(DEPTHS, changes, strict=True)]
-    return kinds | {"state of a token": torch.cat(states)}
+    return kinds | {"state of a token": torch.cat(states).cpu()}
 
 
 # The truth -----------------------------------------------------------------------------------------------------------
@@ -203,8 +204,10 @@ class Truth:
 
     def _run(self, ids: list[list[int]]) -> Tensor:
         with torch.no_grad():
-            logits = self.model(torch.tensor(ids), use_cache=False, logits_to_keep=1).logits[:, -1]
-        return sum((weight * logits[:, index] for index, weight in self.weights.items()), torch.zeros(len(ids)))
+            logits = self.model(torch.tensor(ids, device=self.model.device), use_cache=False, logits_to_keep=1).logits[
+                :, -1
+            ]
+        return sum((weight * logits[:, index].cpu() for index, weight in self.weights.items()), torch.zeros(len(ids)))
 
 
 # Summary -------------------------------------------------------------------------------------------------------------

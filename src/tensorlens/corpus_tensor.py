@@ -27,6 +27,7 @@ from tensorlens.batch import Batch, Source
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.depths import Depths, depths_of, logits_from, unembedded
 from tensorlens.maps.files import replace_file
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
@@ -101,6 +102,7 @@ class CorpusTensor:
         return f"CorpusTensor({self.meta.get('model')}, {n} blocks, {n_out} × {n_in}, {self.n_texts} texts)"
 
     @classmethod
+    @own_modes
     def fit(
         cls, lens: Source, texts: Iterable[Any], *, outputs: Outputs = "own", probes: int | None = None,
         batch_size: int = 4, skip_first: int = 0, skip_last: int = 0, seed: int = 0, progress: bool | None = None,
@@ -142,6 +144,7 @@ class CorpusTensor:
                   "probes": sums.n_probes, "texts_left_out": sums.n_short},
         )  # fmt: skip
 
+    @own_modes
     def read(self, T: AttentionTensor, k: int = 5) -> CorpusReading:
         """The words that each state of an input will become, by block and position, beside the plain logit lens."""
         recording, classes = T.operator.recording, T.context.classes

@@ -175,6 +175,24 @@ def test_norms_on_the_stream_are_passed_on_the_direct_way() -> None:
     torch.testing.assert_close(d.scores[0], (cotangent * T.input).sum(-1), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("effect", ["total", "direct"])
+def test_neurons_add_up_to_their_feed_forward(name: str, effect: Any) -> None:
+    model, T = family(name)
+    c = T.components(OUT, TARGET, effect, neurons=[1])
+    whole, close = rows(found(name, effect), 1, "feed-forward")[0], tolerance(name)
+    neurons, bias = rows(c, 1, "neuron"), rows(c, 1, "feed-forward bias")
+    last = model.get_submodule(f"{blocks_of(name)[1]}.{FAMILIES[name][1]}")
+    width = last.weight.shape[0 if name == "gpt2" else 1]  # gpt2 keeps its matrices the other way round
+    assert neurons.shape[0] == width and c.heads().shape == (3, 4)
+    torch.testing.assert_close(neurons.sum(0) + bias[0], whole, rtol=close, atol=close)
+    if effect == "total":  # each of them by the gradient of its own row of the matrix
+        with pass_to(T.operator, {TARGET: 1.0}, OUT) as run:
+            gradient = torch.autograd.grad(run.t, [last.weight])[0] * last.weight.detach()
+        by_row = gradient.sum(1 if name == "gpt2" else 0)
+        torch.testing.assert_close(neurons.sum(1), by_row, rtol=close, atol=close)
+
+
 # Other ways to build a model -----------------------------------------------------------------------------------------
 
 

@@ -31,25 +31,28 @@ class Component:
         kind: ``"embedding"``, ``"attention head"``, ``"attention"`` where its heads cannot be told apart,
             ``"attention bias"`` (of its output projection), ``"feed-forward"``, ``"bias"`` (on the stream itself), or
             ``"block"`` where the parts of a block cannot be told apart. A further attention of a block is
-            ``"attention 2"``.
+            ``"attention 2"``. Where neurons were asked for, ``"neuron"`` and ``"feed-forward bias"``.
         block: The block it is in, if any.
         head: Its number, if it is a head.
+        neuron: Its number, if it is a neuron.
     """
 
     kind: str
     block: int | None = None
     head: int | None = None
+    neuron: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "block":
             return f"block {self.block}"
-        what = self.kind if self.head is None else f"{self.kind} {self.head}"
+        number = self.head if self.neuron is None else self.neuron
+        what = self.kind if number is None else f"{self.kind} {number}"
         return what if self.block is None else f"block {self.block}, {what}"
 
     @property
     def column(self) -> str | None:
         """Its column in the picture of blocks and heads; None if it has no cell there."""
-        if self.block is None or self.kind.endswith("bias"):
+        if self.block is None or self.kind.endswith("bias") or self.neuron is not None:
             return None
         if self.head is None:
             return self.kind

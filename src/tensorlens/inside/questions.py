@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from tensorlens.errors import InputError
 from tensorlens.inside.ablation import Ablation, Named, Question, Replacement, ablation
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import ComponentMap
@@ -33,7 +34,8 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def components(
-        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total"
+        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total", *,
+        neurons: Sequence[int] = (),
     ) -> ComponentMap:  # fmt: skip
         r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
 
@@ -42,10 +44,24 @@ class InsideQuestions(TensorOperator):
             target: As for `map`; None explains the model's own prediction.
             effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
                 ``"direct"``: the way along the residual stream alone; these sum to the target.
+            neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
+                matrix. Experts are one feed-forward.
         """
         i, meta = self._output(out_token)
+        start, stop = self.operator.span
+        wrong = [n for n in neurons if not 0 <= n < stop - start]
+        if wrong:
+            raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
+        chosen = frozenset(start + n for n in neurons)
         return component_map(
-            self.operator, self.context.classes, i, target, effect, tokens=self.context.tokens, meta=meta
+            self.operator,
+            self.context.classes,
+            i,
+            target,
+            effect,
+            tokens=self.context.tokens,
+            meta=meta,
+            neurons=chosen,
         )
 
     @own_modes

@@ -56,10 +56,20 @@ class Sum(NamedTuple):
     value: Tensor
 
 
+class MapStep(NamedTuple):
+    """A matrix that was applied: where what it took is in the graph, that value, and the node of what it gave."""
+
+    edge: GradientEdge
+    value: Tensor
+    node: Node
+
+
 class StreamObserver:
     """Looks on while a replay builds its graph: the sums, what attention mixed, and the state after each block."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, neurons: frozenset[int] = frozenset()) -> None:
+        self.neurons = neurons
+        self.steps: dict[Node, MapStep] = {}
         self._blocks = {id(block) for block in recording.anatomy.blocks}
         self._place = recording.anatomy.state_place
         self._encoder = recording.anatomy.encoder if recording.n_encoder_blocks else None
@@ -111,10 +121,30 @@ class StreamObserver:
         first: Any = output[0] if isinstance(output, tuple) and output else output
         if run.block is not None and is_live(first) and raw(getattr, first, "requires_grad"):
             self.modules.setdefault((run.block, edge_of(first).node), []).append(run.module)  # the outermost last
+            self._keep_step(run.block, module, args, edge_of(first).node)
         if id(module) in self._blocks and run.block is None:
             state = state_of(output, self._place)
             if raw(getattr, state, "requires_grad"):
                 self.outputs[run.place.block] = edge_of(state), constant(state).clone()
+
+    def _keep_step(self, block: int, module: nn.Module, args: tuple[Any, ...], node: Node) -> None:
+        weight = getattr(module, "weight", None)
+        is_matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not any(True for _ in module.children())
+        if block in self.neurons and is_matrix and args and is_live(args[0]):
+            self.steps[node] = MapStep(edge_of(args[0]), constant(args[0]).clone(), node)
+
+    def last_matrix(self, write: Write) -> MapStep | None:
+        """The last matrix that a write went through, by whose input its neurons can be told apart."""
+        ahead, met = [(-order(write.edge.node), 0, write.edge.node)], {write.edge.node}
+        while ahead and self.steps:
+            _, _, node = heapq.heappop(ahead)
+            if node in self.steps:
+                return self.steps[node]
+            for parent, _ in node.next_functions:
+                if parent is not None and parent not in met:
+                    met.add(parent)
+                    heapq.heappush(ahead, (-order(parent), len(met), parent))
+        return None
 
     def _keep_taker(self, run: Interpreter, args: tuple[Any, ...]) -> None:
         """Notice the module that takes in what heads mixed, side by side: the output projection."""

@@ -107,8 +107,10 @@ def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int
 
 
 @contextmanager
-def pass_to(operator: FrozenOperator, weights: Weights, i: int) -> Iterator[Pass]:
-    """Replay the operator's blocks at X and find what wrote to the stream.
+def pass_to(
+    operator: FrozenOperator, weights: Weights, i: int, neurons: frozenset[int] = frozenset()
+) -> Iterator[Pass]:
+    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons.
 
     Raises:
         MethodError: no factors are kept, the range of blocks does not end at the last, or the number of tokens
@@ -119,7 +121,7 @@ def pass_to(operator: FrozenOperator, weights: Weights, i: int) -> Iterator[Pass
     classes = torch.tensor(list(weights), device=operator.device)
     with own_precision(), torch.enable_grad():
         x = recording.states[start].detach().clone().requires_grad_()
-        seen = StreamObserver(recording)
+        seen = StreamObserver(recording, neurons)
         end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=(seen,))
         logits = read_logits(recording, plain(end), i, classes)[0]
         t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()

@@ -104,6 +104,8 @@ class Walk:
     def _rows(self, n: int, write: Write, kind: str, by_write: Mapping[int, Tensor]) -> Iterator[Row]:
         cotangents = by_write[id(write)]
         whole = self._by_token(n, cotangents * write.value)
+        if not write.mixtures and n in self.run.seen.neurons:
+            return neuron_rows(self.run, kind, n, write, cotangents, whole)
         of_heads = [pulled(write.edge, cotangents, one.edge) * one.value for one in told_apart(self.run, n, write)]
         return head_rows(self.run, kind, n, whole, of_heads)
 
@@ -181,3 +183,20 @@ def head_rows(run: Pass, kind: str, n: int, whole: Tensor, of_heads: list[Tensor
     for head, scores in enumerate(heads.unbind(n_leading)):
         yield Row(Component(block=n, kind=f"{kind} head", head=head), scores)
     yield Row(Component(block=n, kind=f"{kind} bias"), whole - heads.sum(n_leading))
+
+
+def neuron_rows(run: Pass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
+    """A row for each neuron of a feed-forward, and one for what its last matrix adds; (row, token) each.
+
+    A neuron is a channel of what enters the last matrix. Where that cannot be told by token, there is one row for all.
+    """
+    step = run.seen.last_matrix(write)
+    n_tokens = run.n_tokens(n)
+    if step is None or step.value.numel() != n_tokens * step.value.shape[-1]:
+        yield Row(Component(block=n, kind=kind), whole)
+        return
+    effects = pulled(write.edge, cotangents, step.edge) * step.value
+    by_neuron = run.placed(n, effects.reshape(len(cotangents), n_tokens, -1).transpose(1, 2))
+    for neuron, scores in enumerate(by_neuron.unbind(1)):
+        yield Row(Component(block=n, kind="neuron", neuron=neuron), scores)
+    yield Row(Component(block=n, kind=f"{kind} bias"), whole - by_neuron.sum(1))
