@@ -211,7 +211,8 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
         "import json, sys, time\n"
         "name, _, asked, answers = sys.argv[1:]\n"
         "file = open(answers, 'a')\n"
-        "print(json.dumps({'index': 0, 'about': {'version': '1.0', 'check': 'fine'}}), file=file, flush=True)\n"
+        "for about in ({'version': '1.0'}, {'version': '1.0', 'check': 'fine'}):\n"
+        "    print(json.dumps({'index': 0, 'about': about}), file=file, flush=True)\n"
         "for line in open(asked):\n"
         "    one = json.loads(line)\n"
         "    if name == 'gim': time.sleep(60)\n"
@@ -230,6 +231,8 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
     ranks = result["judges"]["evidence"]["measures"]["reciprocal_rank"]["methods"]
     assert ranks["lxt.attn_lrp"]["mean"] == pytest.approx(ranks["control.recency"]["mean"])
     assert "gim" not in ranks
+    short = judged(tmp_path / "short", peers=["gim"], peer_total_seconds=0.5)["peers"]["gim"]
+    assert short["error"] == "was ended after 0.5 seconds"
     missing = judged(tmp_path / "other", peers=["gim"], peer_python=str(tmp_path / "nowhere"))
     assert "could not be started" in missing["peers"]["gim"]["error"]
 

@@ -28,6 +28,7 @@ class JudgeOptions:
         group_size: Items that share a recording. Numbers depend on it by rounding alone.
         peer_python: Interpreter of the environment in which the peers are installed; this one's if None.
         peer_seconds: How long a peer may take for one item before it is given up.
+        peer_total_seconds: How long a peer may take for all items; what it has answered by then counts.
         peer_limit: Items of each set that peers are asked about, at most; as many as `limit` if None.
     """
 
@@ -41,6 +42,7 @@ class JudgeOptions:
     group_size: int = 32
     peer_python: str | None = None
     peer_seconds: float = 60.0
+    peer_total_seconds: float | None = None
     peer_limit: int | None = None
 
     def __post_init__(self) -> None:

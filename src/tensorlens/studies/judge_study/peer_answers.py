@@ -29,7 +29,9 @@ def ask_peers(
     save_model(lens, model)
     about: dict[str, Any] = {}
     for name in options.peers:
-        peer = Peer(name, run.folder / "peers", options.peer_python, options.peer_seconds)
+        peer = Peer(
+            name, run.folder / "peers", options.peer_python, options.peer_seconds, options.peer_total_seconds
+        )  # fmt: skip
         found = peer.run(model, questions)
         about[name] = found["about"] | {"n": len(found["answers"])}
         for record in records:

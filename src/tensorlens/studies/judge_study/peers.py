@@ -26,8 +26,10 @@ PEERS = (
 )  # fmt: skip
 """Every peer by name: the package, and its method where it has several."""
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 """How long a peer may take to load and to check itself."""
+LINES_BEFORE = 2
+"""Lines that a peer writes about itself before it is asked anything."""
 SCRIPT = Path(__file__).with_name("peer_process.py")
 
 
@@ -47,10 +49,15 @@ class Peer:
         folder: Where its files go.
         python: Interpreter of its environment; this one's if None.
         seconds: How long it may take for one item.
+        total_seconds: How long it may take for all of them; what it has answered by then counts.
     """
 
-    def __init__(self, name: str, folder: Path, python: str | None = None, seconds: float = 60.0) -> None:
+    def __init__(
+        self, name: str, folder: Path, python: str | None = None, seconds: float = 60.0,
+        total_seconds: float | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.folder, self.seconds = name, folder, seconds
+        self.total_seconds = float("inf") if total_seconds is None else total_seconds
         self.python = python or sys.executable
         self.output = folder / f"{name}.jsonl"
 
@@ -88,21 +95,27 @@ class Peer:
                 process.wait()
 
     def _watch(self, process: subprocess.Popen, log: Path) -> str | None:
-        size, deadline = self._size(), time.monotonic() + START_SECONDS
+        first = size = self._n_lines()
+        end = time.monotonic() + self.total_seconds
+        patience, deadline = START_SECONDS, time.monotonic() + START_SECONDS
         while process.poll() is None:
             check_cancelled()
-            if self._size() != size:
-                size, deadline = self._size(), time.monotonic() + self.seconds
+            if self._n_lines() != size:
+                size = self._n_lines()
+                patience = self.seconds if size - first >= LINES_BEFORE else START_SECONDS
+                deadline = time.monotonic() + patience
+            if time.monotonic() > end:
+                return f"was ended after {self.total_seconds:g} seconds"
             if time.monotonic() > deadline:
-                return f"gave nothing for {self.seconds:g} seconds and was ended"
+                return f"gave nothing for {patience:g} seconds and was ended"
             time.sleep(0.1)
         if process.returncode == 0:
             return None
         lines = log.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1][:300] if lines else f"ended with exit code {process.returncode}"
 
-    def _size(self) -> int:
-        return self.output.stat().st_size if self.output.is_file() else 0
+    def _n_lines(self) -> int:
+        return sum(1 for _ in whole_lines(self.output))
 
     def _answers(self) -> dict[str, Any]:
         answers: dict[int, dict[str, Any]] = {}
