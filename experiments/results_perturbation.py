@@ -1,4 +1,4 @@
-"""Write docs/results-perturbation.md and its figures from the folders of finished perturbation runs.
+"""Write docs/results-perturbation.md, a page for each run, and their figures from the folders of finished runs.
 
     python experiments/results_perturbation.py RUNS [--docs docs]
 
@@ -28,6 +28,9 @@ SUFFIXES = {"freeze_up": "freeze-up", "half": "half"}
 
 N_RESAMPLES = 2000
 
+DIFFERENCE = 5
+"""Where a line of the overview has the difference and its interval."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,11 +43,35 @@ def main() -> None:
     (options.docs / "assets").mkdir(parents=True, exist_ok=True)
     variants = {f"{name}-{suffix}" for name in runs for suffix in SUFFIXES.values()}
     whole = {name: run for name, run in runs.items() if name not in variants}
-    sections = [section(name, run, options.docs) for name, run in whole.items()]
-    text = "\n\n".join([NOTE, "# Perturbation", overview(whole), gates(runs), *sections])
-    path = options.docs / "results-perturbation.md"
-    path.write_text(text + "\n", "utf-8")
-    print(f"wrote {path}, {len(runs)} runs")
+    for name, run in whole.items():
+        write(options.docs / page_of(name), section(name, run, options.docs))
+    rows = list(overview_rows(whole))
+    parts = ["# Perturbation", verdict(rows), contents(list(whole)), overview(rows), gates(runs)]
+    write(options.docs / "results-perturbation.md", *parts)
+    print(f"wrote {len(whole) + 1} pages in {options.docs}, {len(runs)} runs")
+
+
+def write(path: Path, *parts: str) -> None:
+    path.write_text("\n\n".join([NOTE, *parts]) + "\n", "utf-8")
+
+
+def page_of(name: str) -> str:
+    return f"results-perturbation-{name}.md"
+
+
+def verdict(rows: list[list[str]]) -> str:
+    """How often T is ahead of the best baseline, by the interval of the difference."""
+    bounds = [[float(bound) for bound in row[DIFFERENCE].split("[")[1].rstrip("]").split(",")] for row in rows]
+    ahead, behind = sum(low > 0 for low, _ in bounds), sum(high < 0 for _, high in bounds)
+    return (
+        f"In {len(rows)} comparisons (a run, what replaces a token, a metric) the best map of T is ahead of the best "
+        f"of eight baselines in {ahead}, behind in {behind}, and in {len(rows) - ahead - behind} the 95 % interval of "
+        "the difference holds zero. What it means: [Results](results.md)."
+    )
+
+
+def contents(names: list[str]) -> str:
+    return "All methods, conditions and curves, by run: " + " · ".join(f"[{name}]({page_of(name)})" for name in names)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -54,9 +81,8 @@ def read(folder: Path) -> dict[str, Any]:
     return found | {"folder": folder, "sessions": lines}
 
 
-def overview(runs: dict[str, dict[str, Any]]) -> str:
+def overview_rows(runs: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
     """The best tensor method against the best of the eight baselines, one line a run and condition."""
-    rows = []
     for name, run in runs.items():
         for condition, metric, found in results(run):
             against = found.get("tensor_against_baseline")
@@ -65,21 +91,16 @@ def overview(runs: dict[str, dict[str, Any]]) -> str:
             low, high = against["interval"]
             cells = [found["methods"][against[which]]["auc"] for which in ("first", "second")]
             control = found["best"].get("control")
-            rows.append([
+            yield [
                 name, condition, METRICS[metric], f"{against['first']} {cells[0]:.4g}",
                 f"{against['second']} {cells[1]:.4g}", f"{against['advantage']:+.3g} [{low:+.3g}, {high:+.3g}]",
                 f"{against['probability']:.3f}", f"{control} {found['methods'][control]['auc']:.4g}" if control else "",
-            ])  # fmt: skip
-    heads = [
-        "run",
-        "condition",
-        "metric",
-        "best of T",
-        "best baseline",
-        "difference [95 %]",
-        "P(T better)",
-        "best control",
-    ]
+            ]  # fmt: skip
+
+
+def overview(rows: list[list[str]]) -> str:
+    heads = ["run", "condition", "metric", "best of T", "best baseline", "difference [95 %]", "P(T better)",
+             "best control"]  # fmt: skip
     return "## The tensor against the best baseline\n\n" + table(heads, rows)
 
 
@@ -88,7 +109,7 @@ def section(name: str, run: dict[str, Any], docs: Path) -> str:
     settings, origin = config["settings"], config["origin"]
     commit = f", commit {origin['commit'][:10]}" if origin["commit"] else ""
     parts = [
-        f"## {name}",
+        f"# {name}",
         f"{settings['model']} ({settings['model_class']}, {settings['dtype']}, products: "
         f"{settings['matmul_precision']}), gate convention {settings['rules']['gate']}"
         f"{', ranked by magnitude' if settings['absolute'] else ''}; {replaced(settings)}"

@@ -1,4 +1,4 @@
-"""Every study on a tiny model, small enough to be killed and started again by the hundred."""
+"""Every study and `tensorlens maps` on a tiny model, small enough to be killed and started again by the hundred."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import transformers
 from tiny_language import tiny_lens, write_relation
 from tiny_study import TEXTS, lens_on, study
 
+from tensorlens.app.maps_command import maps
+from tensorlens.app.options import ModelOptions
 from tensorlens.studies import fidelity, relations
 
 
@@ -31,10 +33,21 @@ def run_fidelity(folder: Path) -> None:
     fidelity(lens_on(), [TEXTS[0], TEXTS[1], TEXTS[5]], folder, progress=False, **sizes)
 
 
+def run_maps(folder: Path) -> None:
+    data, model = folder.parent / "texts.txt", folder.parent / "model"
+    if not data.exists():
+        lens = tiny_lens()
+        lens.model.float().save_pretrained(model)
+        lens.processor.save_pretrained(model)
+        data.write_text("\n".join([*TEXTS, *reversed(TEXTS)]))
+    maps(str(model), data=str(data), out=folder, part_rows=3, batch_size=2, reading=ModelOptions(device="cpu"))
+
+
 STUDIES: dict[str, Callable[[Path], None]] = {
     "perturbation": run_perturbation,
     "relations": run_relations,
     "fidelity": run_fidelity,
+    "maps": run_maps,
 }
 
 

@@ -296,3 +296,20 @@ def test_a_map_of_a_batch_comes_back_equal(tmp_path):
     (found, _) = tiny_lens().maps(TEXTS[:2], "tensor.in_class")
     again = tl.TokenMap.load(found.save(tmp_path / "map.json"))
     assert again.meta == found.meta and torch.equal(again.scores, found.scores)
+
+
+def test_a_batch_takes_a_target_for_each_sample():
+    lens = tl.Lens(zoo.build("llama"))
+    batch = lens.batch([zoo.sample("llama"), zoo.sample("llama", seed=1), zoo.sample("llama", seed=2)])
+    targets = [(3, 4), 5, (6, 3)]
+    for i, found in enumerate(batch.maps("tensor.in_class", targets=targets)):
+        alone = batch[i].map("tensor.in_class", out_token=-1, target=targets[i])
+        assert torch.allclose(found.scores, alone.scores) and found.meta["target"] == alone.meta["target"]
+    with pytest.raises(tl.InputError, match="one for each of the 3 samples; got 2"):
+        batch.maps("tensor.in_class", targets=targets[:2])
+
+
+def test_the_norm_of_a_batch_of_one_is_that_of_the_sample():
+    lens = tl.Lens(zoo.build("llama"))
+    (found,) = lens.batch([zoo.sample("llama")]).maps("tensor.norm", probes=4)
+    assert torch.allclose(found.scores, lens(zoo.sample("llama")).map("tensor.norm", out_token=-1, probes=4).scores)

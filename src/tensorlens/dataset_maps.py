@@ -7,9 +7,11 @@ heard only samples of one length go together, and where a model mixes samples th
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, Literal
 
@@ -17,13 +19,15 @@ import torch
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source, has_sample_axis, length_of, map_of
+from tensorlens.batch import Batch, Source, difference, goes_together, has_sample_axis, length_of, map_of
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
+from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
+from tensorlens.models.module_tree import parameters
 from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
 
@@ -40,7 +44,7 @@ CHECK_EVERY = 50
 """Batches between two samples that are mapped alone for comparison."""
 MOST_SAMPLES = {"cuda": 256, "cpu": 16}
 """Samples at a time: more make a GPU no faster, and a CPU's cache holds few."""
-MEMORY_SHARE = 0.3
+MEMORY_SHARE = 0.5
 """Part of the free memory that a batch may take, by the estimate for its factors."""
 
 
@@ -114,6 +118,7 @@ class _Work:
         self.together: Together = "padded"
         self.n_batches = 0
         self.reason = ""
+        self._free: int | None = None
         self._random = random.Random(asked.seed)
 
     @property
@@ -153,21 +158,32 @@ class _Work:
     def _batches(self, prepared: Sequence[ModelInput], order: list[int]) -> Iterator[list[int]]:
         """Samples that go together: of one kind, and near in length."""
         for _, group in groupby(order, key=lambda i: _kind(prepared[i])):
-            same = list(group)
-            longest = max(length_of(prepared[i]) for i in same)
-            most = 1 if self.together == "one by one" else self._fitting(longest)
-            if self.together == "by length":
-                for _, of_length in groupby(same, key=lambda i: length_of(prepared[i])):
-                    yield from _chunks(list(of_length), most)
-            else:
-                yield from _chunks(same, most)
+            some: list[int] = []
+            for i in group:
+                length = max(1, length_of(prepared[i]))  # the longest so far, and so that of the batch when padded
+                is_full = len(some) == self.most or (len(some) + 1) * length > self._most_tokens
+                is_other = some and self.together == "by length" and length != length_of(prepared[some[0]])
+                if some and (is_full or is_other or self.together == "one by one"):
+                    yield some
+                    some = []
+                some.append(i)
+            yield some
 
-    def _fitting(self, n_tokens: int) -> int:
-        if self.batch_size is not None or not n_tokens:
-            return self.most
-        device = next(self.lens.model.parameters()).device
-        each = max(1, n_tokens * sum(max(p.shape) * 8 for p in self.lens.model.parameters() if p.dim() == 2))
-        return max(1, min(self.most, int(MEMORY_SHARE * free_bytes(device) / each)))
+    @property
+    def _most_tokens(self) -> float:
+        """Tokens that go into a batch by the memory that is free."""
+        if self.batch_size is not None:
+            return math.inf
+        if self._free is None:
+            self._free = free_bytes(next(self.lens.model.parameters()).device)
+        return MEMORY_SHARE * self._free / self._bytes_per_token
+
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        """About what the graph of a pass keeps for a token: two numbers for each channel that a weight gives."""
+        n_ids = vocabulary_size(self.lens.model)  # of which a pass keeps nothing
+        weights = [p for p in parameters(self.lens.model) if p.dim() == 2 and n_ids not in p.shape]
+        return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Pending:
         """Begin the maps of one batch; a batch that is checked is finished at once."""
@@ -206,11 +222,11 @@ class _Work:
 
     def _begin_batch(self, prepared: list[ModelInput]) -> Pending:
         asked = self.asked
-        is_exact_norm = asked.method == "tensor.norm" and asked.probes is None  # which goes one by one, by factors
-        batch = Batch(self.lens, prepared, for_method=None if is_exact_norm else asked.method)
+        method = asked.method if goes_together(asked.method, asked.probes) else None
+        batch = Batch(self.lens, prepared, for_method=method)
         pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
         batch.release()
-        return pending
+        return pending  # proved by one sample of the first batch, and again every so often
 
     def _apart(self, prepared: list[ModelInput], reason: str) -> list[TokenMap]:
         """The same samples with fewer of them together, from now on."""
@@ -246,14 +262,7 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
     return tuple(shapes)
 
 
-def _chunks(items: list[int], size: int) -> Iterator[list[int]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
-
-
 def agree(one: TokenMap, other: TokenMap) -> bool:
     """Whether two maps of one sample are the same to rounding."""
-    if one.scores.shape != other.scores.shape:
-        return False
-    tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
-    scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return bool((one.scores.double() - other.scores.double()).norm() <= tolerance * scale)
+    error, tolerance = difference(one, other)
+    return error <= tolerance

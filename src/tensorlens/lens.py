@@ -22,7 +22,9 @@ from tensorlens.freezing.replay import Replay
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
+from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
+from tensorlens.models.plain_pass import own_modes, stepwise
 from tensorlens.models.rows import make_inputs
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
@@ -63,6 +65,7 @@ class Lens:
         """One line: model and number of blocks."""
         return f"Lens({self.name}: {type(self.model).__name__})"
 
+    @own_modes
     def __call__(self, value: Any) -> Any:
         """The attention tensor at an input, or a list of them for a batch.
 
@@ -80,6 +83,7 @@ class Lens:
         prepared = self.prepare(value)
         return self.tensor(prepared, replay_of(*self.recording_arguments(prepared.arguments), self.rules))
 
+    @own_modes
     def batch(self, inputs: Sequence[Any]) -> Batch:
         """Attention tensors of several inputs that share one recording.
 
@@ -122,8 +126,9 @@ class Lens:
         """
         asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
-        return maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress)
+        return stepwise(maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress))
 
+    @own_modes
     def answer(
         self, prompt: Any, answer: str | Sequence[int] | None = None, *, logprobs: Sequence[float] | None = None,
         max_new_tokens: int = 64, seed: int | None = None, **options: Any,
@@ -160,6 +165,7 @@ class Lens:
     def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
         """Where the model's parts are for such arguments, and the arguments with the constant ones."""
         arguments = arguments | _constant_arguments(self.model)
+        check_arguments(self.model, arguments)
         return self.anatomies.at(arguments), arguments
 
     def tensor(self, prepared: ModelInput, replay: Replay) -> AttentionTensor:
@@ -192,6 +198,8 @@ class Lens:
             meta["text"] = prepared.text
             if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
                 meta["offsets"] = [pair and list(pair) for pair in prepared.offsets]
+        if is_causal(self.model):
+            meta["causal"] = True
         grid = prepared.grid(self.model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}

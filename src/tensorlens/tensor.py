@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,39 +14,22 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
-from tensorlens.inside.component_map import ComponentMap
-from tensorlens.inside.components import Effect, component_map
-from tensorlens.inside.score import score_map
+from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps.collapse import NormKind
+from tensorlens.maps.context import Context as Context
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
-from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.plain_pass import modes_left, own_modes
 from tensorlens.models.precision import Precision
-from tensorlens.operators.base import Pulled, TensorOperator, check_token
+from tensorlens.operators.base import Pulled, check_token
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator
 
 OutTokens = int | Sequence[int] | slice | None
 """One output, several, or all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a map should say of where it came from, and how classes are called.
-
-    Attributes:
-        tokens: A label for each input token.
-        classes: Names of the classes, or None for a model without a head.
-        meta: Model, versions and picture, for the map's `meta`.
-        out_tokens: A label for each output, if they are not those of the inputs.
-    """
-
-    tokens: tuple[str, ...]
-    classes: Classes | None
-    meta: dict[str, Any]
-    out_tokens: tuple[str, ...] | None = None
 
 
 class Prediction(NamedTuple):
@@ -59,7 +41,7 @@ class Prediction(NamedTuple):
     probability: float
 
 
-class AttentionTensor(TensorOperator):
+class AttentionTensor(InsideQuestions):
     r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
 
     Matrix-free, frozen at the input, cheap to hold: the hidden states and the held factors of one forward pass. Made
@@ -95,11 +77,13 @@ class AttentionTensor(TensorOperator):
         return self.operator.device
 
     @property
+    @own_modes
     def input(self) -> Float[Tensor, "in_token in_channel"]:
         """X⁰: the state entering the first block; a copy."""
         return self.operator.input.clone()
 
     @property
+    @own_modes
     def output(self) -> Float[Tensor, "out_token out_channel"]:
         """X^N: the state after the last block, and after the final norm if there is one; a copy.
 
@@ -108,6 +92,7 @@ class AttentionTensor(TensorOperator):
         return self.operator.output.clone()
 
     @property
+    @own_modes
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
         """B: what the frozen model gives at zero; a copy."""
         return self.operator.bias.clone()
@@ -140,6 +125,7 @@ class AttentionTensor(TensorOperator):
 
     # Parts --------------------------------------------------------------------------------------------------------
 
+    @own_modes
     def blocks(self, start: int, stop: int) -> AttentionTensor:
         """The operator of blocks `start` … `stop` - 1 only, frozen at the same pass.
 
@@ -152,6 +138,7 @@ class AttentionTensor(TensorOperator):
         first = self.operator.span.start
         return self._part(self._operator(Span(first + start, first + stop), self.operator.heads))
 
+    @own_modes
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
         """Only the named heads' token mixing, in the blocks named; other blocks stay whole.
 
@@ -160,6 +147,7 @@ class AttentionTensor(TensorOperator):
         """
         return self._with_heads(chosen, keep=True)
 
+    @own_modes
     def without_heads(self, left_out: Mapping[int, Iterable[int]]) -> AttentionTensor:
         """All but the named heads' token mixing, in the blocks named."""
         return self._with_heads(left_out, keep=False)
@@ -195,6 +183,7 @@ class AttentionTensor(TensorOperator):
 
     # Questions ----------------------------------------------------------------------------------------------------
 
+    @own_modes
     def map(
         self, method: str = "tensor.in_out", out_token: OutTokens = None, target: Target | None = None, *,
         groups: Groups | None = None,
@@ -253,39 +242,7 @@ class AttentionTensor(TensorOperator):
             raise InputError(f"`out_token` must name at least one of the {n_out} outputs; got {out_token!r}.")
         return tuple(check_token(i, n_out) for i in every)
 
-    def components(
-        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total"
-    ) -> ComponentMap:  # fmt: skip
-        r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
-
-        Args:
-            out_token: The output to explain; a head that reads the whole input at once has only one.
-            target: As for `map`; None explains the model's own prediction.
-            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
-                ``"direct"``: the way along the residual stream alone; these sum to the target.
-        """
-        recording = self.operator.recording
-        i = 0 if recording.pools else check_token(out_token, self.shape[0])
-        named = self.context.classes
-        meta = self.meta() | {"out_positions": [i]}
-        return component_map(self.operator, named, i, target, effect, tokens=self.tokens, meta=meta)
-
-    def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
-        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
-
-        Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
-        what the model adds to it in the last corner.
-
-        Args:
-            block: Which one.
-            head: Counts query heads.
-            query: The token that looks.
-            key: The token it looks at, or a pair of them for the difference of two scores.
-        """
-        own = ("model", "versions")
-        meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
-        return score_map(self.operator, block, head, query, key, tokens=self.tokens, meta=meta)
-
+    @own_modes
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:
         """A map of each block, in the shape of transformers' `output_attentions`, for tools that draw attention.
 
@@ -315,6 +272,7 @@ class AttentionTensor(TensorOperator):
             "heads": heads or None,
             "rules": self.operator.recording.rules.as_dict(),
             "certificate": verdict,
+            **({"switched_off": list(modes_left())} if modes_left() else {}),
         }
 
     def with_precision(self, precision: Precision | None) -> AttentionTensor:
@@ -324,6 +282,7 @@ class AttentionTensor(TensorOperator):
             return self
         return self._part(FrozenOperator(operator.replay, operator.span, operator.heads, precision=precision))
 
+    @own_modes
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
         """Operations, memory and time of some work before it is done.
 
@@ -338,6 +297,7 @@ class AttentionTensor(TensorOperator):
         """Cotangents that live on one output each, pulled to the input a piece at a time."""
         return self.operator.pull_outputs(out_tokens, starts)
 
+    @own_modes
     def certificate(self, engines: Literal["answered", "all"] = "answered") -> Certificate:
         """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied.
 
@@ -353,6 +313,7 @@ class AttentionTensor(TensorOperator):
             self._certified = (state, certify(self.operator, engines=engines))
         return self._certified[1]
 
+    @own_modes
     def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
         """The `k` classes or next tokens that the model ranks highest at one output, with its own logits.
 

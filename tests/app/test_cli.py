@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens.app import cli, options
+from tensorlens.app.check_command import show
 
 runner = CliRunner()
 
@@ -62,7 +64,9 @@ def test_check_exits_by_its_verdict(folder, monkeypatch):
         "completeness",
         "composition",
     }
-    assert "exact and linear" in runner.invoke(cli.app, ["check", folder]).stdout
+    said = runner.invoke(cli.app, ["check", folder]).stdout
+    assert "exact and linear" in said
+    assert content["engines"] and all(f"engine: {name}" in said for name in content["engines"])
 
     from tensorlens.freezing.rules.linear import linear
     from tensorlens.freezing.rules.table import RULES
@@ -71,6 +75,12 @@ def test_check_exits_by_its_verdict(folder, monkeypatch):
     failed = runner.invoke(cli.app, ["check", folder])
     assert failed.exit_code == 1
     assert "NOT CERTIFIED" in failed.stdout
+
+
+def test_what_a_certificate_holds_back_is_printed(capsys):
+    proved = tl.Lens(build("bert"))([5, 7, 9]).certificate()
+    show(replace(proved, reservations=("block 3 passes nothing of its input on",)), "bert")
+    assert "but: block 3 passes nothing" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_message_and_exit_code_two(capsys, monkeypatch):

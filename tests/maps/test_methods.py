@@ -251,3 +251,9 @@ def test_mistakes_are_named_and_numpys_numbers_are_numbers(unchecked):
         with pytest.raises(tl.InputError, match="named by block"):
             T.heads(wrong)
     assert "some heads of block 0" in repr(T.heads({0: [1]}))
+
+
+def test_a_method_says_whether_its_scores_are_signed():
+    signed = {name for name, one in tl.METHODS.items() if one.signed}
+    assert signed == {name for name, one in tl.METHODS.items() if one.summary.endswith("; signed")}
+    assert signed == {"tensor.in_out", "tensor.in_class", "gradient.times_input", "gradient.integrated"}

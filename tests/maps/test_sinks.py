@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from zoo import build, sample
 
+import tensorlens as tl
 from tensorlens.errors import InputError
 from tensorlens.maps.token_map import TokenMap
 
@@ -37,12 +39,18 @@ CAUSAL = [[1.0, 0.0, 0.0], [5.0, 1.0, 0.0], [4.0, 1.0, -2.0]]
         (SINK, {"set_aside": [2, 99, "x", True]}, (2,)),
         (SINK, {"causal": True, "grid": {"rows": 1, "columns": 3, "first": 1}}, ()),
         ([[float("nan"), 1.0, 2.0]], {"causal": True}, ()),
+        (SINK, {"causal": True, "grouped": "sentences"}, ()),
         ([], {"causal": True}, ()),
     ],
 )
 def test_a_decoders_first_token_is_set_aside_where_it_exceeds_the_rest(scores, meta, expected):
     found = token_map(scores or [[]], **meta)
     assert found.view().set_aside == expected
+
+
+def test_maps_of_a_decoder_say_so_wherever_they_are_made():
+    assert tl.Lens(build("llama"))(sample("llama")).map(out_token=-1).meta["causal"] is True
+    assert "causal" not in tl.Lens(build("bert"))(sample("bert")).map(out_token=-1).meta
 
 
 def test_set_aside_changes_colours_and_nothing_else():

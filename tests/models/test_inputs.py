@@ -153,3 +153,23 @@ def test_a_label_is_taken_by_its_letters_and_never_by_chance(unchecked):
     assert classes.index("A") == 0
     with pytest.raises(tl.InputError, match=r"2 classes are called 'crane'"):
         classes.index("crane")
+
+
+class _Sum(torch.nn.Module):
+    """Takes more than a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, y):
+        return self.blocks[1](self.blocks[0](x)) + y
+
+
+@pytest.mark.parametrize(
+    ("model", "value"), [(_Sum(), torch.ones(3, 4)), (_Sum(), {"x": torch.ones(1, 3, 4)}),
+                         (torch.nn.Linear(4, 4), torch.ones(3, 4))],
+)  # fmt: skip
+def test_a_module_that_does_not_fit_is_told_what_is_needed(model, value):
+    with pytest.raises(tl.TensorLensError, match="What is needed: blocks in a list of modules"):
+        tl.Lens(model)(value)

@@ -22,6 +22,7 @@ from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor
 
@@ -68,12 +69,14 @@ class Answer:
         return range(first, first + len(self.ids))
 
     @cached_property
+    @own_modes
     def log_probabilities(self) -> tuple[float, ...]:
         """The model's own log-probability of each token, after whatever its code does behind the unembedding."""
         logits = plain_logits_at(self.tensor.operator.recording, self.positions)
         chosen = torch.tensor(self.ids, device=logits.device)[:, None]
         return tuple(logits.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist())
 
+    @own_modes
     def map(
         self, groups: Groups | None = None, rows: Groups = ANSWER, target: TargetKind = "centred", *,
         against: str | Sequence[int] | None = None, through: bool = False, answer_columns: bool = False,

@@ -18,6 +18,7 @@ from tensorlens.errors import MethodError
 from tensorlens.maps.collapse import weigh
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.methods import BY_COMPLETENESS
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 
 Engine = Literal["pulls", "pushes"]
@@ -91,7 +92,7 @@ def _pulled(
         )
     scores = group_sums(by_token, groups)
     passes = f"{len(rows)} pull{'s'[: len(rows) != 1]} ({name})"
-    return Shares(scores, values - by_token.double().sum(1).to(rows), values, passes, BY_COMPLETENESS)
+    return Shares(scores, values - in_float64(by_token).sum(1).to(rows), values, passes, BY_COMPLETENESS)
 
 
 def _pushed(
@@ -129,8 +130,8 @@ def through(found: Shares, n_prompt_groups: int) -> Tensor:
         found: Rows are the tokens of an answer, columns groups of the prompt and then each of these tokens.
         n_prompt_groups: How many of the columns are the prompt's.
     """
-    scores = found.scores.double()
-    totals = scores.abs().sum(1, keepdim=True) + found.bias.double().abs()[:, None]
+    scores = in_float64(found.scores)
+    totals = scores.abs().sum(1, keepdim=True) + in_float64(found.bias).abs()[:, None]
     parts = scores / totals.clamp_min(torch.finfo(torch.float64).tiny)
     prompt, answer = parts[:, :n_prompt_groups], parts[:, n_prompt_groups:]
     eye = torch.eye(len(answer), dtype=answer.dtype, device=answer.device)

@@ -68,10 +68,17 @@ def show(certificate: Certificate, title: str, console: Console | None = None) -
     console.print(title, style="bold", markup=False)
     verdict = "exact and linear" if certificate.passed else "NOT CERTIFIED: " + ", ".join(certificate.failures)
     console.print(verdict, style="green" if certificate.passed else "bold red")
+    for reservation in certificate.reservations:
+        console.print(f"but: {reservation}", style="yellow", markup=False)
     numbers = Table("law", "relative error", box=None, pad_edge=False)
     for law, error in certificate.errors.items():
         numbers.add_row(law, f"{error:.1e}", style="" if error <= certificate.tolerance else "bold red")
     numbers.add_row("tolerance", f"{certificate.tolerance:.0e} ({certificate.dtype})", style="dim")
+    for engine, error in certificate.engines.items():
+        accepted = f" (accepted: {certificate.engine_tolerance:.0e})"
+        style = "" if error <= certificate.engine_tolerance else "bold red"
+        numbers.add_row(f"engine: {engine}", f"{error:.1e}{accepted}", style=style)
+    numbers.add_row("|T X| / |F(X)|", f"{certificate.carried:.3g}", style="dim")
     console.print(numbers)
     rules = Table("rule", "modules", "the first", box=None, pad_edge=False)
     for rule, modules in certificate.rules.items():

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from tensorlens.models.precision import in_float64
+
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Relative difference accepted by the coarser of the two types of numbers; a wrong structure differs by more."""
 
@@ -70,16 +72,15 @@ def compare(
         seed: Of the combination.
     """
     weights = torch.randn(len(pulled), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    weights = weights.to(pulled.device)
-    expected = slow(_combined(weights, cotangents)[None])[0].double()
-    difference = _combined(weights, pulled).double() - expected
+    expected = in_float64(slow(_combined(weights, cotangents)[None])[0])
+    difference = in_float64(_combined(weights, pulled)) - expected
     size = expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
     return Proof(float(difference.norm() / size), tolerance)
 
 
 def _combined(weights: Tensor, tensors: Tensor) -> Tensor:
     wide = tensors.dtype if tensors.dtype.itemsize >= 4 else torch.float32
-    return torch.tensordot(weights.to(wide), tensors.to(wide), 1)
+    return torch.tensordot(weights.to(wide).to(tensors.device), tensors.to(wide), 1)
 
 
 def tolerance_of(model_type: torch.dtype, fast_type: torch.dtype, *, is_tf32: bool) -> float:

@@ -3,7 +3,7 @@
 While an interpreter is active in a thread, the forwards of the model's modules report to it. They are wrapped on the
 instances (never on classes), once for all threads that need them, and unwrapped when the last one leaves; a thread
 without an interpreter goes straight through. For as long as it lasts the model's buffers are copies, so that a model
-which writes into them (a cache of keys and values) leaves no trace.
+which writes into them (a cache of keys and values) or counts its calls leaves no trace.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
 from tensorlens.models.module_tree import walk
+from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, put_back
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -41,6 +42,7 @@ class _Wrapping:
 
     found: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor | None] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
     users: set[object] = field(default_factory=set)
     copies: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
@@ -68,9 +70,10 @@ def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None
             with ExitStack() as stack:
                 # Leaving inference mode switches gradients on, and every function would switch them off again.
                 stack.enter_context(own_precision())
+                stack.enter_context(callers_defaults())
                 stack.enter_context(torch.set_grad_enabled(run.grad))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(_REPORTING_FUNCTIONS)
+                _REPORTING_FUNCTIONS.begin(user)
                 stack.enter_context(_no_fused_layers())
                 if run.grad:  # recomputing happens after the pass, where no rule applies
                     stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTING))
@@ -82,9 +85,11 @@ def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None
                 run.written = _written([module for module in run.modules if module in _wrapped])
             finish(run)
             set_active(before)
+            _REPORTING_FUNCTIONS.end(user)
             _unwrap(run.modules, user)
     finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         set_active(before)
+        _REPORTING_FUNCTIONS.end(user)
         _unwrap(run.modules, user)
         if run.refused is not None:
             raise run.refused
@@ -116,30 +121,37 @@ class _ReportingFunctions:
     """While any pass runs, custom autograd functions, checkpointing and inference mode report to it as modules do.
 
     They go past torch's Python functions: the first brings a derivative of its own, the second runs code again when no
-    rule applies, the third, inside a model's forward, would leave no graph. They are replaced on torch itself, once for
-    all threads; one without an interpreter goes straight through, and the last pass to leave puts the originals back.
+    rule applies, the third, inside a model's forward, would leave no graph. Hooks on a module's gradients, which may
+    change them, are no part of what it computes. All are replaced on torch itself, once for all threads; one without
+    an interpreter goes straight through, and the last pass to leave puts the originals back.
     """
 
     def __init__(self) -> None:
-        self._users = 0
+        self._users: set[object] = set()
 
-    def __enter__(self) -> None:
+    def begin(self, user: object) -> None:
+        """One more pass is running."""
         with _lock:
-            self._users += 1
-            if self._users == 1:
+            self._users.add(user)
+            if len(self._users) == 1:
                 torch.autograd.Function.apply = classmethod(_apply_custom)  # type: ignore[method-assign,assignment]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
                 torch.inference_mode.__enter__ = _enter_inference_mode  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _exit_inference_mode  # type: ignore[method-assign]
+                nn.Module._get_backward_hooks = _backward_hooks  # type: ignore[method-assign]
+                nn.Module._get_backward_pre_hooks = _backward_pre_hooks  # type: ignore[method-assign]
 
-    def __exit__(self, *_: object) -> None:
+    def end(self, user: object) -> None:
+        """One less; twice for the same pass does no harm."""
         with _lock:
-            self._users -= 1
-            if self._users == 0:
+            if user in self._users and len(self._users) == 1:
                 torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
                 torch.inference_mode.__enter__ = _ENTER  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _EXIT  # type: ignore[method-assign]
+                nn.Module._get_backward_hooks = _HOOKS  # type: ignore[method-assign]
+                nn.Module._get_backward_pre_hooks = _PRE_HOOKS  # type: ignore[method-assign]
+            self._users.discard(user)
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]
@@ -147,7 +159,16 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint.checkpoint` asks to recompute; its older form is a custom autograd function."""
 _RECOMPUTING = getattr(torch.utils.checkpoint, _CHECKPOINT, None)
 _ENTER, _EXIT = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+_HOOKS, _PRE_HOOKS = nn.Module._get_backward_hooks, nn.Module._get_backward_pre_hooks
 _REPORTING_FUNCTIONS = _ReportingFunctions()
+
+
+def _backward_hooks(module: nn.Module) -> Any:
+    return _HOOKS(module) if active() is None else ([], [])
+
+
+def _backward_pre_hooks(module: nn.Module) -> Any:
+    return _PRE_HOOKS(module) if active() is None else []
 
 
 def _enter_inference_mode(mode: Any) -> None:
@@ -202,13 +223,15 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
         "training": False,  # T describes the model at inference
         "_compiled_call_impl": None,  # and its code, not what a compiler made of it
     }
-    data = [key for key, value in own.items() if isinstance(value, Tensor) and _is_data(value)]
-    replaced |= {key: _copy(own[key], copies) for key in data}
+    data = [key for key, value in own.items() if isinstance(value, Tensor) and is_data(value)]
+    replaced |= {key: copy_once(own[key], copies) for key in data}
     wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
-    wrapping.buffers |= {key: value for key, value in module._buffers.items() if _is_data(value)}
+    wrapping.before |= own
+    buffers = {key: value for key, value in module._buffers.items() if is_data(value)}
+    wrapping.buffers |= buffers
     own.update(replaced)
-    for key, buffer in wrapping.buffers.items():
-        module._buffers[key] = _copy(buffer, copies)
+    for key, buffer in buffers.items():
+        module._buffers[key] = copy_once(buffer, copies)
     copied: dict[str, Any] = {key: own[key] for key in data} | {key: module._buffers[key] for key in wrapping.buffers}
     wrapping.copies |= {key: (value, value._version) for key, value in copied.items()}
 
@@ -222,18 +245,6 @@ def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
             for key, (copy, version) in _wrapped[module].copies.items()
             if module._buffers.get(key, module.__dict__.get(key)) is not copy or copy._version != version
         )
-
-
-def _copy(buffer: Any, copies: dict[int, Tensor]) -> Tensor:
-    if id(buffer) not in copies:
-        with torch.inference_mode(False), torch.no_grad():
-            copies[id(buffer)] = buffer.clone()
-    return copies[id(buffer)]
-
-
-def _is_data(value: Any) -> bool:
-    """A tensor of the module's own that is no parameter and may be written to."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta and value.is_leaf
 
 
 def _unwrap(modules: list[nn.Module], user: object) -> None:
@@ -256,6 +267,7 @@ def _stop_reporting(module: nn.Module, wrapping: _Wrapping) -> None:
             module.__dict__.pop(key, None)
         else:
             module.__dict__[key] = value
+    put_back(module, wrapping.before)
     module._buffers.update(wrapping.buffers)
 
 

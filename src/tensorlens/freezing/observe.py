@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.axes import Attention, Hidden
-from tensorlens.errors import MethodError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
@@ -26,8 +26,7 @@ from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import check_unchanged, replayed
 from tensorlens.freezing.traced import Traced, constant, is_live
-from tensorlens.models.fingerprint import in_this_thread
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 # The model left to itself --------------------------------------------------------------------------------------------
 
@@ -46,19 +45,30 @@ def plain_output(recording: Recording) -> Tensor:
         if n_left["blocks"] == recording.n_blocks:
             seen.append(state_of(output))
 
-    handles = [block.register_forward_hook(in_this_thread(leave_block)) for block in dict.fromkeys(anatomy.blocks)]
+    def read(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(args[0])
+
+    before, after = [], [(block, leave_block) for block in dict.fromkeys(anatomy.blocks)]
     if anatomy.body_end:
-        handles.append(model.get_submodule(anatomy.body_end).register_forward_hook(in_this_thread(leave_body)))
+        after.append((model.get_submodule(anatomy.body_end), leave_body))
     elif anatomy.body_end == "" and anatomy.unembedding is not None:
-        read = in_this_thread(lambda m, args: seen.append(args[0]))
-        handles.append(anatomy.unembedding.register_forward_pre_hook(read))
-    with own_precision(), torch.no_grad(), evaluating(model):
-        try:
-            output = model(**recording.inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        before.append((anatomy.unembedding, read))
+    with hooked(before, after), own_precision(), torch.no_grad(), evaluating(model):
+        output = model(**recording.inputs)
     return recording.layouts[-1].to_tokens(seen[0] if seen else state_of(output))
+
+
+def refuse_unrepeatable(recording: Recording) -> None:
+    """Raise for a model that gives other numbers when it is run again: it has no operator to speak of."""
+    again, found = plain_output(recording), recording.states[-1]
+    tolerance = 100 * torch.finfo(found.dtype).eps ** 0.75
+    if found.isfinite().all() and not (again - found).norm() <= tolerance * found.norm():
+        raise InputError(
+            f"`{type(recording.model).__name__}` gave other numbers when it was run again on the same input (they "
+            f"differ by {float((again - found).norm() / found.norm()):.1e}): it draws random numbers, or keeps "
+            "something from one call to the next. Expected a model that does the same each time; switch that off at "
+            "inference."
+        )
 
 
 def plain_logits(recording: Recording, out_token: int) -> Tensor:

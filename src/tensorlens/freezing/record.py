@@ -54,8 +54,8 @@ def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: Rec
         except StartAtEmbedding:
             at_embedding = True
         except Exception:
-            # Code may fail for its gradients alone: a write in place, a custom derivative. Without them it is held.
-            if not grad or recorder.has_leak:
+            # Code may fail for its gradients alone: a write in place. Without them it is held.
+            if not grad or recorder.has_leak or recorder.is_refused:
                 raise
             grad = False
         del recorder  # and the graph it began

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError
+from tensorlens.freezing.audit import refuse_custom_nodes
 from tensorlens.freezing.factors import RecalledFactors
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Heads, Interpreter, Observer
@@ -105,6 +106,7 @@ class FactorReplay(Replay):
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self._is_searched = recording.graph is not None
 
     @property
     def keeps_factors(self) -> bool:
@@ -143,6 +145,9 @@ class FactorReplay(Replay):
         with own_precision(), torch.enable_grad():
             x = self.recording.states[span.start].detach().clone().requires_grad_()
             y, run = replayed(self.recording, x, span, heads, to_logits=to_logits, grad=True)
+            if not self._is_searched:  # a recording without gradients could not tell
+                refuse_custom_nodes(plain(y))
+                self._is_searched = True
             yield Joined(x, plain(y), run)
 
     def _kept_graph(self, span: Span, to_logits: bool) -> tuple[tuple[Tensor, ...], Tensor] | None:
@@ -167,9 +172,17 @@ def gradients(y: Tensor, leaves: Sequence[Tensor], cotangents: Tensor, chunk: in
         return torch.cat([part.to(found[0].device) for part in found], 1)[None]
     parts = []
     for some in cotangents.split(chunk):
-        found = torch.autograd.grad(
-            y, leaves, some, is_grads_batched=True, retain_graph=True, materialize_grads=unused_are_zero
-        )
+        try:
+            found = torch.autograd.grad(
+                y, leaves, some, is_grads_batched=True, retain_graph=True, materialize_grads=unused_are_zero
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a kernel that takes no batch of gradients: of sparse tensors, or a custom one
+            if len(some) == 1:
+                raise
+            parts += [gradients(y, leaves, one[None], 1) for one in some]
+            continue
         parts.append(torch.cat([part.to(found[0].device) for part in found], 2))
     return torch.cat(parts)
 

@@ -26,6 +26,7 @@ from tensorlens.errors import MethodError
 from tensorlens.freezing.observe import Mixing, mixings
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
 from tensorlens.maps.methods import Answer, Question, method
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
@@ -37,7 +38,7 @@ HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc
 
 def attn(attention: Attention) -> TokenMatrix:
     """Attention averaged over heads; rows sum to one."""
-    return attention.double().mean(0)
+    return in_float64(attention).mean(0)
 
 
 def w_attn(block: Decomposition) -> TokenMatrix:
@@ -76,7 +77,7 @@ def alti(block: Decomposition) -> TokenMatrix:
         vectors = attention_block(block, rows)
         whole = attention_output(block, vectors, rows)
         nearness = whole.abs().sum(-1, keepdim=True) - (vectors - whole[:, None]).abs().sum(-1)
-        found.append(nearness.clamp_min(0).double())
+        found.append(in_float64(nearness.clamp_min(0)))
     matrix = torch.cat(found)
     empty = matrix.sum(-1, keepdim=True) == 0
     return rows_to_one(torch.where(empty, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device), matrix))
@@ -97,7 +98,7 @@ def attention_output(block: Decomposition, vectors: Vectors, rows: slice) -> Ten
 
 
 def _lengths(block: Decomposition, vectors: Callable[[slice], Vectors]) -> TokenMatrix:
-    return torch.cat([vectors(rows).norm(dim=-1).double() for rows in block.chunks()])
+    return torch.cat([in_float64(vectors(rows).norm(dim=-1)) for rows in block.chunks()])
 
 
 MEASURES: dict[str, Callable[[Decomposition], TokenMatrix]] = {

@@ -37,6 +37,7 @@ class BatchQuestion:
         lengths: Tokens of each sample without padding.
         out_tokens: (sample,) the output asked for.
         target: What In+Class explains; None for the model's own prediction.
+        targets: The same, one for each sample, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
         probes: For `tensor.norm`: how many random probes to sketch it with.
         seed: Seed for the probes.
@@ -46,6 +47,7 @@ class BatchQuestion:
     lengths: tuple[int, ...]
     out_tokens: Tensor
     target: Target | None = None
+    targets: Sequence[Target] | None = None
     classes: Classes | None = None
     probes: int | None = None
     seed: int = 0
@@ -101,8 +103,8 @@ def in_class(question: BatchQuestion) -> Pending:
 
     def notes() -> list[Notes]:
         return [
-            {"target": _name(classes, some), "logit": [value], "bias": BY_COMPLETENESS}
-            for some, value in zip(ids.tolist(), logits.tolist(), strict=True)
+            {"target": _name(classes, some, of_some), "logit": [value], "bias": BY_COMPLETENESS}
+            for some, of_some, value in zip(ids.tolist(), weights.tolist(), logits.tolist(), strict=True)
         ]
 
     return question.answers(scores, not_carried(scores, logits), notes)
@@ -113,17 +115,20 @@ def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor]:
     recording, classes = question.recording, question.classes
     assert classes is not None and recording.readout is not None
     device = recording.readout.device
-    if question.target is None:
+    n = len(question.lengths)
+    if question.target is None and question.targets is None:
         best = _all_logits(question, recording.readout).argmax(-1)
         return best[:, None], torch.ones(len(best), 1, device=device)
-    chosen = classes.weights(question.target)
-    n = len(question.lengths)
-    ids = torch.tensor(list(chosen), device=device).expand(n, -1)
-    return ids, torch.tensor(list(chosen.values()), device=device).expand(n, -1)
+    asked = [question.target] * n if question.targets is None else question.targets
+    chosen = [list(classes.weights(one).items()) for one in asked]  # type: ignore[arg-type]  # None was answered above
+    longest = max(map(len, chosen))
+    filled = [some + [(0, 0.0)] * (longest - len(some)) for some in chosen]
+    ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
+    return ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device)
 
 
-def _name(classes: Classes, ids: list[int]) -> str:
-    return " − ".join(classes.name(index) for index in ids)
+def _name(classes: Classes, ids: list[int], weights: list[float]) -> str:
+    return " − ".join(classes.name(index) for index, weight in zip(ids, weights, strict=True) if weight)
 
 
 def predictions(question: BatchQuestion) -> Callable[[], list[Notes]]:
@@ -209,12 +214,9 @@ def norm(question: BatchQuestion) -> Pending:
         raise MethodError("In a batch `tensor.norm` is sketched: pass `probes`, of which 16 are a good start.")
     ends = question.rows(question.recording.states[-1])
     probes = probe_vectors(question.probes, ends.shape[-1], question.seed, ends.device, ends.dtype)
-    squares = torch.stack(
-        [
-            question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows)[0].square().sum(-1)
-            for probe in probes
-        ]
-    )
+    x = question.recording.states[0]
+    pulled = (question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows) for probe in probes)
+    squares = torch.stack([one[0].expand_as(x).square().sum(-1) for one in pulled])  # one sample has no axis of its own
     notes = question.alike(norm="frobenius", probes=question.probes, seed=question.seed, bias=BY_COMPLETENESS)
     return question.answers(squares.mean(0).sqrt(), _bias_shares(question), notes)
 

@@ -6,8 +6,7 @@ its length along the output state otherwise. Both are taken at X⁰, the state e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.memory import in_parts
-from tensorlens.models.fingerprint import in_this_thread
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 N_STEPS = 32
 """Points along the path of integrated gradients."""
@@ -30,12 +28,17 @@ MOST_POINTS = {"cuda": 32, "cpu": 8}
 """Points at a time, each with its graph."""
 
 
-@method("gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True)
+@method(
+    "gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True, signed=True
+)
 def _times_input(question: Question) -> Answer:
     return _answer(question, lambda read: input_times_gradient(question.operator.recording, read))
 
 
-@method("gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True)
+@method(
+    "gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True,
+    signed=True,
+)  # fmt: skip
 def _integrated(question: Question) -> Answer:
     return _answer(question, lambda read: integrated_gradients(question.operator.recording, read))
 
@@ -135,30 +138,16 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
         raise _Done(args[0])
 
     inputs = {name: _repeat(value, len(x)) for name, value in recording.inputs.items()}
-    before: dict[nn.Module, Any] = {} if anatomy.unembedding is None else {anatomy.unembedding: stop}
-    after: dict[nn.Module, Any] = (
-        {anatomy.embedding: embed} if recording.starts_at_embedding and anatomy.embedding is not None else {}
-    )
-    with _hooked(before if after else before | {anatomy.blocks[0]: enter}, after), evaluating(anatomy.model):
+    before: list[tuple[nn.Module, Any]] = [] if anatomy.unembedding is None else [(anatomy.unembedding, stop)]
+    at_embedding = recording.starts_at_embedding and anatomy.embedding is not None
+    after = [(anatomy.embedding, embed)] if at_embedding else []
+    before += [] if after else [(anatomy.blocks[0], enter)]
+    with hooked(before, after), evaluating(anatomy.model):  # type: ignore[arg-type]
         try:
             output = anatomy.model(**inputs)
         except _Done as done:
             return done.state
     return state_of(output)
-
-
-@contextmanager
-def _hooked(before: dict[nn.Module, Any], after: dict[nn.Module, Any]) -> Iterator[None]:
-    """Hooks around modules, for this thread only; other threads that run the model see nothing of them."""
-    handles = [
-        module.register_forward_pre_hook(in_this_thread(hook), with_kwargs=True) for module, hook in before.items()
-    ]
-    handles += [module.register_forward_hook(in_this_thread(hook)) for module, hook in after.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _repeat(value: Any, n: int) -> Any:

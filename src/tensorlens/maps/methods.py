@@ -19,6 +19,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
 from tensorlens.maps import collapse
 from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import sketched_norms
 
@@ -65,12 +66,21 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to make a map."""
+    """A way to make a map.
+
+    Attributes:
+        name: As in `METHODS`.
+        summary: What it says, in a line.
+        compute: Answers a question.
+        takes_target: Whether it explains a target.
+        signed: Whether its scores may be below zero, and so which palette all of its maps have.
+    """
 
     name: str
     summary: str
     compute: Callable[[Question], Answer]
     takes_target: bool = False
+    signed: bool = False
 
 
 SHARE_ROUNDING = 1e-3
@@ -82,12 +92,12 @@ METHODS: dict[str, Method] = {}
 
 
 def method(
-    name: str, summary: str, *, takes_target: bool = False
+    name: str, summary: str, *, takes_target: bool = False, signed: bool = False
 ) -> Callable[[Callable[[Question], Answer]], Callable[[Question], Answer]]:
     """Register a function from `Question` to `Answer` as a method."""
 
     def register(compute: Callable[[Question], Answer]) -> Callable[[Question], Answer]:
-        METHODS[name] = Method(name=name, summary=summary, compute=compute, takes_target=takes_target)
+        METHODS[name] = Method(name=name, summary=summary, compute=compute, takes_target=takes_target, signed=signed)
         return compute
 
     return register
@@ -122,7 +132,7 @@ BY_COMPLETENESS = "by completeness"
 
 def not_carried(scores: Tensor, total: Tensor) -> Tensor:
     """What the inputs do not carry of each row's total is the bias's."""
-    return (1 - scores.double().sum(1) / total).to(scores)
+    return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
 
 
 def _share(question: Question) -> Tensor:
@@ -143,11 +153,11 @@ def _norm(question: Question) -> Answer:
     return Answer(scores=sketch.norms, bias_share=_share(question), notes=notes)
 
 
-@method("tensor.in_out", "What each input contributes along the output that came out; signed")
+@method("tensor.in_out", "What each input contributes along the output that came out; signed", signed=True)
 def _in_out(question: Question) -> Answer:
     operator = question.operator
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
-    size = operator.output[list(question.out_tokens)].double().square().sum(-1)
+    size = in_float64(operator.output[list(question.out_tokens)]).square().sum(-1)
     is_single = len(question.out_tokens) == 1 and not operator.heads and _is_exact(scores, size)
     if not operator.is_streamed and not is_single:
         return Answer(scores=scores, bias_share=_share(question))
@@ -164,8 +174,9 @@ def _contribution(question: Question) -> Answer:
 
 
 @method(
-    "tensor.in_class", "What each input contributes to a logit, or to the difference of two; signed", takes_target=True
-)
+    "tensor.in_class", "What each input contributes to a logit, or to the difference of two; signed",
+    takes_target=True, signed=True,
+)  # fmt: skip
 def _in_class(question: Question) -> Answer:
     r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
 
@@ -209,7 +220,7 @@ def _in_class(question: Question) -> Answer:
 def _is_exact(scores: Tensor, logits: Tensor) -> bool:
     """Whether scores that sum to a logit, less the biases' part, were rounded by little of it."""
     rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
-    return bool((rounded <= SHARE_ROUNDING * logits.abs()).all())
+    return bool((in_float64(rounded) <= SHARE_ROUNDING * in_float64(logits).abs()).all())
 
 
 def _prediction(recording: Recording, out_token: int) -> int:

@@ -23,7 +23,8 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
     chosen = meta.get("set_aside")
     if isinstance(chosen, list):
         return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
-    if n_out == 0 or n_in < 3 or meta.get("grid") is not None or not _is_causal(scores, meta):
+    is_by_token = meta.get("grid") is None and "grouped" not in meta
+    if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
         return ()
     rows = (scores if n_out == 1 else scores[1:]).abs().nan_to_num(nan=0.0)
     drowned = rows[:, 0] > rows[:, 1:].amax(1)

@@ -20,6 +20,7 @@ from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError
 from tensorlens.maps import files
 from tensorlens.maps.groups import Groups, find_groups, group_sums, grouped_meta
+from tensorlens.maps.methods import METHODS
 from tensorlens.maps.sinks import sink_columns
 from tensorlens.maps.words import words
 from tensorlens.views.answer_text import answer_text
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 _LOADABLE = {".json": files.read_json, ".safetensors": files.read_safetensors}
 _DATA = {".json": files.write_json, ".csv": files.write_csv, ".safetensors": files.write_safetensors}
 _FIGURES = (".png", ".svg", ".pdf")
-SIGNED = frozenset({"tensor.in_out", "tensor.in_class", "gradient.times_input", "gradient.integrated"})
-"""Methods whose scores may be below zero, whether or not those of one map are: a method has one palette."""
 
 
 class Top(NamedTuple):
@@ -100,7 +99,8 @@ class TokenMap:
     @property
     def is_signed(self) -> bool:
         """Whether scores of this method may be below zero; a method that is not known goes by its scores."""
-        return self.method in SIGNED or bool((self.scores < 0).any())
+        known = METHODS.get(self.method)
+        return (known is not None and known.signed) or bool((self.scores < 0).any())
 
     def row(self, out_token: int) -> TokenMap:
         """The map of one output only; negative positions count from the end.

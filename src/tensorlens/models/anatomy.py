@@ -16,6 +16,7 @@ from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_en
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
+from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_tree import named_modules
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
@@ -177,7 +178,7 @@ def _not_found(model: nn.Module) -> AnatomyError:
     return AnatomyError(
         f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
         "modules alike that follow each other; found neither. "
-        'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`.'
+        f'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`. {WHAT_IS_NEEDED}'
     )
 
 

@@ -299,13 +299,14 @@ class _Calls:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Let every module report, by hooks that belong to no module: the user's are not touched."""
-        before = global_hooks.register_module_forward_pre_hook(in_this_thread(self._begin))
-        after = global_hooks.register_module_forward_hook(in_this_thread(self._end), with_kwargs=True)
+        placed: list[Any] = []
         try:
+            placed.append(global_hooks.register_module_forward_pre_hook(in_this_thread(self._begin)))
+            placed.append(global_hooks.register_module_forward_hook(in_this_thread(self._end), with_kwargs=True))
             yield
         finally:
-            before.remove()
-            after.remove()
+            for one in placed:
+                one.remove()
 
     def _is_ours(self, module: nn.Module) -> bool:
         return threading.get_ident() == self._thread and id(module) in self._paths

@@ -133,7 +133,7 @@ def _add_state(
 ) -> bool:
     """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
     inside = module.__dict__
-    row += [weakref.ref(module), type(module), inside["training"], _hooks(inside)]
+    row += [weakref.ref(module), type(module), module.training, _hooks(inside)]
     for name, p in inside["_parameters"].items():
         if p is not None:
             if p.is_meta:
@@ -156,6 +156,11 @@ def _add_state(
         else:
             row += (name, _value(value, objects))
     return True
+
+
+def sets_attributes(model: nn.Module) -> bool:
+    """Whether the code of any forward assigns attributes, which the next pass may read."""
+    return any(_set_by_passes(type(module)) for module in walk(model))
 
 
 @cache

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from tensorlens.errors import InputError
 
+WHAT_IS_NEEDED = (
+    "What is needed: blocks in a list of modules (`nn.ModuleList` or `nn.Sequential`), and a forward that takes "
+    "embeddings (batch, token, channel) as `inputs_embeds`, or token ids, and returns states of that shape. "
+    "docs/tutorials/your-own-model.md has an example."
+)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -44,8 +49,22 @@ def ids_parameter(model: nn.Module) -> str:
     if "input_ids" in parameters or is_open and not takes_mapping(model) and hasattr(model, "config"):
         return "input_ids"
     if "pixel_values" in parameters or not any(isinstance(module, nn.Embedding) for module in model.modules()):
-        raise InputError(f"Got token ids, but `{type(model).__name__}` has no embedding of tokens. Pass what it takes.")
+        raise InputError(
+            f"Got token ids, but `{type(model).__name__}` has no embedding of tokens. Pass what it takes, or "
+            "embeddings of shape (token, channel)."
+        )
     return first_parameter(model)
+
+
+def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse what a model's forward cannot be called with, before it is."""
+    try:
+        inspect.signature(model.forward).bind(**arguments)
+    except TypeError as error:
+        raise InputError(
+            f"`{type(model).__name__}` cannot be looked through as it is: its forward was to be called with "
+            f"{', '.join(arguments) or 'nothing'}; {error}. Pass a dictionary of all that it takes. {WHAT_IS_NEEDED}"
+        ) from error
 
 
 def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
@@ -55,6 +74,14 @@ def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
             return level["input_ids"]
     first = next(iter(arguments.values()), None)
     return first if isinstance(first, Tensor) and first.dim() == 2 and first.dtype == torch.long else None
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether transformers knows the model as one that reads from left to right."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = type(model).__name__
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.startswith(("Bert", "Roberta", "Electra"))
 
 
 def max_tokens(model: nn.Module) -> int | None:

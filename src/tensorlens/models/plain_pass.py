@@ -1,25 +1,98 @@
-"""The user's model run as it is."""
+"""The user's model run as it is and left as it was, whatever modes of torch the caller is in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from tensorlens.models.fingerprint import in_this_thread
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+ModuleHooks = Iterable[tuple[nn.Module, Any]]
+Data = list[tuple[dict[str, Any], str, Tensor]]
+"""Tensors of a module's own: where each is, under what name, and which."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards each module is in the mode it was in."""
+    """The model without dropout; afterwards each module is in the mode it was in, and its data are what they were.
+
+    Meanwhile its buffers are copies: a model may write into them, and the next pass is to find what this one found.
+    """
     training = [module for module in model.modules() if module.training]
+    kept = [(module, _data_of(module), dict(module.__dict__)) for module in model.modules()]
+    copies: dict[int, Tensor] = {}
     try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+        try:
+            for module in training:
+                module.training = False
+            for _, data, _ in kept:
+                for place, key, value in data:
+                    place[key] = copy_once(value, copies)
+            with callers_defaults():
+                yield
+        finally:
+            _restore(kept, training)
+    finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
+        _restore(kept, training)
+
+
+def _restore(kept: list[tuple[nn.Module, Data, dict[str, Any]]], training: list[nn.Module]) -> None:
+    for module, data, before in kept:
+        for place, key, value in data:
+            if is_data(place.get(key)):
+                place[key] = value
+        put_back(module, before)
+    for module in training:
+        module.training = True
+
+
+@contextmanager
+def hooked(before: ModuleHooks = (), after: ModuleHooks = ()) -> Iterator[None]:
+    """Forward hooks of this thread alone for as long as this lasts; other threads that run the model see nothing.
+
+    Those before take (module, args, kwargs), those after (module, args, output). They are removed by what they are: a
+    handle may be lost to an interrupt between the registering and its return.
+    """
+    pairs = [(module, in_this_thread(hook)) for module, hook in before]
+    others = [(module, in_this_thread(hook)) for module, hook in after]
+    try:
+        try:
+            for module, hook in pairs:
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+            for module, hook in others:
+                module.register_forward_hook(hook)
+            yield
+        finally:
+            _unhook(pairs, others)
+    finally:  # once more, as above
+        _unhook(pairs, others)
+
+
+def _unhook(before: list[tuple[nn.Module, Any]], after: list[tuple[nn.Module, Any]]) -> None:
+    for module, hook in before:
+        for key in [key for key, found in module._forward_pre_hooks.items() if found is hook]:
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_pre_hooks.pop(key, None)
+    for module, hook in after:
+        for key in [key for key, found in module._forward_hooks.items() if found is hook]:
+            module._forward_hooks.pop(key, None)
+
+
+# The caller's modes ---------------------------------------------------------------------------------------------------
+
+ACCELERATORS = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that a caller may have switched to autocast."""
+
+_left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
+_callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 
 
 @contextmanager
@@ -27,7 +100,139 @@ def in_own_precision() -> Iterator[None]:
     """Away from a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        for device in ("cpu", "cuda"):
+        for device in ACCELERATORS:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A public function that is the same whatever the caller's autocast, inference mode and default device are.
+
+    A model's own forward has the caller's default device: it may count on it.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        found = _TorchState()
+        try:
+            with _in_own_modes():
+                return function(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt may have cut short what would have put this back
+            found.put_back()
+            raise
+
+    return called
+
+
+class _TorchState:
+    """What contexts of torch change, whose entering and leaving are ordinary code that an interrupt can cut short."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.n_modes = torch._C._len_torch_dispatch_stack()
+
+    def put_back(self) -> None:
+        """As it was found."""
+        torch._C._set_grad_enabled(self.grad)
+        while (top := torch._C._len_torch_dispatch_stack()) > self.n_modes:
+            try:
+                torch._C._get_dispatch_stack_at(top - 1).__exit__(None, None, None)
+            except IndexError:  # it had begun to leave
+                torch._C._pop_torch_dispatch_stack(None)
+
+
+def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
+    """The same for what is made one by one: between two steps the caller has their own modes."""
+    while True:
+        with _in_own_modes():
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+        yield step
+
+
+def modes_left() -> tuple[str, ...]:
+    """What was switched off for the work under way and would have changed its numbers."""
+    return _left.get()
+
+
+@contextmanager
+def callers_defaults() -> Iterator[None]:
+    """The default device that the caller has, for the model's own code."""
+    with _callers_device.get() or nullcontext():
+        yield
+
+
+@contextmanager
+def _in_own_modes() -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(in_own_precision())
+            stack.enter_context(torch.no_grad())  # leaving inference mode has switched gradients on
+        autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
+        for device in autocast:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if autocast:
+            stack.enter_context(_set(_left, ("autocast",)))
+        default = torch.get_default_device()
+        if default.type != "cpu":
+            stack.enter_context(_set(_callers_device, default))
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def random_state(device: torch.device) -> tuple[bytes, ...]:
+    """Where the random numbers are, to notice a pass that draws some."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+# What a pass may change ----------------------------------------------------------------------------------------------
+
+
+def is_data(value: Any) -> TypeGuard[Tensor]:
+    """A tensor of a module's own that is no parameter and may be written to."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta and value.is_leaf
+
+
+def copy_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    """A copy of a tensor, the same one for all modules that share it."""
+    if id(tensor) not in copies:
+        with torch.inference_mode(False), torch.no_grad():
+            copies[id(tensor)] = tensor.clone()
+    return copies[id(tensor)]
+
+
+def put_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """Undo what a pass made of a module's attributes: numbers that count calls, and tensors left for the next.
+
+    Args:
+        module: The module.
+        before: Its own attributes before the pass.
+    """
+    own = module.__dict__
+    changed = [(key, value) for key, value in own.items() if value is not before.get(key)]
+    for key in [key for key, value in changed if isinstance(value, Tensor) or type(value) in (int, float)]:
+        if key in before:
+            own[key] = before[key]
+        else:
+            del own[key]
+
+
+def _data_of(module: nn.Module) -> Data:
+    """Where a module has tensors of its own: among its buffers and its attributes."""
+    places: tuple[dict[str, Any], ...] = (module._buffers, module.__dict__)
+    return [(place, key, value) for place in places for key, value in place.items() if is_data(value)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +20,21 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 def at_least_float32(x: Tensor) -> Tensor:
     """Held factors and folded weights are computed in float32 or better, whatever the storage."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """For sums that must not be rounded: float64, where x is if that device knows the type, else on the CPU."""
+    return x.double() if x.dtype is torch.float64 or _knows_float64(x.device) else x.cpu().double()
+
+
+@cache
+def _knows_float64(device: torch.device) -> bool:
+    """Apple's GPUs do not, nor do some of Intel's."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:

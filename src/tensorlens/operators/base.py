@@ -14,6 +14,7 @@ from torch import Tensor
 from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import InputError, SizeError
 from tensorlens.memory import free_bytes
+from tensorlens.models.plain_pass import own_modes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +87,19 @@ class TensorOperator(ABC):
         """D, the number of input channels."""
         return self.shape[3]
 
+    @own_modes
     def apply(self, x: HiddenBatch) -> Float[Tensor, "*batch out_token out_channel"]:
         """T·x (Eq. 4) for x of shape (L, D) or (batch, L, D). Linear: the bias is not added."""
         batch = self._checked(x, self.shape[2:], "apply")
         return self._apply(batch).reshape(*x.shape[:-2], *self.shape[:2])
 
+    @own_modes
     def adjoint(self, u: HiddenBatch) -> Float[Tensor, "*batch in_token in_channel"]:
         """Tᵀ·u, shapes as in `apply`: the gradient of ⟨u, T·x⟩ by x."""
         batch = self._checked(u, self.shape[:2], "adjoint")
         return self._adjoint(batch).reshape(*u.shape[:-2], *self.shape[2:])
 
+    @own_modes
     def rows(self, out_token: int) -> TensorSlice:
         """The dense slice T[i] of shape (out_channel, in_token, in_channel) for one output (Eq. 20)."""
         return self._rows(check_token(out_token, self.shape[0]))
@@ -115,6 +119,7 @@ class TensorOperator(ABC):
                 cotangents=Range(0, n_cotangents),
             )
 
+    @own_modes
     def dense(self) -> FullTensor:
         """The whole tensor. Refused with its size when it does not fit into the memory that is free."""
         check_fits(self.shape, self.dtype, self.device)

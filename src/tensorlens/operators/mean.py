@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import TensorOperator
 
 
@@ -46,10 +47,12 @@ class MeanTensor(TensorOperator):
         return self.tensors[0].device
 
     @property
+    @own_modes
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
         """The mean of the biases."""
         return self._mean([tensor.bias for tensor in self.tensors])
 
+    @own_modes
     def __call__(self, x: Tensor) -> Tensor:
         r"""The affine prediction $\bar T·x + \bar B$."""
         return self.apply(x) + self.bias

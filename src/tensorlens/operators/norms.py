@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import Pulled, TensorOperator
 
 
@@ -121,6 +122,7 @@ def largest_singular_values(
     return before
 
 
+@own_modes
 def spectral_norm(T: TensorOperator, *, tolerance: float = 1e-4, seed: int = 0) -> float:
     r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
     from tensorlens.operators.spectrum import spectrum

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import InputError
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import TensorOperator
 
 
@@ -47,11 +48,12 @@ def operator_norm(
         raise InputError(f"`max_steps` must be at least 1; got {max_steps}.")
     generator = torch.Generator().manual_seed(seed)
     shape = operator.shape[2:]
-    v = torch.randn(shape, generator=generator, dtype=torch.float64).to(operator.device)
+    v = torch.randn(shape, generator=generator, dtype=torch.float64)
+    v = v.to(in_float64(torch.empty(0, device=operator.device)).device)
     basis, diagonal, beside = [v / v.norm()], [], []
     value, change = 0.0, float("inf")
     while len(diagonal) < max_steps:
-        w = operator.adjoint(operator.apply(basis[-1].to(operator.dtype))).to(torch.float64)
+        w = in_float64(operator.adjoint(operator.apply(basis[-1].to(operator.device, operator.dtype))))
         diagonal.append(float((w * basis[-1]).sum()))
         # Against all earlier vectors, twice: rounding would let the top value appear again and again.
         for _ in range(2):
@@ -76,7 +78,7 @@ def _largest_ritz_value(diagonal: list[float], beside: list[float]) -> float:
 
 def singular_values(matrix: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch value"]:
     """Singular values in float64, by the smaller Gram matrix: exact to 1e-8 of the largest, and fast."""
-    wide = matrix.to(torch.float64)
+    wide = in_float64(matrix)
     gram = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
     return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(-1)
 

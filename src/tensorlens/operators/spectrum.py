@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import InputError
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import TensorOperator, check_token
 
 
@@ -41,6 +42,7 @@ class Spectrum:
         return float(torch.special.entr(share).sum())
 
 
+@own_modes
 def spectrum(
     T: TensorOperator, out_token: int | None = None, in_token: int | None = None, *, k: int = 16, seed: int = 0,
     tolerance: float = 1e-4, most: int = 100,

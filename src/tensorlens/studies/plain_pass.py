@@ -6,8 +6,8 @@ Nothing here knows about freezing. Hooks are put on for one pass and taken off a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from tensorlens.freezing.layouts import find_state, put_state
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 READ_CHUNK = 256
 """Predicted states read out at a time: a row of logits each, which may be a megabyte."""
@@ -69,8 +69,7 @@ def plain_pass(
         stack.enter_context(torch.set_grad_enabled(grad))
         if grad:  # the fused kernels have neither a batched nor a second derivative
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for handle in watch.hooks(anatomy, body or anatomy.body):
-            stack.callback(handle.remove)
+        stack.enter_context(watch.hooks(anatomy, body or anatomy.body))
         watch.states.output = anatomy.model(**inputs)
     return watch.states
 
@@ -121,14 +120,13 @@ class _Watch:
         self.states, self.read, self.put, self.leave, self.n_blocks = states, read, put, leave, n_blocks
         self.grad, self.n_entered = grad, 0
 
-    def hooks(self, anatomy: Anatomy, body: nn.Module) -> Iterator[Any]:
-        for block in {id(block): block for block in anatomy.blocks}.values():
-            yield block.register_forward_pre_hook(self.enter, with_kwargs=True)
-            yield block.register_forward_hook(self.depart)
+    def hooks(self, anatomy: Anatomy, body: nn.Module) -> AbstractContextManager[None]:
+        blocks = list(dict.fromkeys(anatomy.blocks))
+        after: list[tuple[nn.Module, Any]] = [(block, self.depart) for block in blocks]
         embedding = getattr(anatomy.model, "get_input_embeddings", lambda: None)()
         if isinstance(embedding, nn.Module):
-            yield embedding.register_forward_hook(self.embed)
-        yield body.register_forward_hook(self.finish)
+            after.append((embedding, self.embed))
+        return hooked([(block, self.enter) for block in blocks], [*after, (body, self.finish)])
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self.grad and not self.put:

@@ -26,6 +26,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.forward_signature import is_causal
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.page import payload
@@ -43,6 +44,7 @@ ROWS_AT_A_TIME = {
 The others take as long for one row as for all."""
 
 N_PREDICTIONS = 8
+INSIDE_NODES = 80  # of a graph: what a reader can take in, within seconds on a CPU
 _QUICK, _SLOW = 0.25, 1.0
 _PREVIEW_CELLS = 400 * 400
 _PREVIEW_SECONDS = 0.7
@@ -103,6 +105,19 @@ class Answers:
             self.keep(ask.key, found)
         return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
 
+    def inside(self, job: Job, ask: Ask) -> Event:
+        """Heads, flow and graph of what a question is about."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage="Looking inside", done=None)
+        found = T.inside(_output(T, ask), _target(ask), max_nodes=INSIDE_NODES)
+        return {"type": "done", "inside": found.payload()}
+
+    def ablate(self, job: Job, ask: Ask, component: str) -> Event:
+        """The model without a component: what T says of it, and what the model does."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage=f"Running the model without {component}", done=None)
+        return {"type": "done", "ablation": T.ablate(component, _output(T, ask), _target(ask)).as_dict()}
+
     def _fresh(self, job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
         compute = _rows if ask.method in ROWS_AT_A_TIME else _at_once
         try:
@@ -142,7 +157,7 @@ class Answers:
         assert subject.text is not None
         ids, offsets = _tokens(lens, subject.text, self.limits)
         T = lens(ids)
-        about_text = {"text": subject.text, "offsets": offsets, "causal": _is_causal(lens)}
+        about_text = {"text": subject.text, "offsets": offsets, "causal": is_causal(lens.model)}
         return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | about_text))
 
 
@@ -219,14 +234,6 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], list[list
     return ids, None if offsets is None else [[start, stop] if stop > start else None for start, stop in offsets]
 
 
-def _is_causal(lens: Lens) -> bool:
-    """Whether transformers knows the model as one that reads from left to right."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = type(lens.model).__name__
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.startswith(("Bert", "Roberta", "Electra"))
-
-
 def _forget_matrices(T: AttentionTensor) -> None:
     """A job that was stopped in the middle leaves matrices behind that no later one will use."""
     kept = T.operator.__dict__.get("folded")  # asking for the attribute itself would fold the blocks
@@ -236,6 +243,14 @@ def _forget_matrices(T: AttentionTensor) -> None:
 
 def _target(ask: Ask) -> Target | None:
     return ask.target if ask.target is None or ask.against is None else (ask.target, ask.against)
+
+
+def _output(T: AttentionTensor, ask: Ask) -> int:
+    """The one output that is asked about."""
+    if T.operator.recording.pools:
+        return 0
+    chosen = ask.at if ask.out_token is None else ask.out_token
+    return _default_output(T) if chosen is None else chosen
 
 
 def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:

@@ -114,6 +114,14 @@ def read_output(document: Any) -> int:
     return -1 if number is None else number
 
 
+def read_component(document: Any) -> str:
+    """The name of a component that is to be switched off."""
+    name = document.get("component")
+    if not isinstance(name, str) or not 0 < len(name) <= 100:
+        raise InputError(f"Expected a component by name, got {_brief(name)}. Choose one in the picture.")
+    return name
+
+
 def check_text(text: str, limits: Limits) -> None:
     """Refuse a text that holds nothing, is too long or is no Unicode."""
     if not text.strip():

@@ -28,11 +28,12 @@ from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.method_titles import QUESTIONS
-from tensorlens.app.explorer.questions import read_ask, read_output, read_subject
+from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_subject
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.views.inside_page import inside_component
 from tensorlens.views.page import component, payload
 from tensorlens.views.record import is_of_tensor
 
@@ -94,11 +95,14 @@ class _Explorer:
             Route("/", self.page),
             Route("/static/{name}", self.static),
             Route("/component.js", self.component),
+            Route("/inside.js", self.inside_component),
             Route("/api/start", self.start),
             Route("/api/open", self.open, methods=["POST"]),
             Route("/api/map", self.map, methods=["POST"]),
             Route("/api/answer", self.answer, methods=["POST"]),
             Route("/api/predictions", self.predict, methods=["POST"]),
+            Route("/api/inside", self.inside, methods=["POST"]),
+            Route("/api/ablate", self.ablate, methods=["POST"]),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -132,6 +136,10 @@ class _Explorer:
 
     async def component(self, request: Request) -> Response:
         script = f"(() => {{\n'use strict';\n{component()}\nwindow.TensorLens = {{ {_SHARED} }};\n}})();"
+        return Response(script, media_type=_KINDS[".js"])
+
+    async def inside_component(self, request: Request) -> Response:
+        script = f"(() => {{\n'use strict';\n{inside_component()}\nwindow.TensorLensInside = {{ Inside }};\n}})();"
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:
@@ -180,6 +188,15 @@ class _Explorer:
         document = await self._json(request)
         subject, out_token = read_subject(document, self.limits), read_output(document)
         return self._stream(request, lambda job: self.answers.predict(job, subject, out_token))
+
+    async def inside(self, request: Request) -> Response:
+        ask = read_ask(await self._json(request), self.limits)
+        return self._stream(request, lambda job: self.answers.inside(job, ask))
+
+    async def ablate(self, request: Request) -> Response:
+        document = await self._json(request)
+        ask, component = read_ask(document, self.limits), read_component(document)
+        return self._stream(request, lambda job: self.answers.ablate(job, ask, component))
 
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Hidden
+from tensorlens.models.precision import in_float64
 from tensorlens.studies.plain_pass import plain_pass, true_function
 from tensorlens.tensor import AttentionTensor
 
@@ -120,14 +121,14 @@ def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float
     """
     operator = T.operator
     sizes = sorted({*sizes, *([] if direction.natural_size is None else [direction.natural_size])})
-    scale, at_x = float(T.output.norm()), T.output
-    slope = jacobian_times(T, direction.unit[None])[0].double()
+    scale, at_x = float(T.output.norm()), in_float64(T.output)
+    slope = in_float64(jacobian_times(T, direction.unit[None])[0])
     found = Errors(sizes=sizes, tensor=[], jacobian=[], nothing=[])
     for size in sizes:
         length = size * float(T.input.norm())
         x = T.input + length * direction.unit
-        change = true_function(operator.recording, operator.span, x).double() - at_x.double()
-        found.tensor.append(float((operator.push(x[None])[0].double() - at_x.double() - change).norm()) / scale)
+        change = in_float64(true_function(operator.recording, operator.span, x)) - at_x
+        found.tensor.append(float((in_float64(operator.push(x[None])[0]) - at_x - change).norm()) / scale)
         found.jacobian.append(float((length * slope - change).norm()) / scale)
         found.nothing.append(float(change.norm()) / scale)
     return found
@@ -137,7 +138,7 @@ def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[s
     r"""$\Vert T - J\Vert_F / \Vert J\Vert_F$ and $\Vert T\Vert_F$, $\Vert J\Vert_F$, from normal probes."""
     generator = torch.Generator().manual_seed(seed)
     probes = torch.randn(n_probes, *T.input.shape, generator=generator, dtype=torch.float64).to(T.input)
-    by_tensor, by_jacobian = T.apply(probes).double(), jacobian_times(T, probes).double()
+    by_tensor, by_jacobian = in_float64(T.apply(probes)), in_float64(jacobian_times(T, probes))
     sizes = {"tensor": by_tensor, "jacobian": by_jacobian, "difference": by_tensor - by_jacobian}
     norms = {name: float(image.square().sum((1, 2)).mean().sqrt()) for name, image in sizes.items()}
     return norms | {"relative": norms["difference"] / max(norms["jacobian"], 1e-300)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import check_token
 from tensorlens.operators.singular_values import (
     effective_rank,
@@ -94,7 +95,7 @@ def default_out_token(T: AttentionTensor) -> int:
 
 def _measure(T: AttentionTensor, blocks: BlockRange, out_token: int) -> dict[str, Any]:
     part = T.blocks(blocks.start, blocks.stop)
-    output, bias = part.output[out_token].double(), part.bias[out_token].double()
+    output, bias = in_float64(part.output[out_token]), in_float64(part.bias[out_token])
     return {
         "kind": blocks.kind,
         "start": blocks.start,
@@ -109,7 +110,7 @@ def _measure(T: AttentionTensor, blocks: BlockRange, out_token: int) -> dict[str
 def slice_properties(rows: TensorSlice) -> dict[str, Any]:
     """Rank, entropy and sparsity of a slice T[i], and the ranks of its D × D blocks by input token."""
     by_token = rows.transpose(0, 1)  # (in_token, out_channel, in_channel)
-    norms = by_token.double().square().sum((1, 2)).sqrt()
+    norms = in_float64(by_token).square().sum((1, 2)).sqrt()
     whole, pairs = _ranks(rows.flatten(1)[None]), _ranks(by_token)
     return {
         "frobenius": float(norms.norm()),
@@ -117,7 +118,7 @@ def slice_properties(rows: TensorSlice) -> dict[str, Any]:
         "effective_rank": whole["effective"][0],
         "token_perplexity": float(perplexity(norms.square())),
         "token_sparsity": float(hoyer_sparsity(norms)),
-        "entry_sparsity": float(hoyer_sparsity(rows.flatten().double())),
+        "entry_sparsity": float(hoyer_sparsity(in_float64(rows.flatten()))),
         "pair_norm": norms.tolist(),
         "pair_stable_rank": pairs["stable"],
         "pair_effective_rank": pairs["effective"],

@@ -15,6 +15,7 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import IMAGE_SUFFIXES, make_input, tokenizer_of
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.product_bound import Reading, product_bound
 from tensorlens.operators.singular_values import operator_norm
 from tensorlens.studies.digests import digest_of, tensor_digest
@@ -67,6 +68,7 @@ class FidelityOptions:
             raise InputError("Expected at least one direction; got `n_random` = `n_token` = 0.")
 
 
+@own_modes
 def fidelity(
     lens: Lens, inputs: Any, out: str | Path, *, options: FidelityOptions | None = None, progress: bool | None = None,
     **changes: Any,

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.lens import Lens
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 NO_TOKEN = -1
 """An id that no token has."""
@@ -90,12 +90,9 @@ class PlainModel:
     def _states(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
         """The state after the final norm, and the model's output."""
         states: list[Tensor] = []
-        handle = self.body.register_forward_hook(lambda module, args, output: states.append(_state(output)))
-        try:
-            with torch.inference_mode(), evaluating(self.model), _without_padding(self.model):
-                output = self.model(**inputs, **self.options, **options)
-        finally:
-            handle.remove()
+        keep = hooked(after=[(self.body, lambda module, args, output: states.append(_state(output)))])
+        with keep, torch.inference_mode(), evaluating(self.model), _without_padding(self.model):
+            output = self.model(**inputs, **self.options, **options)
         return states[0], output
 
     def _run(self, inputs: dict[str, Tensor], out_token: int) -> Outputs:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens.errors import InputError
+from tensorlens.models.precision import in_float64
 
 Order = Literal["most", "least"]
 ORDERS: tuple[Order, ...] = ("most", "least")
@@ -31,7 +32,7 @@ def ranking(scores: Float[Tensor, " token"], maskable: Sequence[int], order: Ord
     Raises:
         InputError: a score is not a number.
     """
-    kept = scores[list(maskable)].double()
+    kept = in_float64(scores[list(maskable)])
     if not bool(torch.isfinite(kept).all()):
         raise InputError("The scores hold NaN or infinity, which cannot be ranked.")
     kept = kept.abs() if absolute else kept
@@ -51,7 +52,7 @@ def hidden_state_mse(
     clean: Float[Tensor, " channel"], perturbed: Float[Tensor, "copy channel"]
 ) -> Float[Tensor, " copy"]:
     r"""HS-MSE: $\frac1D \lVert F(X)_o - F(X_f)_o \rVert^2$."""
-    return (perturbed.double() - clean.double()).square().mean(-1)
+    return (in_float64(perturbed) - in_float64(clean)).square().mean(-1)
 
 
 def absolute_aopc(clean: Float[Tensor, " class"], perturbed: Float[Tensor, "copy class"]) -> Float[Tensor, " copy"]:
@@ -60,8 +61,8 @@ def absolute_aopc(clean: Float[Tensor, " class"], perturbed: Float[Tensor, "copy
     Paper: it calls this AOPC, which elsewhere is the signed drop.
     """
     winner = int(clean.argmax())
-    probability = clean.double().softmax(-1)[winner]
-    return (perturbed.double().softmax(-1)[:, winner] - probability).abs()
+    probability = in_float64(clean).softmax(-1)[winner]
+    return (in_float64(perturbed).softmax(-1)[:, winner] - probability).abs()
 
 
 def auc(curve: Sequence[float], grid: Sequence[float]) -> float:

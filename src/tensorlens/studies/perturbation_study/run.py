@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.lens import Lens
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.identity import model_settings
@@ -32,6 +33,7 @@ SETTINGS = ("methods", "presets", "replacements", "grid", "absolute", "seed", "n
 """Options that the numbers depend on. Those about lengths and cuts are among the subject's own settings."""
 
 
+@own_modes
 def perturbation(
     lens: Lens, data: Any, out: str | Path, *, options: PerturbationOptions | None = None,
     progress: bool | None = None, **changes: Any,

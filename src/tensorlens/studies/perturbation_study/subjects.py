@@ -16,6 +16,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
+from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.perturbation_study.forward import PlainModel
 
@@ -234,7 +235,7 @@ class Texts:
             embedding = self.lens.model.get_input_embeddings()  # type: ignore[operator]
             with torch.no_grad():
                 ids = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
-                total = sum(embedding(part).double().sum(0) for part in ids.split(8192))
+                total = sum(in_float64(embedding(part)).sum(0) for part in ids.split(8192))
             self._mean = total / len(ids)  # type: ignore[assignment]
         return self._mean  # type: ignore[return-value]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import check_positive, chosen_options
@@ -96,6 +97,7 @@ class RelationOptions:
             raise InputError("`starts` must name at least one block to start from, such as (0,); got none.")
 
 
+@own_modes
 def relations(
     lens: Lens, data: str | Path, out: str | Path, *, options: RelationOptions | None = None,
     progress: bool | None = None, **changes: Any,
