@@ -11,6 +11,9 @@ import numpy as np
 
 Spans = Sequence[tuple[int, int] | None]
 
+_LARGEST = 1e300
+"""No target is larger; what a file says may be, and more than a float holds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerText:
@@ -89,6 +92,6 @@ def _spans(value: Any, n: int, length: int) -> list[tuple[int, int] | None] | No
 
 def _numbers(value: Any, n: int) -> tuple[float, ...] | None:
     is_list = isinstance(value, list) and len(value) == n
-    if not is_list or not all(isinstance(one, (int, float)) and np.isfinite(one) for one in value):
+    if not is_list or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in value):
         return None
     return tuple(float(one) for one in value)
