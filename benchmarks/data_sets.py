@@ -1,4 +1,3 @@
-# ruff: noqa: B023  (every function is called before the loop goes on)
 """Maps of a data set beside plain input times gradient in batches, long inputs beside plain passes: ratios of one run.
 
     PYTHONPATH=src python benchmarks/data_sets.py --out results.json [--only batches long]
@@ -35,6 +34,11 @@ def finish() -> None:
 
 def timed(work: Callable[[], Any], n: int = 3) -> float:
     """Median seconds."""
+    return statistics.median(times_of(work, n))
+
+
+def times_of(work: Callable[[], Any], n: int = 3) -> list[float]:
+    """Seconds of each time."""
     found = []
     for _ in range(n):
         finish()
@@ -42,7 +46,7 @@ def timed(work: Callable[[], Any], n: int = 3) -> float:
         work()
         finish()
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return found
 
 
 def plain_maps(model: Any, ids: list[list[int]], batch_size: int) -> None:
@@ -68,53 +72,58 @@ def extra(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if hasattr(model, "generate") else {}
 
 
-def batches(device: str) -> dict[str, float]:
-    """Samples a second of the library over those of the yardstick."""
+def batches(device: str) -> dict[str, Any]:
+    """Samples a second of the library, with the batch size that it chooses, over those of the yardstick at its best."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     models = {
         "smollm2": hf.LlamaForCausalLM._from_config(hf.LlamaConfig(**SMOLLM2), attn_implementation="sdpa"),
         "bert-base": hf.BertForSequenceClassification._from_config(hf.BertConfig(), attn_implementation="sdpa"),
     }
+    n = 2048 if device == "cuda" else 16
     for name, model in models.items():
         model = model.to(device).eval().requires_grad_(False)
-        lens, generator = tl.Lens(model), torch.Generator().manual_seed(0)
-        n, size = (1024, 128) if device == "cuda" else (16, 8)
+        generator = torch.Generator().manual_seed(0)
 
         def draw(length: int, generator: torch.Generator = generator) -> list[int]:
             return torch.randint(5, 30000, (length,), generator=generator).tolist()
 
         equal = [draw(128) for _ in range(n)]
         mixed = [draw(int(torch.randint(16, 257, (1,), generator=generator))) for _ in range(n)]
-        for label, ids in (("128 tokens", equal), ("16 to 256 tokens", mixed)):
-            for warm in (ids[:size], ids):
-                plain_maps(model, warm, size)
-            plain = timed(lambda ids=ids, model=model: plain_maps(model, ids, size))
-            works = {"in_class": "tensor.in_class"}
-            if label == "128 tokens":
-                works |= {"in_out": "tensor.in_out"}
-            for key, method in works.items():
-                list(lens.maps(ids[:size], method, batch_size=size))
-                ours = timed(lambda ids=ids, m=method, lens=lens: list(lens.maps(ids, m, batch_size=size)))
-                found[f"{name}, {label}, {key}"] = plain / ours
-                print(
-                    f"{name:10} {label:18} {key:10} plain {n / plain:6.0f}/s ours {n / ours:6.0f}/s x{plain / ours:.3f}"
-                )
-            few = ids[:size]
-            if label == "128 tokens" and name == "smollm2":
-                each = timed(lambda few=few, model=model: plain_maps(model, few, size))
-                for key, method, options in (
-                    ("contribution", "tensor.contribution", {}),
-                    ("sketch", "tensor.norm", {"probes": 16}),
-                ):
-                    ours = timed(
-                        lambda few=few, m=method, o=options, lens=lens: list(lens.maps(few, m, batch_size=size, **o)), 1
-                    )
-                    found[f"{name}, {label}, {key}"] = each / ours
-                    print(f"{name:10} {label:18} {key:12} {size / ours:7.0f}/s  x{each / ours:.3f}")
-        del model, lens
+        found |= _compare(f"{name}, 128 tokens", model, equal, EVERY if name == "smollm2" else EVERY[:2])
+        found |= _compare(f"{name}, 16 to 256 tokens", model, mixed, EVERY[:1])
+        del model
         if device == "cuda":
             torch.cuda.empty_cache()
+    return found
+
+
+EVERY = (
+    ("in_class", "tensor.in_class", {}, 1.0),
+    ("in_out", "tensor.in_out", {}, 1.0),
+    ("sketch, 16 probes", "tensor.norm", {"probes": 16}, 0.25),
+    ("contribution", "tensor.contribution", {}, 0.125),
+)
+"""What is measured, and on which part of the samples."""
+
+
+def _compare(label: str, model: Any, ids: list[list[int]], works: tuple[Any, ...]) -> dict[str, Any]:
+    sizes = (128, 256) if next(model.parameters()).is_cuda else (8, 16)
+    for size in sizes:
+        plain_maps(model, ids[:size], size)
+    rates = {size: len(ids) / timed(lambda s=size: plain_maps(model, ids, s), 2) for size in sizes}
+    plain, lens, found = max(rates.values()), tl.Lens(model), {}
+    for key, method, options, part in works:
+        some = ids[: int(part * len(ids))]
+        list(lens.maps(some[: max(sizes)], method, progress=False, **options))
+        times = times_of(lambda s=some, m=method, o=options: list(lens.maps(s, m, progress=False, **o)))
+        ours = sorted(len(some) / seconds for seconds in times)
+        found[f"{label}, {key}"] = {
+            "ratio": ours[1] / plain,
+            "samples a second": ours,
+            "input x gradient, samples a second by batch size": rates,
+        }
+        print(f"{label:28} {key:18} plain {plain:6.0f}/s ours {ours[1]:6.0f}/s x{ours[1] / plain:.3f}", flush=True)
     return found
 
 
@@ -151,11 +160,13 @@ def long(device: str, n_tokens: int = 8192) -> dict[str, float]:
         if name == "paper":
             T = lens(ids)
             T.map("tensor.in_class", out_token=-1)
-            further = timed(lambda: T.map("tensor.in_class", out_token=-2))
+            further = timed(lambda T=T: T.map("tensor.in_class", out_token=-2))
             found["a further output, seconds"] = further
-            push = timed(lambda: T @ T.input, 2)
+            first_push = timed(lambda T=T: T @ T.input, 1)
+            push = timed(lambda T=T: T @ T.input, 3)
+            found["first push over forward"] = first_push / plain
             found["push over forward"] = push / plain
-            print(f"further output {further:.3f} s, push {push:.3f} s  x{push / plain:.2f}")
+            print(f"further output {further:.3f} s, push x{push / plain:.2f}, the first x{first_push / plain:.2f}")
             del T
         if device == "cuda":
             print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")

@@ -13,6 +13,8 @@ from torch import nn
 import tensorlens as tl
 from tensorlens import batch as batches
 from tensorlens import dataset_maps
+from tensorlens.batch import Batch
+from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
 
 SAMPLE = ("bert-classifier", "gpt2", "qwen2")
@@ -78,6 +80,29 @@ def test_float32_agrees_to_rounding(attention):
     for method in ("tensor.in_class", "tensor.in_out", "tensor.contribution"):
         for value, one in zip(inputs, lens.maps(inputs, method), strict=True):
             assert one.scores.dtype is torch.float32 and error(one, alone(lens, value, method)) < 1e-4
+
+
+def test_contributions_by_the_graph_of_a_pull_are_those_of_pushes(monkeypatch):
+    lens, inputs = tl.Lens(zoo.build("llama", "eager")), ids()
+    monkeypatch.setattr(batched, "_pushed_by_factors", None)
+    by_graph = list(lens.maps(inputs, "tensor.contribution"))
+    monkeypatch.undo()
+    monkeypatch.setattr(batched, "_pushed_by_graph", lambda question: None)
+    for one, other in zip(by_graph, lens.maps(inputs, "tensor.contribution"), strict=True):
+        assert error(one, other) < 1e-12
+
+
+def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
+    order, begin = [], Batch.begin
+
+    def watched(self, *args, **options):
+        number, pending = len(order), begin(self, *args, **options)
+        order.append(f"begun {number}")
+        return lambda: (order.append(f"finished {number}"), pending())[1]
+
+    monkeypatch.setattr(Batch, "begin", watched)
+    list(tl.Lens(zoo.build("gpt2")).maps(ids((3,) * 6), "tensor.in_out", batch_size=2))
+    assert order == ["begun 0", "finished 0", "begun 2", "begun 3", "finished 2", "finished 3"]  # the first is checked
 
 
 def test_pictures():
@@ -271,3 +296,20 @@ def test_a_map_of_a_batch_comes_back_equal(tmp_path):
     (found, _) = tiny_lens().maps(TEXTS[:2], "tensor.in_class")
     again = tl.TokenMap.load(found.save(tmp_path / "map.json"))
     assert again.meta == found.meta and torch.equal(again.scores, found.scores)
+
+
+def test_a_batch_takes_a_target_for_each_sample():
+    lens = tl.Lens(zoo.build("llama"))
+    batch = lens.batch([zoo.sample("llama"), zoo.sample("llama", seed=1), zoo.sample("llama", seed=2)])
+    targets = [(3, 4), 5, (6, 3)]
+    for i, found in enumerate(batch.maps("tensor.in_class", targets=targets)):
+        alone = batch[i].map("tensor.in_class", out_token=-1, target=targets[i])
+        assert torch.allclose(found.scores, alone.scores) and found.meta["target"] == alone.meta["target"]
+    with pytest.raises(tl.InputError, match="one for each of the 3 samples; got 2"):
+        batch.maps("tensor.in_class", targets=targets[:2])
+
+
+def test_the_norm_of_a_batch_of_one_is_that_of_the_sample():
+    lens = tl.Lens(zoo.build("llama"))
+    (found,) = lens.batch([zoo.sample("llama")]).maps("tensor.norm", probes=4)
+    assert torch.allclose(found.scores, lens(zoo.sample("llama")).map("tensor.norm", out_token=-1, probes=4).scores)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -48,6 +49,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reviews = ["A quiet film about a loud man.", "The second half is long.", "I would see it again.", "Not for me."]
     (tmp_path / "reviews.csv").write_text("text\n" + "\n".join(reviews) + "\n", "utf-8")
+    shutil.copytree(ROOT / "examples" / "judge", tmp_path / "judge")
     display = ModuleType("IPython.display")
     for name in ("display", "HTML", "Javascript"):
         setattr(display, name, lambda *_, **__: None)

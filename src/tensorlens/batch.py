@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.folding.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
+from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recorder import RecordOptions
@@ -23,6 +26,7 @@ from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, forward_parameters
 from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor, Context
 
@@ -80,7 +84,10 @@ class Batch(Sequence[AttentionTensor]):
         options = RecordOptions(
             n_samples=len(prepared), graph_share=GRAPH_SHARE, keeps_factors=for_method not in PULLS_ONLY
         )
-        self.replay = FactorReplay(record(*lens.recording_arguments(collated.arguments), lens.rules, options))
+        recording = record(*lens.recording_arguments(collated.arguments), lens.rules, options)
+        if not options.keeps_factors and recording.graph is None:
+            raise torch.OutOfMemoryError("The graph of the batch would take more memory than there is.")
+        self.replay = FactorReplay(recording)
 
     def __len__(self) -> int:
         return len(self.prepared)
@@ -115,33 +122,85 @@ class Batch(Sequence[AttentionTensor]):
     @own_modes
     def maps(
         self, method: str = "tensor.in_out", out_token: int = -1, target: Target | None = None, *,
-        probes: int | None = None, seed: int = 0,
+        targets: Sequence[Target] | None = None, probes: int | None = None, seed: int = 0,
     ) -> list[TokenMap]:  # fmt: skip
         """A map of one output of each sample; what these are is said at `AttentionTensor.map`.
+
+        The first time a model answers so, one sample is mapped alone and compared; if they differ all are, and the maps
+        say so.
 
         Args:
             method: A name in `METHODS`.
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`.
+            targets: The same, one for each sample, instead of one for all.
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
-        if method not in BATCHED or method == "tensor.norm" and probes is None:
-            return [self._one_by_one(i, method, out_token, target, probes, seed) for i in range(len(self))]
+        made = self.begin(method, out_token, target, targets=targets, probes=probes, seed=seed)()
+        if not goes_together(method, probes):
+            return made
+
+        def alone(i: int) -> TokenMap:
+            its = target if targets is None else targets[i]
+            return map_of(self.lens(self.prepared[i]), method, out_token, its, probes=probes, seed=seed)
+
+        if self._is_proved(method, made, alone):
+            return made
+        said = {"fallback": "samples of this batch gave other numbers together than alone; each was mapped alone"}
+        return [replace(found, meta=found.meta | said) for found in map(alone, range(len(self)))]
+
+    def _is_proved(self, method: str, made: list[TokenMap], alone: Callable[[int], TokenMap]) -> bool:
+        """Whether the shortest sample's map is what it is alone; found out once for a state of the model."""
+        recording = self.replay.recording
+        key = ("batched", method, self.is_padded, *state_of(recording))
+        proof = None if recording.fingerprint is None else known_proof(recording.model, key)
+        if proof is None:
+            i = min(range(len(self)), key=lambda i: self.lengths[i])
+            error, tolerance = difference(made[i], alone(i))
+            tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and recording.states[0].is_cuda else tolerance
+            proof = remember_proof(recording.model, key, Proof(error, tolerance))
+        return proof.holds
+
+    def begin(
+        self, method: str, out_token: int, target: Target | None, *, targets: Sequence[Target] | None = None,
+        probes: int | None = None, seed: int = 0,
+    ) -> Callable[[], list[TokenMap]]:  # fmt: skip
+        """Begin the work of `maps` on the device; what this returns waits for it, and gives maps that are not proved.
+
+        Args:
+            method: As for `maps`, and so are the others.
+            out_token: The output to explain.
+            target: For `tensor.in_class`.
+            targets: One for each sample in place of `target`.
+            probes: For `tensor.norm`.
+            seed: Seed for the probes.
+        """
+        if targets is not None and len(targets) != len(self):
+            raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
+        if not goes_together(method, probes):
+            each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
+            found = [map_of(one, method, out_token, its, probes=probes, seed=seed) for one, its in each]
+            return lambda: found
         recording = self.replay.recording
         n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
         places = torch.tensor([check_token(out_token, n) for n in n_out])
         asked = BatchQuestion(
             replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
-            out_tokens=places, target=target, classes=self.lens.context(self.prepared[0], recording).classes,
-            probes=probes, seed=seed,
+            out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
+            classes=self.lens.context(self.prepared[0], recording).classes,
         )  # fmt: skip
-        answers = BATCHED[method](asked)
-        is_prediction = method == "tensor.in_class" and target is None
-        said = [one.notes["target"] for one in answers] if is_prediction else predictions(asked)
-        notes = [{} for _ in answers] if said is None else [{"prediction": one} for one in said]
-        found = zip(places.tolist(), answers, notes, strict=True)
-        return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
+        pending, said = BATCHED[method](asked), predictions(asked)
+
+        def finish() -> list[TokenMap]:
+            found = zip(places.tolist(), pending(), said(), strict=True)
+            return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
+
+        return finish
+
+    def release(self) -> None:
+        """Let go of the graph, when nothing more will be begun."""
+        self.replay = FactorReplay(replace(self.replay.recording, graph=None))
 
     def _map(self, i: int, method: str, place: int, answer: Answer, notes: dict[str, Any]) -> TokenMap:
         context = self.lens.context(self.prepared[i], self.replay.recording, n_tokens=answer.scores.shape[1])
@@ -159,10 +218,10 @@ class Batch(Sequence[AttentionTensor]):
             } | answer.notes | notes,
         )  # fmt: skip
 
-    def _one_by_one(
-        self, i: int, method: str, out_token: int, target: Target | None, probes: int | None, seed: int
-    ) -> TokenMap:
-        return map_of(self[i], method, out_token, target, probes=probes, seed=seed)
+
+def goes_together(method: str, probes: int | None) -> bool:
+    """Whether a method goes for all samples at once; an exact norm goes one by one, and so do most baselines."""
+    return method in BATCHED and (method != "tensor.norm" or probes is not None)
 
 
 def map_of(
@@ -177,6 +236,15 @@ def map_of(
     place = check_token(out_token, tensor.shape[0])
     best = tensor.context.classes.name(int(logits_at(recording, 0 if recording.pools else place).argmax()))
     return replace(found, meta=found.meta | {"prediction": best})
+
+
+def difference(one: TokenMap, other: TokenMap) -> tuple[float, float]:
+    """How far two maps of one sample are from each other, relative, and what rounding may account for."""
+    tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
+    if one.scores.shape != other.scores.shape:
+        return math.inf, tolerance
+    scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return float((one.scores.double() - other.scores.double()).norm() / scale), tolerance
 
 
 class Collated:

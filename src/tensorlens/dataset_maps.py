@@ -7,9 +7,11 @@ heard only samples of one length go together, and where a model mixes samples th
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, Literal
 
@@ -17,15 +19,20 @@ import torch
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source, has_sample_axis, length_of, map_of
+from tensorlens.batch import Batch, Source, difference, goes_together, has_sample_axis, length_of, map_of
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
+from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
-from tensorlens.models.precision import in_float64, tf32, tf32_allowed
+from tensorlens.models.module_tree import parameters
+from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
+
+Pending = Callable[[], list[TokenMap]]
+"""Maps whose work is under way: a call waits for it."""
 
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
@@ -37,7 +44,7 @@ CHECK_EVERY = 50
 """Batches between two samples that are mapped alone for comparison."""
 MOST_SAMPLES = {"cuda": 256, "cpu": 16}
 """Samples at a time: more make a GPU no faster, and a CPU's cache holds few."""
-MEMORY_SHARE = 0.3
+MEMORY_SHARE = 0.5
 """Part of the free memory that a batch may take, by the estimate for its factors."""
 
 
@@ -111,6 +118,7 @@ class _Work:
         self.together: Together = "padded"
         self.n_batches = 0
         self.reason = ""
+        self._free: int | None = None
         self._random = random.Random(asked.seed)
 
     @property
@@ -124,60 +132,85 @@ class _Work:
         found: dict[int, TokenMap] = {}
         order = sorted(range(len(prepared)), key=lambda i: (_kind(prepared[i]), length_of(prepared[i])))
         waiting = list(self._batches(prepared, order))
+        begun: list[tuple[list[int], Pending]] = []
         while waiting:
             cancel.check()
             some = waiting.pop(0)
             try:
-                made = self._maps([prepared[i] for i in some])
+                pending = self._begin([prepared[i] for i in some])
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) or len(some) == 1:
                     raise
-                made = None
-            if made is None:  # out of memory: from now on half as many
+                pending = None
+            if pending is None:  # out of memory: from now on half as many
                 clear_memory()
                 self.batch_size = half = (len(some) + 1) // 2
                 waiting = [rest[i : i + half] for rest in (some, *waiting) for i in range(0, len(rest), half)]
                 continue
-            found |= dict(zip(some, made, strict=True))
+            begun.append((some, pending))
+            if len(begun) > 1:  # one batch is on the device while the maps of the one before it are made
+                found |= _finished(*begun.pop(0))
+        for one in begun:
+            found |= _finished(*one)
         for i in range(len(prepared)):
             yield found[i]
 
     def _batches(self, prepared: Sequence[ModelInput], order: list[int]) -> Iterator[list[int]]:
         """Samples that go together: of one kind, and near in length."""
         for _, group in groupby(order, key=lambda i: _kind(prepared[i])):
-            same = list(group)
-            longest = max(length_of(prepared[i]) for i in same)
-            most = 1 if self.together == "one by one" else self._fitting(longest)
-            if self.together == "by length":
-                for _, of_length in groupby(same, key=lambda i: length_of(prepared[i])):
-                    yield from _chunks(list(of_length), most)
-            else:
-                yield from _chunks(same, most)
+            some: list[int] = []
+            for i in group:
+                length = max(1, length_of(prepared[i]))  # the longest so far, and so that of the batch when padded
+                is_full = len(some) == self.most or (len(some) + 1) * length > self._most_tokens
+                is_other = some and self.together == "by length" and length != length_of(prepared[some[0]])
+                if some and (is_full or is_other or self.together == "one by one"):
+                    yield some
+                    some = []
+                some.append(i)
+            yield some
 
-    def _fitting(self, n_tokens: int) -> int:
-        if self.batch_size is not None or not n_tokens:
-            return self.most
-        device = next(self.lens.model.parameters()).device
-        each = max(1, n_tokens * sum(max(p.shape) * 8 for p in self.lens.model.parameters() if p.dim() == 2))
-        return max(1, min(self.most, int(MEMORY_SHARE * free_bytes(device) / each)))
+    @property
+    def _most_tokens(self) -> float:
+        """Tokens that go into a batch by the memory that is free."""
+        if self.batch_size is not None:
+            return math.inf
+        if self._free is None:
+            self._free = free_bytes(next(self.lens.model.parameters()).device)
+        return MEMORY_SHARE * self._free / self._bytes_per_token
 
-    def _maps(self, prepared: list[ModelInput]) -> list[TokenMap]:
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        """About what the graph of a pass keeps for a token: two numbers for each channel that a weight gives."""
+        n_ids = vocabulary_size(self.lens.model)  # of which a pass keeps nothing
+        weights = [p for p in parameters(self.lens.model) if p.dim() == 2 and n_ids not in p.shape]
+        return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
+
+    def _begin(self, prepared: list[ModelInput]) -> Pending:
+        """Begin the maps of one batch; a batch that is checked is finished at once."""
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
-            return [self._noted(self._alone(one)) for one in prepared]
+            found = [self._noted(self._alone(one)) for one in prepared]
+            return lambda: found
         try:
-            made = self._batch_maps(prepared)
+            pending = self._begin_batch(prepared)
         except TensorLensError:
             raise
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            return self._apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            found = self._apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            return lambda: found
         check, self.n_batches = self.n_batches % CHECK_EVERY == 0, self.n_batches + 1
         if check:
-            shorter = [i for i, one in enumerate(prepared) if length_of(one) < max(map(length_of, prepared))]
-            i = self._random.choice(shorter or range(len(prepared)))
-            if not agree(made[i], self._alone(prepared[i])) and not self._agree_strictly(prepared, i):
-                return self._apart(prepared, "together they give other numbers than alone")
+            found = self._checked(prepared, pending())
+            return lambda: found
+        return lambda: [self._noted(one) for one in pending()]
+
+    def _checked(self, prepared: list[ModelInput], made: list[TokenMap]) -> list[TokenMap]:
+        lengths = [length_of(one) for one in prepared]
+        shorter = [i for i, length in enumerate(lengths) if length < max(lengths)]
+        i = self._random.choice(shorter or range(len(prepared)))
+        if not agree(made[i], self._alone(prepared[i])) and not self._agree_strictly(prepared, i):
+            return self._apart(prepared, "together they give other numbers than alone")
         return [self._noted(one) for one in made]
 
     def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
@@ -185,12 +218,15 @@ class _Work:
         if not tf32_allowed():
             return False
         with tf32(False):
-            return agree(self._batch_maps(prepared)[i], self._alone(prepared[i]))
+            return agree(self._begin_batch(prepared)()[i], self._alone(prepared[i]))
 
-    def _batch_maps(self, prepared: list[ModelInput]) -> list[TokenMap]:
+    def _begin_batch(self, prepared: list[ModelInput]) -> Pending:
         asked = self.asked
-        batch = Batch(self.lens, prepared, for_method=asked.method)
-        return batch.maps(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
+        method = asked.method if goes_together(asked.method, asked.probes) else None
+        batch = Batch(self.lens, prepared, for_method=method)
+        pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
+        batch.release()
+        return pending  # proved by one sample of the first batch, and again every so often
 
     def _apart(self, prepared: list[ModelInput], reason: str) -> list[TokenMap]:
         """The same samples with fewer of them together, from now on."""
@@ -201,7 +237,7 @@ class _Work:
         self.n_batches = 0  # the next batch is checked again
         found: dict[int, TokenMap] = {}
         for some in self._batches(prepared, order):
-            found |= dict(zip(some, self._maps([prepared[i] for i in some]), strict=True))
+            found |= _finished(some, self._begin([prepared[i] for i in some]))
         return [found[i] for i in range(len(prepared))]
 
     def _alone(self, prepared: ModelInput) -> TokenMap:
@@ -210,6 +246,10 @@ class _Work:
 
     def _noted(self, found: TokenMap) -> TokenMap:
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found
+
+
+def _finished(rows: list[int], pending: Pending) -> dict[int, TokenMap]:
+    return dict(zip(rows, pending(), strict=True))
 
 
 def _kind(prepared: ModelInput) -> tuple[str, ...]:
@@ -222,14 +262,7 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
     return tuple(shapes)
 
 
-def _chunks(items: list[int], size: int) -> Iterator[list[int]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
-
-
 def agree(one: TokenMap, other: TokenMap) -> bool:
     """Whether two maps of one sample are the same to rounding."""
-    if one.scores.shape != other.scores.shape:
-        return False
-    tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
-    scale = in_float64(other.scores).norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return bool((in_float64(one.scores) - in_float64(other.scores)).norm() <= tolerance * scale)
+    error, tolerance = difference(one, other)
+    return error <= tolerance

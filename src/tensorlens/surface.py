@@ -6,6 +6,8 @@ Apart from `tensorlens` itself, so that `tensorlens --help` need not wait for to
 from tensorlens import studies as studies
 from tensorlens.answers.answer import Answer as Answer
 from tensorlens.batch import Batch as Batch
+from tensorlens.corpus_tensor import CorpusReading as CorpusReading
+from tensorlens.corpus_tensor import CorpusTensor as CorpusTensor
 from tensorlens.errors import AnatomyError as AnatomyError
 from tensorlens.errors import InputError as InputError
 from tensorlens.errors import LoadError as LoadError
@@ -18,7 +20,10 @@ from tensorlens.freezing.conventions import Rules as Rules
 from tensorlens.freezing.rules.activations import activate as activate
 from tensorlens.freezing.rules.modules import adapter as adapter
 from tensorlens.freezing.rules.table import rules_for as rules_for
+from tensorlens.inside.ablation import Ablation as Ablation
+from tensorlens.inside.component_graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.component_map import ComponentMap as ComponentMap
+from tensorlens.inside.inside_record import Inside as Inside
 from tensorlens.inside.patching import Patching as Patching
 from tensorlens.inside.patching import patching as patching
 from tensorlens.lens import Lens as Lens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,40 +14,22 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
-from tensorlens.inside.component_map import ComponentMap
-from tensorlens.inside.components import Effect, component_map
-from tensorlens.inside.score import score_map
+from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps.collapse import NormKind
+from tensorlens.maps.context import Context as Context
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
-from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.plain_pass import modes_left, own_modes
 from tensorlens.models.precision import Precision
-from tensorlens.operators.base import Pulled, TensorOperator, check_token
+from tensorlens.operators.base import Pulled, check_token
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator
 
 OutTokens = int | Sequence[int] | slice | None
 """One output, several, or all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a map should say of where it came from, and how classes are called.
-
-    Attributes:
-        tokens: A label for each input token.
-        classes: Names of the classes, or None for a model without a head.
-        meta: Model, versions and picture, for the map's `meta`.
-        out_tokens: A label for each output, if they are not those of the inputs.
-    """
-
-    tokens: tuple[str, ...]
-    classes: Classes | None
-    meta: dict[str, Any]
-    out_tokens: tuple[str, ...] | None = None
 
 
 class Prediction(NamedTuple):
@@ -60,7 +41,7 @@ class Prediction(NamedTuple):
     probability: float
 
 
-class AttentionTensor(TensorOperator):
+class AttentionTensor(InsideQuestions):
     r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
 
     Matrix-free, frozen at the input, cheap to hold: the hidden states and the held factors of one forward pass. Made
@@ -260,41 +241,6 @@ class AttentionTensor(TensorOperator):
         if not every:
             raise InputError(f"`out_token` must name at least one of the {n_out} outputs; got {out_token!r}.")
         return tuple(check_token(i, n_out) for i in every)
-
-    @own_modes
-    def components(
-        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total"
-    ) -> ComponentMap:  # fmt: skip
-        r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
-
-        Args:
-            out_token: The output to explain; a head that reads the whole input at once has only one.
-            target: As for `map`; None explains the model's own prediction.
-            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
-                ``"direct"``: the way along the residual stream alone; these sum to the target.
-        """
-        recording = self.operator.recording
-        i = 0 if recording.pools else check_token(out_token, self.shape[0])
-        named = self.context.classes
-        meta = self.meta() | {"out_positions": [i]}
-        return component_map(self.operator, named, i, target, effect, tokens=self.tokens, meta=meta)
-
-    @own_modes
-    def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
-        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
-
-        Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
-        what the model adds to it in the last corner.
-
-        Args:
-            block: Which one.
-            head: Counts query heads.
-            query: The token that looks.
-            key: The token it looks at, or a pair of them for the difference of two scores.
-        """
-        own = ("model", "versions")
-        meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
-        return score_map(self.operator, block, head, query, key, tokens=self.tokens, meta=meta)
 
     @own_modes
     def attentions(self, method: str = "tensor.norm", *, per_head: bool = False) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from tiny_language import tiny_lens, tokenizer
 import tensorlens as tl
 from tensorlens.answers.continuing import decoded
 from tensorlens.errors import InputError, MethodError
+from tensorlens.freezing import long_inputs
 
 PROMPT = "The cat sat. It was dark! Who sat there?"
 GIVEN = " A cat did. So it goes."
@@ -158,6 +159,20 @@ def test_through_follows_every_hop(answer):
     torch.testing.assert_close(whole.scores[0], expected.sum(0), **tolerance(answer))
 
 
+def test_long_inputs_keep_no_factors_and_are_pushed_and_pulled_alike(monkeypatch):
+    kept = lens_of("llama").answer(PROMPT, GIVEN)
+    monkeypatch.setattr(long_inputs, "FACTOR_SHARE", 0.0)
+    found = lens_of("llama").answer(PROMPT, GIVEN)
+    assert found.tensor.operator.is_streamed and not kept.tensor.operator.is_streamed
+    expected = kept.map("sentences", "tokens", engine="pulls")
+    for engine in ("pulls", "pushes"):
+        made = found.map("sentences", "tokens", engine=engine)
+        torch.testing.assert_close(made.scores, expected.scores, **tolerance(found))
+        torch.testing.assert_close(made.bias_share, expected.bias_share, **tolerance(found))
+    assert found.map("sentences", "tokens").meta["engine"] == "5 pushes"
+    assert "streamed" in found.tensor.operator.engines.answered
+
+
 # Answers -------------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +256,16 @@ def test_maps_of_answers_save_and_draw(tmp_path):
         (None, {"num_return_sequences": 2, "num_beams": 2}, "One answer"),
         (None, {"max_new_tokens": 0}, "max_new_tokens"),
         (" A", {"temperature": 0.5}, "leave temperature out"),
+        (" A", {"seed": 1}, "leave seed out"),
+        (None, {"no_such_option": 1}, "no_such_option"),
+        ([True], {}, "whole numbers"),
+        ([10**6], {}, "vocabulary"),
+        (" A" * 400, {}, "at most 400 tokens"),
+        (None, {"logprobs": [-1.0]}, "was given"),
+        (" A", {"logprobs": [-1.0]}, "has 2 tokens here, but `logprobs` has 1"),
+        (" A", {"logprobs": [-1.0, 0.5]}, "not above zero"),
+        (" A", {"logprobs": [-1.0, float("nan")]}, "finite"),
+        (" A", {"logprobs": 3}, "a list"),
     ],
 )
 def test_answers_that_are_none(given, options, words):
@@ -279,11 +304,36 @@ def test_questions_that_do_not_fit(options, words):
         tiny_lens().answer(PROMPT, GIVEN).map(**options)
 
 
+def test_an_answer_that_is_cut_into_other_tokens_than_the_prompt_is_refused():
+    lens = tiny_lens()
+    merging = tokenizer().backend_tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    merging.add_tokens(["there?!"])  # a token across the border
+    lens.processor = type(tokenizer())(tokenizer_object=merging, eos_token="<|endoftext|>")
+    with pytest.raises(InputError, match="no continuation of the tokenised prompt.*there\\?!"):
+        lens.answer(PROMPT, "! It was I.")
+    assert lens.answer(PROMPT, " It was I.").text == " It was I."
+
+
 def test_models_that_give_no_answers():
-    with pytest.raises(InputError, match="decoder"):
-        config = hf.T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
-        tl.Lens(hf.T5ForConditionalGeneration(config)).answer([3, 4, 5], [6])
     with pytest.raises(MethodError, match="no head"):
         tl.Lens(zoo.build("bert")).answer([3, 4, 5], [6])
     with pytest.raises(MethodError, match="later tokens"):
         tl.Lens(zoo.build("bert-mlm")).answer([3, 4, 5], [6]).map("tokens")
+
+
+# Served elsewhere ----------------------------------------------------------------------------------------------------
+
+
+def test_a_servers_log_probabilities_are_compared():
+    lens = tiny_lens()
+    own = lens.answer(PROMPT, GIVEN).log_probabilities
+    near = [one - 0.02 for one in own]
+    found = lens.answer(PROMPT, GIVEN, logprobs=near)
+    assert found.agreement is not None and found.agreement.holds
+    assert found.agreement.mean == pytest.approx(0.02, abs=1e-4)
+    assert "agree" in found.map().meta["served"]
+    far = [*near[:3], near[3] - 2, *near[4:]]
+    with pytest.warns(UserWarning, match=r"not this model's.*at most \(token 3\)"):
+        other = lens.answer(PROMPT, GIVEN, logprobs=far)
+    assert other.agreement is not None and not other.agreement.holds and other.agreement.largest > 2
+    assert lens.answer(PROMPT, GIVEN).agreement is None

@@ -30,7 +30,24 @@ def test_a_long_input_is_the_same_function(name: str, reserve: float, monkeypatc
         torch.testing.assert_close(long.pull(u, span, heads), replay.pull(u, span, heads), rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(long.push(x, span, heads), replay.push(x, span, heads), rtol=1e-6, atol=1e-9)
     assert not long.factors.open
-    assert not any(site.place.inside for site in long.recording.factors)
+    blocks_held = {site.place.block for site in long.recording.factors if site.place.inside}
+    assert blocks_held == long.kept == (set() if reserve else {0, 1, 2})
+
+
+def test_a_second_push_runs_no_block_again_for_its_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_inputs, "RESERVE", 0.0)
+    long, made = long_input("llama"), []
+    x, span = torch.randn_like(long.recording.states[0]), Span(0, 3)
+    first = long.push(x, span)
+    run_block = LongInput._run_block
+
+    def watched(self: LongInput, n: int, x: torch.Tensor, factors: object, **options: object) -> torch.Tensor:
+        made.append(factors is self.factors)
+        return run_block(self, n, x, factors, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LongInput, "_run_block", watched)
+    torch.testing.assert_close(long.push(x, span), first, rtol=0, atol=0)
+    assert made and not any(made)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -103,3 +120,23 @@ def test_a_recording_that_runs_out_of_memory_keeps_no_graphs(monkeypatch: pytest
     monkeypatch.setattr(long_inputs._BlockGraphs, "_close", scarce)
     assert list(long_input("gpt2").edges) == [2]
     assert kept == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_several_states_are_pushed_to_the_head_with_each_block_opened_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = zoo.build(name, "sdpa")
+    replay = tl.Lens(model)(zoo.sample(name)).operator.replay
+    long = record_long(replay.recording.anatomy, replay.recording.inputs, replay.recording.rules)
+    assert long is not None
+    x = torch.randn(3, *replay.recording.states[0].shape[1:], dtype=torch.float64)
+    expected = torch.cat([replay.push_to_head(one[None]) for one in x])
+    opened: list[int] = []
+    was = LongInput._run_block
+
+    def counted(self, n, state, factors, **options):
+        opened.append(n) if factors is self.factors else None
+        return was(self, n, state, factors, **options)
+
+    monkeypatch.setattr(LongInput, "_run_block", counted)
+    torch.testing.assert_close(long.push_to_head(x), expected, rtol=1e-6, atol=1e-9)
+    assert opened == [0, 1, 2]

@@ -147,3 +147,33 @@ def test_what_a_tensor_gives_out_is_a_copy():
     for state in (T.input, T.output, T.bias):
         state.zero_()
     assert torch.equal(T.map(out_token=-1).scores, before)
+
+
+class Keeping(nn.Module):
+    """Keeps things from one call to the next, as many do for pictures, for speed or by mistake."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.attention, self.n_calls = block, None, 0
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor, *args, **kwargs):
+        self.n_calls += 1
+        self.attention, self.last = x.softmax(-1), x.detach()
+        self.mean.add_(x.mean((0, 1)))
+        return self.block(x, *args, **kwargs)
+
+
+def test_what_a_model_keeps_of_a_call_is_what_it_kept_before():
+    model: nn.Module = build("gpt2")
+    model.transformer.h[1] = keeping = Keeping(model.transformer.h[1])
+    T = tl.Lens(model)(sample("gpt2"))
+    T.rows(2)
+    assert T.certificate().passed
+    assert keeping.attention is None and keeping.n_calls == 0 and not hasattr(keeping, "last")
+    assert type(keeping.mean) is torch.Tensor and not keeping.mean.any()
+    model(torch.tensor([sample("gpt2")]))
+    T = tl.Lens(model)(sample("gpt2"))
+    T.map("tensor.norm")
+    assert keeping.n_calls == 1 and type(keeping.attention) is type(keeping.last) is torch.Tensor

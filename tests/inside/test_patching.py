@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 import zoo
 
 import tensorlens as tl
@@ -17,7 +18,7 @@ CLEAN, CORRUPTED = [5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11]
 def test_the_truth_is_the_model_with_one_output_replaced(name: str, end: str) -> None:
     model: Any = zoo.build(name, "sdpa")
     lens = tl.Lens(model)
-    found = tl.patching(lens, CLEAN, CORRUPTED, target=(4, 9), verify=True)
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=(4, 9), verify=True, progress=False)
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = [paths[id(block)] for block in lens(CLEAN).operator.recording.anatomy.blocks]
     place = next(i for i, label in enumerate(found.labels) if label.block == 1 and label.kind == "feed-forward")
@@ -35,7 +36,60 @@ def test_the_truth_is_the_model_with_one_output_replaced(name: str, end: str) ->
     assert float(found.true[place]) == pytest.approx(float(change), rel=1e-6, abs=1e-9)
     assert -1 <= found.rank_correlation <= 1 and -1 <= found.pearson <= 1
     measured = [label.kind for label, effect in zip(found.labels, found.true.tolist(), strict=True) if effect == effect]
-    assert measured == ["attention", "feed-forward"] * 3
+    assert measured == ["attention", *["attention head"] * 4, "feed-forward"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("llama", "self_attn.o_proj"), ("gpt2", "attn.c_proj"), ("bert-mlm", "attention.output.dense")],
+)
+def test_a_head_is_patched_where_its_channels_enter_the_output_projection(name: str, end: str) -> None:
+    model: Any = zoo.build(name, "sdpa")
+    lens = tl.Lens(model)
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
+    paths = {id(module): path for path, module in model.named_modules()}
+    block = paths[id(lens(CLEAN).operator.recording.anatomy.blocks[1])]
+    place = next(i for i, label in enumerate(found.labels) if (label.block, label.head) == (1, 2))
+    module, kept = model.get_submodule(f"{block}.{end}"), []
+
+    def put_in(m: Any, args: Any) -> Any:
+        both = args[0].clone()
+        both[..., 8:12] = kept[0][..., 8:12]  # four heads of four channels
+        return (both,)
+
+    handle = module.register_forward_pre_hook(lambda m, args: kept.append(args[0]))
+    with torch.no_grad():
+        model(torch.tensor([CORRUPTED]))
+        handle.remove()
+        before = model(torch.tensor([CLEAN])).logits[0, -1, 4]
+        handle = module.register_forward_pre_hook(put_in)
+        after = model(torch.tensor([CLEAN])).logits[0, -1, 4]
+        handle.remove()
+    assert found.true is not None
+    assert float(found.true[place]) == pytest.approx(float(after - before), rel=1e-6, abs=1e-9)
+
+
+def test_a_module_that_several_blocks_use_cannot_be_patched() -> None:
+    config = hf.AlbertConfig(**zoo.TEXT, embedding_size=8)
+    lens = tl.Lens(zoo.randomise(hf.AlbertForMaskedLM(config)).double().eval())
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
+    assert found.true is not None and found.true.isnan().all()
+    assert found.predicted.abs().max() > 1e-3
+
+
+def test_a_saved_record_comes_back(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tl.patching(tl.Lens(zoo.build("gpt2", "sdpa")), CLEAN, CORRUPTED, target=4, verify=True, progress=False)
+    back = tl.Patching.load(found.save(tmp_path / "patching.json"))
+    assert torch.equal(back.predicted, found.predicted) and back.labels == found.labels and back.meta == found.meta
+    assert back.true is not None and found.true is not None and torch.equal(back.true, found.true)
+    assert (
+        back.correlation("feed-forward") == found.correlation("feed-forward")
+        and found.correlation("feed-forward").n == 3
+    )
+    found.show(k=1)
+    assert str(found.labels[int(found.predicted.abs().argmax())]) in capsys.readouterr().out
+    with pytest.raises(tl.InputError, match="json"):
+        found.save(tmp_path / "patching.csv")
 
 
 @pytest.mark.parametrize("name", ["llama", "bert-mlm", "phi"])

@@ -135,3 +135,17 @@ def test_several_outputs_are_rows_of_their_own(tensor, several, one_by_one):
 def test_outputs_that_are_none(tensor, out_token):
     with pytest.raises(InputError, match="out_token"):
         tensor.map("tensor.in_out", out_token=out_token)
+
+
+def test_passages_between_a_separator():
+    text = "One. A ### Two. B\n### Three."
+    meta = {"text": text, "offsets": [[k, k + 1] for k in range(len(text))]}
+    found = find_groups({"separator": "###"}, tuple(text), meta)
+    assert [group.label for group in found] == ["One. A", "Two. B", "Three."]
+    assert [j for group in found for j in group.tokens] == list(range(len(text)))
+    assert text[found[1].tokens[0] : found[1].tokens[-1] + 1] == " Two. B\n###"
+    for wrong, words in (
+        ({"separator": "@@"}, "does not stand"), ({"separator": ""}, "are {"), ({"mark": "#"}, "are {"), ({}, "are {"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            find_groups(wrong, tuple(text), meta)

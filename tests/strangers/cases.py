@@ -131,7 +131,8 @@ SAMPLE = {
     "Sequential blocks and a list of heads", "plain, to begin with", "between blocks: a weight in the model's forward",
     "skip from the embedding, cloned", "ends in softmax", "BatchNorm1d without running statistics",
     "feed-forward: shifted softplus", "feed-forward: through numpy", "feed-forward: a scripted gelu",
-    "feed-forward: out=", "branches in threads", "checkpoint in evaluation",
+    "feed-forward: out=", "branches in threads", "checkpoint in evaluation", "state: a counter", "random: noise",
+    "gradients: a hook of a tensor", "gradients: backward hooks of blocks", "blocks by torch.jit.trace",
 }  # fmt: skip
 """Those that are tried every time; the others take their turn in the long run."""
 

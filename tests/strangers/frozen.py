@@ -4,8 +4,9 @@ Inside `Frozen()` a model runs as it is, with the same numbers, but gradients st
 statistics of norms, at gates, and at the ratio φ(z)/z of an activation. So the Jacobian of any state with respect to an
 earlier one is the operator T between them, whatever engine claims to know it.
 
-Two factors of a product may both be live; the one that came straight from an activation is the gate and is held. What
-cannot be told so is said in the model's own code by `held`, which does nothing outside of `Frozen()`.
+Two factors of a product may both be live; the one that came straight from an activation is the gate and is held. Of a
+matrix product the left factor mixes and is held; of any other product each factor is held in one half. What cannot be
+told so is said in the model's own code by `held`, which does nothing outside of `Frozen()`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
+MATRIX_PRODUCTS = {"matmul", "__matmul__", "bmm", "mm"}
 ARITHMETIC = {
     "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "neg", "div",
     "__truediv__",
@@ -38,7 +40,7 @@ class Frozen(TorchFunctionMode):
     active = 0
 
     def __init__(self) -> None:
-        self.gates: dict[int, Tensor] = {}
+        self.gates: dict[int, tuple[Tensor, int]] = {}
 
     def __enter__(self) -> Any:
         Frozen.active += 1
@@ -59,6 +61,10 @@ class Frozen(TorchFunctionMode):
             return self._activation(func, args, kwargs)
         if name in ("mul", "__mul__", "__rmul__", "multiply") and all(is_live(factor) for factor in args[:2]):
             return self._product(*args[:2])
+        if name in MATRIX_PRODUCTS and all(is_live(factor) for factor in args[:2]):
+            return func(args[0].detach(), *args[1:], **kwargs)
+        if name == "einsum" and sum(is_live(factor) for factor in args[1:]) > 1:
+            return func(args[0], *(one.detach() for one in args[1:-1]), args[-1], **kwargs)
         if name in ("div", "__truediv__", "true_divide") and len(args) > 1 and is_live(args[1]):
             return args[0] / args[1].detach()
         if name in ("square", "pow", "__pow__") and is_live(args[0]):
@@ -66,7 +72,8 @@ class Frozen(TorchFunctionMode):
             return args[0] * torch.where(args[0] == 0, 0.0, ratio).detach()
         result = func(*args, **kwargs)
         if name in ARITHMETIC and sum(is_live(one) for one in args) == 1 and any(id(one) in self.gates for one in args):
-            self.gates[id(result)] = result  # 1 + erf(z) is a gate as erf(z) is
+            strength = max(self._strength(one) for one in args)
+            self.gates[id(result)] = result, strength  # 1 + erf(z) is a gate as erf(z) is
         return result
 
     def _activation(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
@@ -78,13 +85,20 @@ class Frozen(TorchFunctionMode):
             at_zero = func(torch.zeros_like(z), *rest, **kwargs)
             ratio = (func(z.detach().clone(), *rest, **kwargs) - at_zero) / z
         result = at_zero + ratio * z
-        self.gates[id(result)] = result
+        self.gates[id(result)] = result, 1 + bool(at_zero.any())
         return result
 
+    def _strength(self, value: Any) -> int:
+        """2 for what came out of an activation with φ(0) ≠ 0, 1 out of another, 0 for the rest."""
+        return self.gates[id(value)][1] if id(value) in self.gates else 0
+
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        if id(a) in self.gates:
-            return a.detach() * b
-        return a * b.detach() if id(b) in self.gates else a * b
+        of_a, of_b = self._strength(a), self._strength(b)
+        if of_a == of_b == 2:
+            return a.detach() * b.detach()
+        if of_a == of_b:
+            return (a * b.detach() + a.detach() * b) / 2
+        return a.detach() * b if of_a > of_b else a * b.detach()
 
 
 def held(value: Tensor) -> Tensor:

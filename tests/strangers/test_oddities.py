@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from strangers import odd_operations, odd_structures
+from strangers import adversary, odd_operations, odd_structures
 from strangers.cases import Stranger, as_parameters, check, judge
 
 
@@ -14,4 +14,9 @@ def test_odd_structures(stranger: Stranger):
 
 @pytest.mark.parametrize("stranger", as_parameters(odd_operations.STRANGERS))
 def test_odd_operations(stranger: Stranger):
+    check(stranger, judge(stranger))
+
+
+@pytest.mark.parametrize("stranger", as_parameters(adversary.STRANGERS))
+def test_written_to_mislead(stranger: Stranger):
     check(stranger, judge(stranger))

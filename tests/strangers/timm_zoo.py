@@ -68,6 +68,10 @@ SMALLER: tuple[dict[str, Any], ...] = (
 """Fewer and narrower blocks, by what families call them; the first that an architecture takes."""
 
 
+LARGER = ("levit",)
+"""Families that a small picture would leave with one token: nothing could be told of what comes before pooling."""
+
+
 def names() -> list[str]:
     return [name for family in FAMILIES.values() for name in family]
 
@@ -77,13 +81,15 @@ def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     torchvision_stub.install()
     import timm
 
-    for size, shrunk in product(({"img_size": 64}, {"img_size": 128}, {}), SMALLER):
+    is_larger = name.startswith(LARGER)
+    sizes = ({"img_size": 128}, {}) if is_larger else ({"img_size": 64}, {"img_size": 128}, {})
+    for size, shrunk in product(sizes, SMALLER):
         try:
             model = timm.create_model(name, pretrained=False, num_classes=11, **size, **shrunk)
         except (TypeError, ValueError, AssertionError, RuntimeError):
             continue
         fixed = model.default_cfg.get("fixed_input_size", False)
-        side = size.get("img_size") or (model.default_cfg["input_size"][-1] if fixed else 64)
+        side = size.get("img_size") or (model.default_cfg["input_size"][-1] if fixed or is_larger else 64)
         picture = torch.randn(1, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         model = randomised(model)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensorlens.answers.continuing import Continuation, generated, given
 from tensorlens.answers.prompts import Prompt, Speaker, read_prompt
+from tensorlens.answers.served import Agreement, agreement, check_served
 from tensorlens.answers.shares import Engine, Shares, shares, through
 from tensorlens.answers.targets import TargetKind, make_targets
 from tensorlens.errors import InputError
@@ -19,6 +20,7 @@ from tensorlens.freezing.observe import plain_logits_at
 from tensorlens.maps.groups import Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import check_token
@@ -39,6 +41,7 @@ class Answer:
         prompt: What was asked.
         tensor: T at prompt and answer together, the model's own earlier tokens as inputs.
         lens: Where it came from.
+        agreement: How a server's log-probabilities agree with the model's, where some were given.
     """
 
     text: str
@@ -47,6 +50,7 @@ class Answer:
     prompt: Prompt = field(repr=False)
     tensor: AttentionTensor = field(repr=False)
     lens: Speaker = field(repr=False)
+    agreement: Agreement | None = field(default=None, repr=False)
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -60,8 +64,9 @@ class Answer:
 
     @property
     def positions(self) -> range:
-        """Where each token of the answer is predicted: one position before its own."""
-        return range(self.n_prompt_tokens - 1, self.n_prompt_tokens - 1 + len(self.ids))
+        """The output that predicts each token of the answer: one before its own."""
+        first = len(self.prompt.decoder_ids) - 1
+        return range(first, first + len(self.ids))
 
     @cached_property
     @own_modes
@@ -118,8 +123,6 @@ class Answer:
             )
         if engine not in (None, "pulls", "pushes"):
             raise InputError(f'`engine` must be "pulls" or "pushes"; got {engine!r}.')
-        if engine == "pushes" and self.tensor.operator.is_streamed:
-            raise InputError("This input is too long for pushes: its factors are not kept. Leave `engine` out.")
 
     # Parts and groups ------------------------------------------------------------------------------------------------
 
@@ -152,11 +155,16 @@ class Answer:
         """Parts of the answer as inputs, which come after the prompt's."""
         return tuple(Group(part.label, tuple(j + self.n_prompt_tokens for j in part.tokens)) for part in parts)
 
+    def _place(self, part: Group) -> list[int] | None:
+        """Where a part stands in the answer's text."""
+        pairs = [pair for j in part.tokens if (pair := self.offsets[j]) is not None]
+        return [pairs[0][0], max(stop for _, stop in pairs)] if pairs else None
+
     # Numbers ---------------------------------------------------------------------------------------------------------
 
     def _shares(self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked) -> Shares:
         operator = self.tensor.operator
-        targets = make_targets(operator.recording, self.ids, self.n_prompt_tokens - 1, asked.target)
+        targets = make_targets(operator.recording, self.ids, self.positions.start, asked.target)
         fine = torch.promote_types(operator.dtype, torch.float32)
         rows = _membership(parts, len(self.ids)).to(operator.device, fine)
         return shares(operator, targets, rows, columns, asked.engine)
@@ -167,7 +175,7 @@ class Answer:
         followed = through(found, len(asked.prompt))
         scores = _membership(parts, len(self.ids)).to(followed) @ followed
         nowhere = scores.new_full((len(scores),), torch.nan)
-        meta = self._meta(asked.prompt, asked, found) | {"through": THROUGH}
+        meta = self._meta(parts, asked.prompt, asked, found) | {"through": THROUGH}
         return _made(scores, nowhere, parts, asked.prompt, meta)
 
     def _against(self, other: str | Sequence[int], asked: _Asked) -> TokenMap:
@@ -191,12 +199,14 @@ class Answer:
         self, found: Shares, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, **more: Any
     ) -> TokenMap:
         notes = {"logit": found.values.tolist(), "bias": found.bias_from, "sums_to": "the target"}
-        meta = self._meta(columns, asked, found) | notes | more
+        meta = self._meta(parts, columns, asked, found) | notes | more
         return _made(found.scores, found.bias / found.values, parts, columns, meta)
 
-    def _meta(self, columns: Sequence[Group], asked: _Asked, found: Shares) -> dict[str, Any]:
+    def _meta(self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, found: Shares) -> dict[str, Any]:
         meta = grouped_meta(self.tensor.meta(), columns, "answer", ()) | {"set_aside": list(range(asked.n_aside))}
-        return meta | {"answer": self.text, "target": _TITLES[asked.target], "engine": found.engine}
+        meta["answer_parts"] = [self._place(part) for part in parts]
+        served = {} if self.agreement is None else {"served": str(self.agreement)}
+        return meta | {"answer": self.text, "target": _TITLES[asked.target], "engine": found.engine} | served
 
 
 @dataclass(frozen=True)
@@ -215,37 +225,48 @@ _TITLES: dict[TargetKind, str] = {
 
 
 def make_answer(
-    lens: Speaker, prompt: Any, answer: Any, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
-) -> Answer:
+    lens: Speaker, prompt: Any, answer: Any, *, logprobs: Sequence[float] | None, max_new_tokens: int,
+    seed: int | None, options: dict[str, Any],
+) -> Answer:  # fmt: skip
     """See `Lens.answer`."""
+    if answer is None and logprobs is not None:
+        raise InputError("`logprobs` belong to an answer that was given. Pass it as `answer`.")
     read = read_prompt(lens, prompt)
     if answer is None:
         found = generated(lens, read, max_new_tokens=max_new_tokens, seed=seed, options=options)
-    else:
-        if options or seed is not None:
-            names = ", ".join([*options, *(["seed"] if seed is not None else [])])
-            raise InputError(f"A given answer is not generated; leave {names} out.")
-        found = given(lens, read, answer)
-    return answer_of(lens, read, found)
+        return answer_of(lens, read, found)
+    if options or seed is not None:
+        names = ", ".join([*options, *(["seed"] if seed is not None else [])])
+        raise InputError(f"A given answer is not generated; leave {names} out.")
+    found = given(lens, read, answer)
+    served = None if logprobs is None else check_served(logprobs, len(found.ids))
+    made = answer_of(lens, read, found)
+    return made if served is None else replace(made, agreement=agreement(served, made.log_probabilities))
 
 
 def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
     """The answer that continues a prompt with some tokens, recorded."""
-    made: ModelInput = make_input([*prompt.ids, *found.ids], lens.model, lens.processor)
-    if prompt.text is not None:
-        shift, places = len(prompt.text), prompt.offsets
-        own = tuple([pair and (pair[0] + shift, pair[1] + shift) for pair in found.offsets])
-        made = ModelInput(
-            arguments=made.arguments, kind="text", text=prompt.text + found.text,
-            offsets=None if places is None else places + own,
-        )  # fmt: skip
-    tensor: AttentionTensor = lens(made)
+    tensor: AttentionTensor = lens(_together(lens, prompt, found))
     recording = tensor.operator.recording
     if recording.readout is None or recording.readout.dim() != 3:
         raise no_head(recording.model)
-    return Answer(
-        text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens
-    )  # fmt: skip
+    return Answer(text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens)
+
+
+def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
+    """Prompt and answer as one input; with an encoder, the answer goes into the decoder."""
+    n = prompt.n_encoder
+    made = make_input(list(prompt.ids[:n] or (*prompt.ids, *found.ids)), lens.model, lens.processor)
+    if n:
+        into = make_input((*prompt.decoder_ids, *found.ids), lens.model, lens.processor)  # within its vocabulary
+        ids = token_ids(into.arguments)
+        made = replace(made, arguments=made.arguments | {"decoder_input_ids": ids})
+    if prompt.text is None:
+        return made
+    text = prompt.text + "\n" * (n > 0)  # the two are no text together
+    own = tuple([pair and (pair[0] + len(text), pair[1] + len(text)) for pair in found.offsets])
+    offsets = None if prompt.offsets is None else prompt.offsets + own
+    return ModelInput(arguments=made.arguments, kind="text", text=text + found.text, offsets=offsets)
 
 
 def _membership(parts: Sequence[Group], n_tokens: int) -> Tensor:

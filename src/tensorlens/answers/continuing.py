@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tensorlens.answers.prompts import Offsets, Prompt, Speaker, tokenised
 from tensorlens.errors import InputError
@@ -30,15 +32,13 @@ def given(lens: Speaker, prompt: Prompt, answer: Any) -> Continuation:
     Raises:
         InputError: It is empty, or the tokens of prompt and answer together do not begin with those of the prompt.
     """
-    if isinstance(answer, Sequence) and not isinstance(answer, str):
-        ids = tuple(answer)
-        if not ids or not all(type(i) is int for i in ids):
-            raise InputError(f"An answer needs at least one token, as whole numbers; got {answer!r:.60}.")
+    if not isinstance(answer, str):
+        ids = _given_ids(answer)
         return Continuation(ids, *decoded(lens, ids))
-    if not isinstance(answer, str) or not answer.strip():
+    if not answer.strip():
         raise InputError(f"`answer` must be a text or token ids, and not empty; got {answer!r}.")
-    if prompt.text is None:
-        ids, offsets = tokenised(lens, answer, special=False)
+    if prompt.text is None or prompt.n_encoder:
+        ids, offsets = tokenised(lens, answer, special=False, as_target=prompt.n_encoder > 0)
         return Continuation(ids, answer, offsets) if offsets else Continuation(ids, *decoded(lens, ids))
     ids, offsets = tokenised(lens, prompt.text + answer, special=prompt.has_special_tokens)
     n = len(prompt.ids)
@@ -53,6 +53,15 @@ def given(lens: Speaker, prompt: Prompt, answer: Any) -> Continuation:
     shift = len(prompt.text)
     places = tuple([(max(0, pair[0] - shift), pair[1] - shift) if pair else None for pair in offsets[n:]])
     return Continuation(ids[n:], answer, places)
+
+
+def _given_ids(answer: Any) -> tuple[int, ...]:
+    ids = answer.tolist() if isinstance(answer, (Tensor, np.ndarray)) else answer
+    if not isinstance(ids, Sequence):
+        raise InputError(f"`answer` must be a text or token ids; got {answer!r:.60}.")
+    if not ids or not all(type(i) is int for i in ids):
+        raise InputError(f"An answer needs at least one token, as whole numbers; got {answer!r:.60}.")
+    return tuple(ids)
 
 
 def generated(
@@ -70,28 +79,39 @@ def generated(
         raise InputError("Sampling gives another answer each time. Pass `seed` as well, so that it can be repeated.")
     if options.get("num_return_sequences", 1) != 1:
         raise InputError("One answer is explained at a time. Leave `num_return_sequences` out.")
-    ids = torch.tensor([prompt.ids], device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    ids = torch.tensor([prompt.ids[: prompt.n_encoder or None]], device=device)
     with evaluating(model), in_own_precision(), torch.no_grad(), torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        settings = {"do_sample": False, "pad_token_id": lens.pad_id} | options
-        made: Any = model.generate(  # pyright: ignore[reportCallIssue] -- asked above
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=_room(lens, prompt, max_new_tokens), **settings
-        )
-    new = getattr(made, "sequences", made)[0, len(prompt.ids) :].tolist()
+        settings = {"do_sample": False, "pad_token_id": lens.pad_id} | _start(prompt, device) | options
+        made = _generate(model, ids, max_new_tokens=_room(lens, prompt, max_new_tokens), **settings)
+    new = getattr(made, "sequences", made)[0, len(prompt.decoder_ids) :].tolist()
     found = tuple(_without_end(lens, new))
     if not found:
         raise InputError("The model ended its answer before the first token. Pass an answer, or ask in another way.")
     return Continuation(found, *decoded(lens, found))
 
 
+def _start(prompt: Prompt, device: torch.device) -> dict[str, Tensor]:
+    return {"decoder_input_ids": torch.tensor([prompt.decoder_ids], device=device)} if prompt.n_encoder else {}
+
+
+def _generate(model: Any, ids: Tensor, **settings: Any) -> Any:
+    try:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"The model's `generate` refused what it was asked for: {error}") from error
+
+
 def _room(lens: Speaker, prompt: Prompt, max_new_tokens: int) -> int:
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(f"`max_new_tokens` must be a whole number of at least 1; got {max_new_tokens!r}.")
     limit = max_tokens(lens.model)
-    if limit is not None and len(prompt.ids) >= limit:
-        raise InputError(f"The model takes at most {limit} tokens; the prompt alone has {len(prompt.ids)}. Shorten it.")
-    return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids))
+    before = len(prompt.decoder_ids)
+    if limit is not None and before >= limit:
+        raise InputError(f"The model takes at most {limit} tokens; the prompt alone has {before}. Shorten it.")
+    return max_new_tokens if limit is None else min(max_new_tokens, limit - before)
 
 
 def _without_end(lens: Speaker, ids: list[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -48,6 +48,7 @@ class Prompt:
         offsets: Where each token stands in it; None if the tokenizer does not tell.
         turns: For chat messages, the characters of each, labelled by its role.
         has_special_tokens: Whether the tokenizer adds its own special tokens to such a text.
+        n_encoder: How many of the tokens an encoder reads; the others begin its decoder's input, before the answer.
     """
 
     ids: tuple[int, ...]
@@ -55,6 +56,12 @@ class Prompt:
     offsets: Offsets | None = None
     turns: tuple[Span, ...] = ()
     has_special_tokens: bool = True
+    n_encoder: int = 0
+
+    @property
+    def decoder_ids(self) -> tuple[int, ...]:
+        """What stands before the answer in the part of the model that says it."""
+        return self.ids[self.n_encoder :]
 
 
 def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
@@ -64,31 +71,62 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
         InputError: It is none, or longer than the model takes.
     """
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-        return _chat(lens, prompt)
+        return _with_start(lens, _chat(lens, prompt))
+    if isinstance(prompt, str):  # always a text, also one that ends like the name of a picture
+        return _with_start(lens, _text(lens, prompt))
     made = lens.prepare(prompt)
     ids = token_ids(made.arguments)
-    if made.kind not in ("text", "ids") or ids is None or getattr(_config(lens), "is_encoder_decoder", False):
+    if made.kind != "ids" or ids is None:
         raise InputError(
-            f"An answer needs a decoder and a text, chat messages or token ids; got {type(prompt).__name__} for "
-            f"`{type(lens.model).__name__}`."
+            f"An answer needs a text, chat messages or token ids as its prompt; got {type(prompt).__name__}."
         )
-    return Prompt(ids=tuple(ids[0].tolist()), text=made.text, offsets=made.offsets)
+    return _with_start(lens, Prompt(ids=tuple(ids[0].tolist())))
 
 
-def tokenised(lens: Speaker, text: str, *, special: bool) -> tuple[tuple[int, ...], Offsets | None]:
-    """The ids of a text, and where each stands in it if the tokenizer tells."""
+def _text(lens: Speaker, text: str) -> Prompt:
+    ids, offsets = tokenised(lens, text, special=True)
+    if not text.strip() or not ids:
+        raise InputError(f"Expected some text as a prompt; got {text!r}, which holds no words.")
+    lens.prepare(list(ids))  # refuses what is too long
+    return Prompt(ids=ids, text=text, offsets=offsets)
+
+
+def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
+    """For a model with an encoder, the tokens that its decoder begins with: they are not chosen by the model."""
+    config = getattr(lens.model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return prompt
+    made = lens.prepare(list(prompt.ids)).arguments.get("decoder_input_ids")
+    if made is None:
+        raise InputError(
+            f"`{type(lens.model).__name__}` has a decoder that takes no tokens, so that it gives no answer."
+        )
+    forced = getattr(getattr(lens.model, "generation_config", None), "forced_bos_token_id", None)
+    start = (*made[0].tolist(), *(() if forced is None else (forced,)))
+    offsets = None if prompt.offsets is None else (*prompt.offsets, *(None for _ in start))
+    return replace(prompt, ids=(*prompt.ids, *start), offsets=offsets, n_encoder=len(prompt.ids))
+
+
+def tokenised(
+    lens: Speaker, text: str, *, special: bool, as_target: bool = False
+) -> tuple[tuple[int, ...], Offsets | None]:
+    """The ids of a text, and where each stands in it if the tokenizer tells.
+
+    Args:
+        lens: With the tokenizer.
+        text: The text.
+        special: Whether the tokenizer adds its own special tokens.
+        as_target: Whether it is what the model says, which some tokenizers cut otherwise than what it reads.
+    """
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:
         raise InputError("Got a text, but this lens has no tokenizer. Pass one, or pass token ids.")
     is_fast = getattr(tokenizer, "is_fast", False)
-    made = tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if is_fast else {}))
+    options = {"add_special_tokens": special} | ({"return_offsets_mapping": True} if is_fast else {})
+    made = tokenizer(text_target=text, **options) if as_target else tokenizer(text, **options)
     if not is_fast:
         return tuple(made["input_ids"]), None
     return tuple(made["input_ids"]), tuple([(a, b) if b > a else None for a, b in made["offset_mapping"]])
-
-
-def _config(lens: Speaker) -> Any:
-    return getattr(lens.model, "config", None)
 
 
 def _chat(lens: Speaker, messages: Sequence[Any]) -> Prompt:

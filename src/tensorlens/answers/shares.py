@@ -6,7 +6,7 @@ one push for each group or from one pull for each row; the fewer passes are take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from tensorlens import cancel
 from tensorlens.answers.targets import Targets
 from tensorlens.errors import MethodError
-from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps.collapse import weigh
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.methods import BY_COMPLETENESS
@@ -23,6 +22,9 @@ from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 
 Engine = Literal["pulls", "pushes"]
+
+TOGETHER = 32
+"""Groups whose inputs are in memory at a time."""
 
 
 class Shares(NamedTuple):
@@ -43,10 +45,9 @@ class Shares(NamedTuple):
     bias_from: str
 
 
-def cheaper(operator: FrozenOperator, n_rows: int, n_groups: int) -> Engine:
-    """The engine that takes fewer passes; a push of zero gives the bias. Streamed inputs are pulled."""
-    can_push = isinstance(operator.replay, FactorReplay)
-    return "pushes" if can_push and n_groups + 1 < n_rows else "pulls"
+def cheaper(n_rows: int, n_groups: int) -> Engine:
+    """The engine that takes fewer passes; a push of zero gives the bias."""
+    return "pushes" if n_groups + 1 < n_rows else "pulls"
 
 
 def shares(
@@ -64,7 +65,7 @@ def shares(
     readout = operator.recording.readout
     assert readout is not None, "asked of a model with a head"
     values = rows @ (targets.read(readout[0].detach().to(rows)) + targets.constants).to(rows)
-    engine = engine or cheaper(operator, len(rows), len(groups))
+    engine = engine or cheaper(len(rows), len(groups))
     if engine == "pulls":
         return _pulled(operator, targets, rows, groups, values)
     return _pushed(operator, targets, rows, groups, values)
@@ -74,12 +75,17 @@ def _pulled(
     operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
 ) -> Shares:
     pulled = operator.replay.pull(
-        rows.to(operator.dtype), operator.span, operator.heads, read=lambda y: targets.read(y[0]), to_logits=True
+        rows.to(torch.promote_types(operator.dtype, targets.vectors.dtype)),
+        operator.span,
+        operator.heads,
+        read=lambda y: targets.read(y[0]),
+        to_logits=True,
     )
     name = operator.engines.slow_to(to_logits=True)
     operator.engines.note(name)
     by_token = weigh(pulled.to(rows), operator.input.to(rows))
-    if bool(by_token[:, int(targets.positions[-1]) + 1 :].any()):
+    n_before = operator.recording.splits[0]  # an encoder's tokens
+    if bool(by_token[:, n_before + int(targets.positions[-1]) + 1 :].any()):
         raise MethodError(
             f"`{type(operator.recording.model).__name__}` reads later tokens: no answer follows a prompt in it. "
             "Use `tensor.in_class` on the whole text."
@@ -92,18 +98,26 @@ def _pulled(
 def _pushed(
     operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
 ) -> Shares:
-    replay, x = operator.replay, operator.input
-    assert isinstance(replay, FactorReplay), "asked where factors are kept"
-    at_zero = targets.read(replay.push_to_head(torch.zeros_like(x)[None], heads=operator.heads)[0])
-    columns = []
-    for group in groups:
-        cancel.check()
-        alone = torch.zeros_like(x)
-        alone[list(group.tokens)] = x[list(group.tokens)]
-        columns.append(targets.read(replay.push_to_head(alone[None], heads=operator.heads)[0]) - at_zero)
-    operator.engines.note("replayed")
-    bias = rows @ (at_zero + targets.constants).to(rows)
-    return Shares(rows @ torch.stack(columns, 1).to(rows), bias, values, f"{len(groups) + 1} pushes", "a push of zero")
+    tokens: list[Sequence[int]] = [(), *(group.tokens for group in groups)]  # zero gives the bias
+    pushed = torch.cat([_push_some(operator, targets, some) for some in _split(tokens, TOGETHER)]).to(rows)
+    operator.engines.note("replayed" if operator.replay.keeps_factors else "streamed")
+    bias = rows @ (pushed[0] + targets.constants.to(rows))
+    columns = rows @ (pushed[1:] - pushed[0]).T
+    return Shares(columns, bias, values, f"{len(tokens)} pushes", "a push of zero")
+
+
+def _push_some(operator: FrozenOperator, targets: Targets, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """The targets (push, target) of the input with all tokens but some left out."""
+    cancel.check()
+    x = operator.input
+    alone = x.new_zeros(len(tokens), *x.shape)
+    for state, some in zip(alone, tokens, strict=True):
+        state[list(some)] = x[list(some)]
+    return operator.push_to_head(alone, targets.read)
+
+
+def _split(items: list[Sequence[int]], size: int) -> Iterator[list[Sequence[int]]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def through(found: Shares, n_prompt_groups: int) -> Tensor:

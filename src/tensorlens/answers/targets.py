@@ -37,7 +37,8 @@ class Targets(NamedTuple):
 
     def read(self, state: Tensor) -> Tensor:
         r"""$⟨c_q, F_q⟩$ (…, token) of what passes ended with (…, position, channel), the constants left out."""
-        return (state[..., self.positions, :] * self.vectors.to(state)).sum(-1)
+        fine = torch.promote_types(state.dtype, self.vectors.dtype)  # a sum over channels, of half-precision states too
+        return (state[..., self.positions, :].to(fine) * self.vectors.to(fine)).sum(-1)
 
 
 def make_targets(recording: Recording, ids: Sequence[int], first: int, kind: TargetKind) -> Targets:

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 GROUPS = ("tokens", "words", "sentences", "lines")
 TARGETS = ("centred", "logit", "runner_up")
 
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Parts of the answer: answer (all of it, unless --out is a page), {', '.join(GROUPS)}.",
+        show_default=False,
+    ),
+]
+
 
 def answer_(
     model: Model,
@@ -33,9 +41,7 @@ def answer_(
         str | None, typer.Option(help="Another answer: why the one rather than the other?", show_default=False)
     ] = None,
     groups: Annotated[str, typer.Option(help=f"Parts of the prompt: {', '.join(GROUPS)}.")] = "sentences",
-    rows: Annotated[
-        str, typer.Option(help=f"Parts of the answer: answer (all of it), {', '.join(GROUPS)}.")
-    ] = "answer",
+    rows: Rows = None,
     target: Annotated[
         str, typer.Option(help="Of each token: centred (its logit less the mean of all), logit, runner_up.")
     ] = "centred",
@@ -64,6 +70,8 @@ def answer_(
 
     reading.check(model)
     check_file(out)
+    is_page = out is not None and out.suffix.lower() == ".html" and against is None
+    rows = rows or ("sentences" if is_page else "answer")
     _check(answer, against, groups, rows, target, through=through, max_new_tokens=max_new_tokens)
     text = options.read_input(prompt)
     found = reading.lens(model, final_norm=final_norm).answer(text, answer, max_new_tokens=max_new_tokens)

@@ -17,7 +17,9 @@ from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
+from tensorlens.app.inside_command import inside
 from tensorlens.app.interrupts import interruptible
+from tensorlens.app.judge_command import judge
 from tensorlens.app.map_command import map_
 from tensorlens.app.maps_command import maps
 from tensorlens.app.methods_command import methods
@@ -46,6 +48,7 @@ def _add(name: str, command: Callable[..., None], short: str, *, continues: bool
 
 _add("map", map_, "Which inputs made this output?")
 _add("answer", answer_, "Which parts of the prompt made this answer?")
+_add("inside", inside, "Where in the model? Heads, flow and graph.")
 _add("maps", maps, "A map of every row of a data set, as parquet.", continues=True)
 _add("explore", explore, "The same in the browser.")
 _add("check", check, "Is the operator exact for this model?")
@@ -54,6 +57,7 @@ _add("methods", methods, "The kinds of map, with a line each.")
 _add("perturb", perturb, "Study: which method finds what matters?", continues=True)
 _add("relations", relations, "Study: relations decoded by the mean tensor.", continues=True)
 _add("fidelity", fidelity, "Study: how far from the input does T hold?", continues=True)
+_add("judge", judge, "Study: which method finds what is known to matter?", continues=True)
 _add("families", families, "Certify a tiny model of every architecture.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from tensorlens.errors import InputError
@@ -90,4 +90,4 @@ class Rules:
 
     def as_dict(self) -> dict[str, str | bool]:
         """The choices as plain data, for certificates and saved maps."""
-        return asdict(self)
+        return {one.name: getattr(self, one.name) for one in fields(self)}

@@ -3,12 +3,11 @@
 While an interpreter is active in a thread, the forwards of the model's modules report to it. They are wrapped on the
 instances (never on classes), once for all threads that need them, and unwrapped when the last one leaves; a thread
 without an interpreter goes straight through. For as long as it lasts the model's buffers are copies, so that a model
-which writes into them (a cache of keys and values) leaves no trace.
+which writes into them (a cache of keys and values) or counts its calls leaves no trace.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,8 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
-from tensorlens.models.plain_pass import callers_defaults
+from tensorlens.models.module_tree import walk
+from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, put_back
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -42,6 +42,7 @@ class _Wrapping:
 
     found: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor | None] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
     users: set[object] = field(default_factory=set)
     copies: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
 
@@ -53,12 +54,18 @@ _found: WeakKeyDictionary[nn.Module, Fingerprint | None] = WeakKeyDictionary()
 
 
 @contextmanager
-def running(run: Interpreter, model: nn.Module) -> Iterator[None]:
-    """Let the modules of `model` report to `run` in this thread, and leave them as they were found."""
+def running(run: Interpreter, model: nn.Module, found: Fingerprint | None = None) -> Iterator[None]:
+    """Let the modules of `model` report to `run` in this thread, and leave them as they were found.
+
+    Args:
+        run: The pass.
+        model: What runs.
+        found: The model's fingerprint, where it was just taken.
+    """
     before, user = active(), object()
     try:
         try:
-            _wrap(model, run.modules, user)
+            _wrap(model, run.modules, user, found)
             set_active(run)
             with ExitStack() as stack:
                 # Leaving inference mode switches gradients on, and every function would switch them off again.
@@ -96,7 +103,7 @@ def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = 
     with _lock:
         if model in _found:
             return _found[model]
-        return None if _wrapped and any(part in _wrapped for part in model.modules()) else fingerprint(model, ignored)
+        return None if _wrapped and any(part in _wrapped for part in walk(model)) else fingerprint(model, ignored)
 
 
 @contextmanager
@@ -114,8 +121,9 @@ class _ReportingFunctions:
     """While any pass runs, custom autograd functions, checkpointing and inference mode report to it as modules do.
 
     They go past torch's Python functions: the first brings a derivative of its own, the second runs code again when no
-    rule applies, the third, inside a model's forward, would leave no graph. They are replaced on torch itself, once for
-    all threads; one without an interpreter goes straight through, and the last pass to leave puts the originals back.
+    rule applies, the third, inside a model's forward, would leave no graph. Hooks on a module's gradients, which may
+    change them, are no part of what it computes. All are replaced on torch itself, once for all threads; one without
+    an interpreter goes straight through, and the last pass to leave puts the originals back.
     """
 
     def __init__(self) -> None:
@@ -130,6 +138,8 @@ class _ReportingFunctions:
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
                 torch.inference_mode.__enter__ = _enter_inference_mode  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _exit_inference_mode  # type: ignore[method-assign]
+                nn.Module._get_backward_hooks = _backward_hooks  # type: ignore[method-assign]
+                nn.Module._get_backward_pre_hooks = _backward_pre_hooks  # type: ignore[method-assign]
 
     def end(self, user: object) -> None:
         """One less; twice for the same pass does no harm."""
@@ -139,6 +149,8 @@ class _ReportingFunctions:
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
                 torch.inference_mode.__enter__ = _ENTER  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _EXIT  # type: ignore[method-assign]
+                nn.Module._get_backward_hooks = _HOOKS  # type: ignore[method-assign]
+                nn.Module._get_backward_pre_hooks = _PRE_HOOKS  # type: ignore[method-assign]
             self._users.discard(user)
 
 
@@ -147,7 +159,16 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint.checkpoint` asks to recompute; its older form is a custom autograd function."""
 _RECOMPUTING = getattr(torch.utils.checkpoint, _CHECKPOINT, None)
 _ENTER, _EXIT = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+_HOOKS, _PRE_HOOKS = nn.Module._get_backward_hooks, nn.Module._get_backward_pre_hooks
 _REPORTING_FUNCTIONS = _ReportingFunctions()
+
+
+def _backward_hooks(module: nn.Module) -> Any:
+    return _HOOKS(module) if active() is None else ([], [])
+
+
+def _backward_pre_hooks(module: nn.Module) -> Any:
+    return _PRE_HOOKS(module) if active() is None else []
 
 
 def _enter_inference_mode(mode: Any) -> None:
@@ -181,10 +202,10 @@ def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
 
-def _wrap(model: nn.Module, modules: list[nn.Module], user: object) -> None:
+def _wrap(model: nn.Module, modules: list[nn.Module], user: object, found: Fingerprint | None) -> None:
     with _lock:
         if not any(module in _wrapped for module in modules):
-            _found[model] = fingerprint(model)
+            _found[model] = found or fingerprint(model)
         copies: dict[int, Tensor] = {}  # a buffer that two modules share stays shared
         for module in modules:
             wrapping = _wrapped.get(module)
@@ -202,14 +223,17 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
         "training": False,  # T describes the model at inference
         "_compiled_call_impl": None,  # and its code, not what a compiler made of it
     }
-    replaced |= {key: _copy(value, copies) for key, value in own.items() if _is_data(value)}
+    data = [key for key, value in own.items() if isinstance(value, Tensor) and is_data(value)]
+    replaced |= {key: copy_once(own[key], copies) for key in data}
     wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
-    wrapping.buffers |= {key: value for key, value in module._buffers.items() if _is_data(value)}
+    wrapping.before |= own
+    buffers = {key: value for key, value in module._buffers.items() if is_data(value)}
+    wrapping.buffers |= buffers
     own.update(replaced)
-    for key, buffer in wrapping.buffers.items():
-        module._buffers[key] = _copy(buffer, copies)
-    data = {**replaced, **module._buffers}
-    wrapping.copies |= {key: (value, value._version) for key, value in data.items() if _is_data(value)}
+    for key, buffer in buffers.items():
+        module._buffers[key] = copy_once(buffer, copies)
+    copied: dict[str, Any] = {key: own[key] for key in data} | {key: module._buffers[key] for key in wrapping.buffers}
+    wrapping.copies |= {key: (value, value._version) for key, value in copied.items()}
 
 
 def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
@@ -221,18 +245,6 @@ def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
             for key, (copy, version) in _wrapped[module].copies.items()
             if module._buffers.get(key, module.__dict__.get(key)) is not copy or copy._version != version
         )
-
-
-def _copy(buffer: Any, copies: dict[int, Tensor]) -> Tensor:
-    if id(buffer) not in copies:
-        with torch.inference_mode(False), torch.no_grad():
-            copies[id(buffer)] = buffer.clone()
-    return copies[id(buffer)]
-
-
-def _is_data(value: Any) -> bool:
-    """A tensor of the module's own that is no parameter and may be written to."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta and value.is_leaf
 
 
 def _unwrap(modules: list[nn.Module], user: object) -> None:
@@ -255,6 +267,7 @@ def _stop_reporting(module: nn.Module, wrapping: _Wrapping) -> None:
             module.__dict__.pop(key, None)
         else:
             module.__dict__[key] = value
+    put_back(module, wrapping.before)
     module._buffers.update(wrapping.buffers)
 
 
@@ -264,11 +277,11 @@ def _method(module: nn.Module) -> str:
 
 
 def _reporting(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def report(*args: Any, **kwargs: Any) -> Any:
         run = active()
         if run is None or id(module) not in run.names:
             return forward(*args, **kwargs)
         return run.call_module(module, forward, args, kwargs)
 
+    report.__wrapped__ = forward  # type: ignore[attr-defined]  # for code that asks for its signature; `functools.wraps` copies more, and is slow
     return report

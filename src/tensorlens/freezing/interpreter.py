@@ -22,6 +22,7 @@ from tensorlens.freezing.rules.modules import find_adapter
 from tensorlens.freezing.rules.recurrences import with_kernels
 from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of
 from tensorlens.freezing.traced import Traced, mark, raw, traced_in, unmark
+from tensorlens.models.module_tree import named_modules
 
 Forward = Callable[..., Any]
 Heads = dict[int, Tensor]
@@ -83,7 +84,7 @@ class Interpreter:
         grad: bool = False, heads: Heads | None = None, observers: Sequence[Observer] = (),
         audit: LeakAudit | None = None, prefix: str = "",
     ) -> None:  # fmt: skip
-        named = dict(model.named_modules(prefix=prefix))
+        named = named_modules(model, prefix)
         self.names = {id(module): name for name, module in named.items()}
         self.modules = list(named.values())
         self.rules, self.factors, self.route = rules, factors, route
@@ -190,16 +191,17 @@ class Interpreter:
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
         rule = find_rule(name)
-        sources = traced_in(args, kwargs)
-        roles = [source.role for source in sources]
-        if "entry" in roles:
-            args, kwargs = _swap((args, kwargs), self._entries)
-            sources = traced_in(args, kwargs)
         if rule is describe:
             return describe(self, function, args, kwargs)
-        if kwargs.get("out") is not None:
+        sources = traced_in(args, kwargs)
+        for source in sources:
+            if source.role == "entry":
+                args, kwargs = _swap((args, kwargs), self._entries)
+                sources = traced_in(args, kwargs)
+                break
+            self.n_reads += source.role == "embedding" and rule is not dropout
+        if "out" in kwargs and kwargs["out"] is not None:
             return write_out(self, function, args, kwargs)
-        self.n_reads += "embedding" in roles and rule is not dropout
         live = [source for source in sources if source.live]
         if not live:
             if rule is not None and rule in FOR_HELD:

@@ -92,8 +92,10 @@ def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "") 
     for value in candidates:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
             return value
+    given = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
     raise AnatomyError(
-        f"`{module}` was called without a hidden state. Pass the path of the right list of blocks as `blocks=`."
+        f"`{module}` was called with {given}; expected a hidden state, a tensor of floats, among its arguments. Let "
+        "the block take its state as a tensor, or pass the path of the right list of blocks as `blocks=`."
     )
 
 

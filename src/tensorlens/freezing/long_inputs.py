@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tensorlens import cancel
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import RecalledFactors, SomeFactors
 from tensorlens.freezing.interception import own_precision, running
@@ -72,14 +73,16 @@ class LongInput(Replay):
         edges: Where the graph of each block ends, for blocks whose graph is kept.
         end: $X^N$ with the graph from the last block on.
         end_logits: The same for what the model ends with.
+        kept: Blocks whose factors stay in memory since a push needed them.
     """
 
     def __init__(
         self, recording: Recording, factors: SomeFactors, calls: list[Call], leaves: list[Tensor],
-        edges: dict[int, GradientEdge], end: Tensor, end_logits: Tensor,
+        edges: dict[int, GradientEdge], end: Tensor, end_logits: Tensor, reserve: float = 0,
     ) -> None:  # fmt: skip
         self.recording, self.factors, self.calls, self.leaves, self.edges = recording, factors, calls, leaves, edges
-        self.end, self.end_logits = end, end_logits
+        self.end, self.end_logits, self._reserve = end, end_logits, reserve
+        self.kept: set[int] = set()
         self._by_factors = FactorReplay(recording)
         self._paths = {id(module): name for name, module in recording.model.named_modules()}
 
@@ -89,23 +92,27 @@ class LongInput(Replay):
         return False
 
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
-        """The affine function, a block at a time: its factors are made again, used and let go."""
+        """The affine function, a block at a time: its factors are made again, and stay while memory lasts."""
         check_unchanged(self.recording)
-        last = self.recording.n_blocks - 1
+        samples = list(x.split(1))
         for n in range(*span):
+            cancel.check()
             with self.opened(n), own_precision(), torch.no_grad():
-                if n == last:  # what follows it is not in any block
-                    x = self._by_factors.push(x, Span(n, n + 1), heads)
-                else:
-                    x = self._run_block(n, x, RecalledFactors(self.factors), heads=heads)
-        return x
+                for i, sample in enumerate(samples):
+                    samples[i] = self._push_block(n, sample, heads)
+        return samples[0] if len(samples) == 1 else torch.cat(samples)
 
-    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """As `push`, to the logits."""
+    def _push_block(self, n: int, x: Tensor, heads: Heads | None) -> Tensor:
+        if n == self.recording.n_blocks - 1:  # what follows it is not in any block
+            return self._by_factors.push(x, Span(n, n + 1), heads)
+        return self._run_block(n, x, RecalledFactors(self.factors), heads=heads)
+
+    def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """As `push`, on through the head."""
         last = self.recording.n_blocks - 1
         x = self.push(x, Span(start, last), heads)
         with self.opened(last):
-            return self._by_factors.push_logits(x, out_token, last, heads)
+            return torch.cat([self._by_factors.push_to_head(sample, last, heads) for sample in x.split(1)])
 
     def pull(
         self, cotangents: Tensor, span: Span, heads: Heads | None = None, *, read: Read | None = None,
@@ -153,9 +160,10 @@ class LongInput(Replay):
         try:
             return self._pull_again(n, cs)
         except torch.OutOfMemoryError:
-            if not self.edges:
+            if not self.edges and not self.kept:
                 raise
-        self.edges.clear()  # graphs were kept for speed alone
+        self.edges.clear()  # graphs and factors were kept for speed alone
+        self._forget(self.kept)
         clear_memory()
         return self._pull_again(n, cs)
 
@@ -167,16 +175,23 @@ class LongInput(Replay):
 
     @contextmanager
     def opened(self, *blocks: int) -> Iterator[None]:
-        """Keep the factors of some blocks for as long as it lasts."""
-        self.factors.open |= set(blocks)
+        """Keep the factors of some blocks for as long as it lasts, and afterwards while memory lasts."""
+        new = set(blocks) - self.kept
+        self.factors.open |= new
         try:
-            for n in blocks:
+            for n in sorted(new):
                 self._run_block(n, self.recording.states[n], self.factors)
+                self.kept.add(n)
             yield
         finally:
-            self.factors.open -= set(blocks)
-            for site in [site for site in self.factors if site.place.inside and site.place.block in blocks]:
-                del self.factors[site]
+            self.factors.open -= new
+            if self.kept != new | self.kept or free_bytes(self.recording.states[0].device) < self._reserve:
+                self._forget(new)
+
+    def _forget(self, blocks: set[int]) -> None:
+        for site in [site for site in self.factors if site.place.inside and site.place.block in blocks]:
+            del self.factors[site]
+        self.kept = self.kept - blocks
 
     def _run_block(
         self, n: int, x: Tensor, factors: Factors, *, grad: bool = False, heads: Heads | None = None
@@ -252,7 +267,8 @@ def _record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keep
         return None
     graph, recording = recording.graph, replace(recording, graph=None)
     assert graph.end is not None, "the rules leave the final norm inside"
-    return LongInput(recording, factors, blocks.calls, blocks.leaves, blocks.edges, graph.end, graph.readout)
+    reserve = RESERVE * blocks.free_at_start
+    return LongInput(recording, factors, blocks.calls, blocks.leaves, blocks.edges, graph.end, graph.readout, reserve)
 
 
 class _BlockGraphs:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.axes import Attention, Hidden
-from tensorlens.errors import MethodError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
@@ -56,6 +56,19 @@ def plain_output(recording: Recording) -> Tensor:
     with hooked(before, after), own_precision(), torch.no_grad(), evaluating(model):
         output = model(**recording.inputs)
     return recording.layouts[-1].to_tokens(seen[0] if seen else state_of(output))
+
+
+def refuse_unrepeatable(recording: Recording) -> None:
+    """Raise for a model that gives other numbers when it is run again: it has no operator to speak of."""
+    again, found = plain_output(recording), recording.states[-1]
+    tolerance = 100 * torch.finfo(found.dtype).eps ** 0.75
+    if found.isfinite().all() and not (again - found).norm() <= tolerance * found.norm():
+        raise InputError(
+            f"`{type(recording.model).__name__}` gave other numbers when it was run again on the same input (they "
+            f"differ by {float((again - found).norm() / found.norm()):.1e}): it draws random numbers, or keeps "
+            "something from one call to the next. Expected a model that does the same each time; switch that off at "
+            "inference."
+        )
 
 
 def plain_logits(recording: Recording, out_token: int) -> Tensor:

@@ -13,6 +13,7 @@ from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recorder import Recorder, RecordOptions, StartAtEmbedding
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.module_tree import parameters
 
 
 def record(
@@ -53,8 +54,8 @@ def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: Rec
         except StartAtEmbedding:
             at_embedding = True
         except Exception:
-            # Code may fail for its gradients alone: a write in place, a custom derivative. Without them it is held.
-            if not grad or recorder.has_leak:
+            # Code may fail for its gradients alone: a write in place. Without them it is held.
+            if not grad or recorder.has_leak or recorder.is_refused:
                 raise
             grad = False
         del recorder  # and the graph it began
@@ -62,4 +63,4 @@ def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: Rec
 
 def gradients_pass(model: nn.Module) -> bool:
     """Whether a graph can keep the weights: off-loaded ones come and go, and inference tensors are kept by none."""
-    return not any(parameter.is_meta or parameter.is_inference() for parameter in model.parameters())
+    return not any(parameter.is_meta or parameter.is_inference() for parameter in parameters(model))

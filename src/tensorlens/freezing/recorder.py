@@ -17,13 +17,16 @@ from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
 from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find_state, put_state, state_of
+from tensorlens.freezing.observe import refuse_unrepeatable
 from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.prologue import Prologue
 from tensorlens.freezing.recording import Graph, Reached, Recording
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.fingerprint import Samples, fingerprint, moved
+from tensorlens.models.fingerprint import Samples, fingerprint, moved, sets_attributes
+from tensorlens.models.module_tree import parameters
+from tensorlens.models.plain_pass import random_state
 
 GRAPH_SHARE = 0.02
 """Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
@@ -100,6 +103,7 @@ class Recorder:
         self.embedded: Tensor | None = None
         self.leaves: list[Tensor] = []
         self.end: Tensor | None = None
+        self.is_refused = False
         self.n_entered = 0
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
         self._blocks = {id(block) for block in anatomy.blocks}
@@ -114,11 +118,13 @@ class Recorder:
 
     def go(self) -> Recording | None:
         """Run the model and give what was learnt; None if no block ran."""
+        self._refuse_scripts()
         self.found = current_fingerprint(self.anatomy.model)
         audit_key = (self.found, self.rules, input_kind(self.inputs))
         if self.found is not None and not is_audited(audit_key):
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
+        before = random_state(next(self.anatomy.model.parameters()).device)
         readout = self._run()
         if self.block_outputs and len(self.states) <= len(self.block_outputs):
             raise AnatomyError(
@@ -127,16 +133,30 @@ class Recorder:
             )
         if not self.block_outputs:
             return None
-        if self.run.audit is not None:
-            refuse_custom_nodes(readout, self.end)
+        if self.run.audit is None:
+            return self._finished(readout)
+        self.is_refused = True  # unless it passes what follows
+        refuse_custom_nodes(readout, self.end)
+        recording = self._finished(readout)
+        if recording.ignored or sets_attributes(self.anatomy.model) or random_state(self.states[0].device) != before:
+            refuse_unrepeatable(recording)
+        self.is_refused = False
         note_audit(audit_key)
-        return self._finished(readout)
+        return recording
+
+    def _refuse_scripts(self) -> None:
+        for path, module in self.anatomy.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise NotLinearError(
+                    f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
+                    "Give the lens the module that it was made from."
+                )
 
     def _run(self) -> Tensor:
         """The readout: what enters the unembedding, or what the model gave."""
         model, inputs = self.anatomy.model, dict(self.inputs)
         try:
-            with own_precision(), torch.set_grad_enabled(self.run.grad), running(self.run, model):
+            with own_precision(), torch.set_grad_enabled(self.run.grad), running(self.run, model, self.found):
                 if not self.at_embedding:
                     self.prologue.start()
                 if "inputs_embeds" in inputs:
@@ -179,8 +199,9 @@ class Recorder:
         )  # fmt: skip
 
     def _samples(self) -> Samples | None:
-        weights = list(self.anatomy.model.parameters())
-        is_near = self.options.keeps_factors and self.found is not None and all(w.device.type == "cpu" for w in weights)
+        if not self.options.keeps_factors or self.found is None:
+            return None
+        is_near = all(weight.device.type == "cpu" for weight in parameters(self.anatomy.model))
         return Samples(self.anatomy.model) if is_near else None
 
     # The route --------------------------------------------------------------------------------------------------------
@@ -210,8 +231,11 @@ class Recorder:
 
     def note_sources(self, run: Interpreter, live: list[Traced]) -> None:
         """A live tensor from before the last block left, not through it, is a side channel."""
-        if any(source.generation < run.generation for source in live):
-            self._note_side_channel()
+        generation = run.generation
+        for source in live:
+            if source.generation < generation:
+                self._note_side_channel()
+                return
 
     def _note_side_channel(self) -> None:
         if self.run.module not in self.side_channels:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError
+from tensorlens.freezing.audit import refuse_custom_nodes
 from tensorlens.freezing.factors import RecalledFactors
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Heads, Interpreter, Observer
@@ -48,11 +49,8 @@ class Replay(ABC):
         r"""$\tilde F_X(x)$ over the blocks of `span`: (sample, token, channel) to (sample, token, channel)."""
 
     @abstractmethod
-    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """Logits (sample, class) of the affine function and its head on `x`, read at `out_token`.
-
-        For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
-        """
+    def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """What the affine function and its head end with on `x`: the unembedding's input, or logits."""
 
     @abstractmethod
     def pull(
@@ -74,6 +72,14 @@ class Replay(ABC):
     @abstractmethod
     def keeps_factors(self) -> bool:
         """Whether all factors are in memory."""
+
+    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
+        """Logits (sample, class) of the affine function and its head on `x`, read at `out_token`.
+
+        For a language model they are the numbers straight out of the unembedding, before any soft cap or scale.
+        """
+        with torch.no_grad():
+            return read_logits(self.recording, self.push_to_head(x, start, heads), out_token)
 
     def pull_logits(self, weights: Tensor, out_tokens: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
         """Gradients (row, token, channel) of weighted sums of logits, one backward pass for each.
@@ -100,6 +106,7 @@ class FactorReplay(Replay):
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self._is_searched = recording.graph is not None
 
     @property
     def keeps_factors(self) -> bool:
@@ -112,15 +119,10 @@ class FactorReplay(Replay):
             return plain(replayed(self.recording, x, span, heads)[0])
 
     def push_to_head(self, x: Tensor, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """What the affine function and its head end with on `x`: the unembedding's input, or logits."""
+        """As `push`, on through the head, by one replay."""
         span = Span(start, self.recording.n_blocks)
         with own_precision(), torch.no_grad():
             return plain(replayed(self.recording, x, span, heads, to_logits=True)[0])
-
-    def push_logits(self, x: Tensor, out_token: int, start: int = 0, heads: Heads | None = None) -> Tensor:
-        """Logits, by one replay."""
-        with torch.no_grad():
-            return read_logits(self.recording, self.push_to_head(x, start, heads), out_token)
 
     def pull(
         self, cotangents: Tensor, span: Span, heads: Heads | None = None, *, read: Read | None = None,
@@ -143,6 +145,9 @@ class FactorReplay(Replay):
         with own_precision(), torch.enable_grad():
             x = self.recording.states[span.start].detach().clone().requires_grad_()
             y, run = replayed(self.recording, x, span, heads, to_logits=to_logits, grad=True)
+            if not self._is_searched:  # a recording without gradients could not tell
+                refuse_custom_nodes(plain(y))
+                self._is_searched = True
             yield Joined(x, plain(y), run)
 
     def _kept_graph(self, span: Span, to_logits: bool) -> tuple[tuple[Tensor, ...], Tensor] | None:
@@ -167,9 +172,17 @@ def gradients(y: Tensor, leaves: Sequence[Tensor], cotangents: Tensor, chunk: in
         return torch.cat([part.to(found[0].device) for part in found], 1)[None]
     parts = []
     for some in cotangents.split(chunk):
-        found = torch.autograd.grad(
-            y, leaves, some, is_grads_batched=True, retain_graph=True, materialize_grads=unused_are_zero
-        )
+        try:
+            found = torch.autograd.grad(
+                y, leaves, some, is_grads_batched=True, retain_graph=True, materialize_grads=unused_are_zero
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a kernel that takes no batch of gradients: of sparse tensors, or a custom one
+            if len(some) == 1:
+                raise
+            parts += [gradients(y, leaves, one[None], 1) for one in some]
+            continue
         parts.append(torch.cat([part.to(found[0].device) for part in found], 2))
     return torch.cat(parts)
 
@@ -261,7 +274,7 @@ class _ReplayRoute:
         """Run the model until the state asked for is reached."""
         model, inputs = self.recording.model, dict(self.recording.inputs)
         try:
-            with running(run, model):
+            with running(run, model, None if self.recording.ignored else self.recording.fingerprint):
                 if self.span.start == 0 and not self.recording.starts_at_embedding:
                     self.prologue.start()
                 if "inputs_embeds" in inputs:

@@ -28,6 +28,10 @@ class Interpreter(Protocol):
         """A factor held fixed: computed and kept while recording, looked up while replaying."""
         ...
 
+    def refusal(self, operation: str) -> str:
+        """Why `operation` cannot be made linear, where, and what to do."""
+        ...
+
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
 

@@ -46,6 +46,23 @@ class Component:
         what = self.kind if self.head is None else f"{self.kind} {self.head}"
         return what if self.block is None else f"block {self.block}, {what}"
 
+    @property
+    def column(self) -> str | None:
+        """Its column in the picture of blocks and heads; None if it has no cell there."""
+        if self.block is None or self.kind.endswith("bias"):
+            return None
+        if self.head is None:
+            return self.kind
+        return str(self.head) if self.kind == "attention head" else f"{self.kind} {self.head}"
+
+    @property
+    def short(self) -> str:
+        """A name for a picture."""
+        if self.block is None:
+            return self.kind
+        what = {"feed-forward": "ff", "attention bias": "b", "bias": "b"}.get(self.kind, "")
+        return f"{self.block}.{self.head}" if self.head is not None else f"{self.block} {what}".strip()
+
 
 class TopComponent(NamedTuple):
     """One of the components that carry most: its score over all tokens, and the token where it carries most."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,19 +13,12 @@ from torch.nn.functional import pad
 
 from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.stream import Mixture, Sum, Write, pulled
 from tensorlens.inside.target import Pass, pass_to, weights_of
+from tensorlens.inside.walk import Row, Walk, head_rows, kinds, seen_from, told_apart, whole_write
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.operators.matrix_free import FrozenOperator
 
 Effect = Literal["total", "direct"]
-
-
-class Row(NamedTuple):
-    """A component and its score at every token."""
-
-    component: Component
-    scores: Tensor
 
 
 @dataclass
@@ -110,12 +103,12 @@ def total(run: Pass) -> Found:
             _, before = run.entry(n)
             edge, after = run.seen.outputs[n]
             found.rows.append(
-                Row(Component(block=n, kind="block"), run.by_token(n, at.times(edge, _minus(after, before))))
+                Row(Component(block=n, kind="block"), run.by_token(n, at.times(edge, whole_write(after, before))))
             )
             continue
         for write, kind in kinds(run, n, sums):
             of_heads = [at.times(mixture.edge, mixture.value) for mixture in told_apart(run, n, write)]
-            found.rows += _rows(run, kind, n, run.by_token(n, at.times(write.edge, write.value)), of_heads)
+            found.rows += head_rows(run, kind, n, run.by_token(n, at.times(write.edge, write.value)), of_heads)
     return found
 
 
@@ -135,57 +128,12 @@ def _flow(run: Pass, at: Cotangents, states: list[tuple[GradientEdge, Tensor]]) 
     whole, of_memory = at.of(edge), torch.zeros_like(flow[0])
     for depth in range(max(1, n_encoder - start), len(flow)):
         there, state = at.of(states[depth][0]), states[depth][0]
-        past = whole if depth + start == n_encoder or whole is None else whole - _seen_from(state, there, edge, memory)
+        past = whole if depth + start == n_encoder or whole is None else whole - seen_from(state, there, edge, memory)
         of_memory = pad((past * memory)[0].sum(-1), (0, len(flow[0]) - split)) if past is not None else of_memory
         flow[depth] = of_memory + pad(flow[depth][split:], (split, 0))
     for depth in range(1, n_encoder - start):
         flow[depth] = flow[depth] + pad(flow[0][split:], (split, 0))
     return flow
-
-
-def _seen_from(state: GradientEdge, cotangent: Tensor | None, edge: GradientEdge, value: Tensor) -> Tensor:
-    """The part of a cotangent that comes by way of one state."""
-    if cotangent is None:
-        return torch.zeros_like(value)
-    found = torch.autograd.grad([state], [edge], [cotangent], retain_graph=True, allow_unused=True)[0]
-    return torch.zeros_like(value) if found is None else found
-
-
-def _minus(after: Tensor, before: Tensor) -> Tensor:
-    """What a whole block wrote."""
-    return after - before.reshape(after.shape) if after.numel() == before.numel() else after
-
-
-def kinds(run: Pass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
-    """What was written in a block, in order, and what to call it."""
-    n_attentions = 0
-    for one in reversed(sums):
-        for write in reversed(one.writes):
-            if write.mixtures:
-                n_attentions += 1
-                yield write, "attention" if n_attentions == 1 else f"attention {n_attentions}"
-            else:  # without attention anywhere in the block, one cannot say which of its parts mixes tokens
-                yield write, "feed-forward" if run.seen.mixtures.get(n) else "block"
-
-
-def told_apart(run: Pass, n: int, write: Write) -> list[Mixture]:
-    """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
-    if len(write.mixtures) != 1:
-        return []
-    value = write.mixtures[0].value
-    is_told = value.dim() == 3 or value.dim() == 4 and len(value) == 1
-    return list(write.mixtures) if is_told and value.shape[-2] == run.n_tokens(n) else []
-
-
-def _rows(run: Pass, kind: str, n: int, whole: Tensor, of_heads: list[Tensor]) -> Iterator[Row]:
-    """A row for each head and one for the bias of the output projection, or one for the whole."""
-    if not of_heads:
-        yield Row(Component(block=n, kind=kind), whole)
-        return
-    heads = run.placed(n, of_heads[0].reshape(-1, *of_heads[0].shape[-2:]).sum(-1))
-    for head, scores in enumerate(heads):
-        yield Row(Component(block=n, kind=f"{kind} head", head=head), scores)
-    yield Row(Component(block=n, kind=f"{kind} bias"), whole - heads.sum(0))
 
 
 # Direct effects ------------------------------------------------------------------------------------------------------
@@ -199,45 +147,25 @@ def direct(run: Pass) -> Found:
     output explained. All scores sum to the target.
     """
     start, stop = run.operator.span
-    at, value = run.seen.outputs[stop - 1]
-    cotangent = torch.autograd.grad(run.t, [at], retain_graph=True)[0]
-    reached = run.by_token(stop - 1, cotangent * value)
+    walk, reached, head = from_target(run)
     flow, groups = [reached], []
-    head = torch.zeros_like(reached)
-    head[run.out_token] = run.t.detach() - reached.sum()
     for n in reversed(range(start, stop)):
         if n + 1 == run.recording.n_encoder_blocks and n + 1 < stop:
             break  # the encoder is read by components of the decoder only
-        rows, cotangent = _direct_of_block(run, n, cotangent)
-        groups.append(rows)
-        flow.append(run.by_token(n, cotangent * run.entry(n)[1]))
+        groups.append(walk.block(n))
+        flow.append(walk.carried(n)[0])
     n_missing = stop - start + 1 - len(flow)
     flow += [flow[-1]] * n_missing  # depths within the encoder: the decoder's embedding is all that crosses
-    rows = [Row(Component(kind="embedding"), flow[-1]), *(row for group in reversed(groups) for row in group)]
-    return Found([*rows, Row(Component(kind="bias"), head)], flow[::-1])
+    rows = [Row(row.component, row.scores[0]) for group in reversed(groups) for row in group]
+    return Found([Row(Component(kind="embedding"), flow[-1]), *rows, Row(Component(kind="bias"), head)], flow[::-1])
 
 
-def _direct_of_block(run: Pass, n: int, cotangent: Tensor) -> tuple[list[Row], Tensor]:
-    """The rows of one block, and the cotangent at the state that enters it."""
+def from_target(run: Pass) -> tuple[Walk, Tensor, Tensor]:
+    """A walk down from the target; what the last state carries at each token, and what the constants of the head do."""
+    n = run.operator.span.stop - 1
     at, value = run.seen.outputs[n]
-    entry, before = run.entry(n)
-    sums = run.sums[n]
-    if sums is None:
-        row = Row(Component(block=n, kind="block"), run.by_token(n, cotangent * _minus(after=value, before=before)))
-        return [row], cotangent.reshape(before.shape)
-    bias = torch.zeros(run.x.shape[1], dtype=run.x.dtype, device=run.x.device)
-    by_write: dict[int, Tensor] = {}
-    for edge, value_there, one in [*((one.edge, one.value, one) for one in sums), (entry, before, None)]:
-        further = pulled(at, cotangent, edge)
-        if edge.node is not at.node:
-            bias = bias + run.by_token(n, cotangent * value) - run.by_token(n, further * value_there)
-        cotangent = further
-        if one is not None:
-            by_write |= {id(write): cotangent for write in one.writes}
-            at, value = one.stream, one.stream_value
-    rows = []
-    for write, kind in kinds(run, n, sums):
-        its = by_write[id(write)]
-        of_heads = [pulled(write.edge, its, one.edge) * one.value for one in told_apart(run, n, write)]
-        rows += _rows(run, kind, n, run.by_token(n, its * write.value), of_heads)
-    return rows if not bool(bias.any()) else [*rows, Row(Component(block=n, kind="bias"), bias)], cotangent
+    cotangent = torch.autograd.grad(run.t, [at], retain_graph=True)[0]
+    reached = run.by_token(n, cotangent * value)
+    head = torch.zeros_like(reached)
+    head[run.out_token] = run.t.detach() - reached.sum()
+    return Walk(run, cotangent[None]), reached, head

@@ -8,24 +8,41 @@ over all tokens, from two replays and one backward pass. The truth needs a run o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
+from tqdm import tqdm
 
+from tensorlens import cancel
 from tensorlens.errors import InputError
-from tensorlens.freezing.observe import plain_logits
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.components import Cotangents, kinds, told_apart
-from tensorlens.inside.stream import Write
+from tensorlens.inside.components import Cotangents
+from tensorlens.inside.edits import Edit, Part, edited_logits, parts
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
+from tensorlens.maps.files import replace_file
 from tensorlens.maps.targets import Classes, Target
-from tensorlens.models.plain_pass import hooked, own_modes
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.strict_json import from_json, to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "tensorlens.patching/1"
+
+
+class Correlation(NamedTuple):
+    """How predicted and true effects go together: Pearson's and Spearman's correlation, and over how many."""
+
+    pearson: float
+    rank: float
+    n: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,9 +52,10 @@ class Patching:
     Attributes:
         labels: Attention outputs, heads and feed-forwards.
         predicted: What T says of each: the change of the target.
-        true: What the model does, NaN for heads, and for what no single module writes; None unless it was asked for.
+        true: What the model does, NaN for what no single module gives out; None unless it was asked for.
         target: What is measured.
         clean: Its value in the clean run.
+        meta: Model, versions, rules, blocks, output.
     """
 
     labels: tuple[Component, ...]
@@ -45,45 +63,108 @@ class Patching:
     true: Float[Tensor, " component"] | None
     target: str
     clean: float
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line: how many, of what."""
+        known = "" if self.true is None else f", correlation with the truth {self.pearson:.2f}"
+        return f"Patching({len(self.labels)} components on {self.target!r} = {self.clean:.4g}{known})"
 
     @property
     def pearson(self) -> float:
         """Correlation of predicted and true effects; NaN if the truth is not known."""
-        return _correlation(*self._known())
+        return self.correlation().pearson
 
     @property
     def rank_correlation(self) -> float:
         """Spearman's correlation of predicted and true effects; NaN if the truth is not known."""
-        return _correlation(*(in_float64(part.argsort().argsort()) for part in self._known()))
+        return self.correlation().rank
 
-    def _known(self) -> tuple[Tensor, Tensor]:
+    def correlation(self, kind: str | None = None) -> Correlation:
+        """Correlation of predicted and true effects of the components of one kind, or of all."""
         true = torch.full_like(self.predicted, float("nan")) if self.true is None else self.true
-        known = ~true.isnan()
-        return in_float64(self.predicted[known]), in_float64(true[known])
+        chosen = torch.tensor([kind is None or label.kind == kind for label in self.labels], dtype=torch.bool)
+        chosen &= ~true.isnan()
+        pair = in_float64(self.predicted[chosen]), in_float64(true[chosen])
+        return Correlation(correlation(*pair), correlation(*(ranks(one) for one in pair)), len(pair[0]))
+
+    def show(self, console: Console | None = None, k: int = 10) -> None:
+        """Print the strongest components with their true effects, if known; without a console, to standard output."""
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("component", "predicted", "true", box=None, pad_edge=False)
+        for i in self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist():
+            truth = "" if self.true is None else f"{float(self.true[i]):+.4g}"
+            table.add_row(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", truth)
+        console = console or RichConsole(highlight=False)
+        console.print(Text(repr(self), style="bold"))
+        console.print(table)
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write a .json file, whole or not at all."""
+        path = Path(path)
+        if path.suffix != ".json":
+            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
+        document = {
+            "format": FORMAT,
+            "labels": [asdict(label) for label in self.labels],
+            "predicted": self.predicted.tolist(),
+            "true": None if self.true is None else self.true.tolist(),
+            "dtype": str(self.predicted.dtype).removeprefix("torch."),
+            "target": self.target,
+            "clean": self.clean,
+            "meta": self.meta,
+        }
+        replace_file(path, lambda temporary: _written(temporary, to_json(document)))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Patching:
+        """Read a file of `save`; `InputError` for a foreign or damaged one."""
+        path = Path(path)
+        try:
+            found = from_json(path.read_text("utf-8"))
+            if found.pop("format") != FORMAT:
+                raise ValueError("another format")
+            dtype = getattr(torch, found.pop("dtype"))
+            labels = tuple(Component(**label) for label in found.pop("labels"))
+            predicted, true = (_numbers(found.pop(name), dtype) for name in ("predicted", "true"))
+            return cls(labels=labels, predicted=predicted, true=true, **found)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise InputError(
+                f"Expected a file that Patching.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be read "
+                f"({type(error).__name__}: {error})."
+            ) from error
 
 
-def _correlation(a: Tensor, b: Tensor) -> float:
+def _written(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _numbers(values: list[float | None] | None, dtype: torch.dtype) -> Tensor | None:
+    if values is None:
+        return None
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=dtype)
+
+
+def ranks(values: Tensor) -> Tensor:
+    """The place of each number among them."""
+    return in_float64(values.argsort().argsort())
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Pearson's correlation; NaN of fewer than two."""
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) if len(a) > 1 else float("nan")
-
-
-class _Part(NamedTuple):
-    component: Component
-    write: Write
-    is_heads: bool = False
-
-
-def _parts(run: Pass) -> Iterator[_Part]:
-    for n, sums in run.sums.items():
-        for write, kind in kinds(run, n, sums or []):
-            yield _Part(Component(block=n, kind=kind), write)
-            for _ in told_apart(run, n, write):
-                yield _Part(Component(block=n, kind=f"{kind} head"), write, is_heads=True)
 
 
 @own_modes
 def patching(
     lens: Callable[[Any], Any], clean: Any, corrupted: Any, target: Target | Weights | None = None, *,
-    out_token: int = -1, verify: bool = False,
+    out_token: int = -1, verify: bool = False, progress: bool | None = None,
 ) -> Patching:  # fmt: skip
     r"""Predicted effects $⟨λ_c(clean), y_c(corrupted) - y_c(clean)⟩$ of patching every component, over all tokens.
 
@@ -93,15 +174,19 @@ def patching(
         corrupted: Another one of the same length, whose components are put in.
         target: A token, a pair for a contrast, or weights by class; the model's own prediction if None.
         out_token: Where the target is read.
-        verify: Whether to patch the real model too, attention outputs and feed-forwards one by one.
+        verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, a run for each.
+        progress: Whether to show a progress bar of that; on a terminal if None.
     """
     first, second = lens(clean), lens(corrupted)
-    return patching_of(first.operator, second.operator, first.context.classes, target, out_token, verify=verify)
+    pair = first.operator, second.operator
+    return patching_of(
+        *pair, first.context.classes, target, out_token, verify=verify, progress=progress, meta=first.meta()
+    )
 
 
 def patching_of(
     clean: FrozenOperator, corrupted: FrozenOperator, classes: Classes | None, target: Target | Weights | None,
-    out_token: int = -1, *, verify: bool = False,
+    out_token: int = -1, *, verify: bool = False, progress: bool | None = None, meta: dict[str, Any] | None = None,
 ) -> Patching:  # fmt: skip
     """Patching of two recordings of one model, of one length."""
     if clean.shape != corrupted.shape:
@@ -109,58 +194,32 @@ def patching_of(
     i = 0 if clean.recording.pools else check_token(out_token, clean.shape[0])
     weights = weights_of(clean, classes, target, i)
     assert classes is not None, "a target has classes"
-    labels, predicted, true = [], [], []
     with pass_to(clean, weights, i) as run, pass_to(corrupted, weights, i) as other:
-        pairs = list(zip(_parts(run), _parts(other), strict=True))
-        edges = [part.write.mixtures[0].edge if part.is_heads else part.write.edge for part, _ in pairs]
-        at = Cotangents(run, edges)
-        for edge, (part, theirs) in zip(edges, pairs, strict=True):
-            change = at.times(edge, _value(theirs) - _value(part))
-            effects = change.flatten(0, -3).sum((-2, -1)) if part.is_heads else change.sum()[None]
-            labels += [
-                Component(block=part.component.block, kind=part.component.kind, head=h if part.is_heads else None)
-                for h in range(len(effects))
-            ]
-            predicted.append(effects)
-            if verify:
-                true += [float("nan")] * len(effects) if part.is_heads else [_patched(run, part, theirs)]
+        pairs = list(zip(parts(run), parts(other), strict=True))
+        predicted = _predicted(run, pairs)
+        true = torch.tensor(list(_true(run, pairs, progress)), dtype=torch.float64) if verify else None
     value = float(run.t.detach())
-    found = torch.cat(predicted).cpu()
-    truth = (torch.tensor(true, dtype=torch.float64) - value).to(found) if verify else None
     return Patching(
-        labels=tuple(labels), predicted=found, true=truth,
-        target=" − ".join(classes.name(index) for index in weights), clean=value,
+        labels=tuple(part.component for part, _ in pairs), predicted=predicted,
+        true=None if true is None else (true - value).to(predicted), clean=value,
+        target=" − ".join(classes.name(index) for index in weights), meta=(meta or {}) | {"out_positions": [i]},
     )  # fmt: skip
 
 
-def _value(part: _Part) -> Tensor:
-    return part.write.mixtures[0].value if part.is_heads else part.write.value
+def _predicted(run: Pass, pairs: list[tuple[Part, Part]]) -> Tensor:
+    at, effects = Cotangents(run, [part.edge for part, _ in pairs]), []
+    for part, theirs in pairs:
+        cotangent = at.of(part.edge)
+        if cotangent is not None and part.mixture is not None:
+            cotangent = cotangent.reshape(-1, *cotangent.shape[-2:])[part.component.head]
+        change = theirs.value - part.value
+        effects.append(change.new_zeros(()) if cotangent is None else (cotangent * change).sum())
+    return torch.stack(effects).cpu()
 
 
-def _patched(run: Pass, part: _Part, theirs: _Part) -> float:
-    """The target in the real model with what one module gives taken from the other run; NaN if no module gives it."""
-    block = part.component.block
-    assert block is not None, "a write is in a block"
-    path = run.seen.modules.get((block, part.write.edge.node))
-    if path is None:
-        return float("nan")
-
-    def patch(module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        new = theirs.write.value.reshape(first.shape).to(first)
-        return (new, *output[1:]) if isinstance(output, tuple) else new
-
-    recording = run.recording
-    with torch.no_grad(), hooked(after=[(recording.model.get_submodule(path), patch)]):
-        logits = _logits(recording, run.out_token)
-    return float(sum(weight * logits[index] for index, weight in run.weights.items()))
-
-
-def _logits(recording: Any, out_token: int) -> Tensor:
-    """Logits as the unembedding gives them, before any soft cap, where there is one."""
-    unembedding, seen = recording.anatomy.unembedding, []
-    if unembedding is None:
-        return plain_logits(recording, out_token)
-    with hooked(after=[(unembedding, lambda module, args, output: seen.append(output))]):
-        recording.model(**recording.inputs)
-    return seen[-1][0, out_token]
+def _true(run: Pass, pairs: list[tuple[Part, Part]], progress: bool | None) -> Iterator[float]:
+    for part, theirs in tqdm(pairs, unit=" runs", disable=None if progress is None else not progress):
+        cancel.check()
+        logits = edited_logits(run, [Edit(part, theirs.value)])
+        known = None if logits is None else sum(weight * logits[index] for index, weight in run.weights.items())
+        yield float("nan") if known is None else float(known)

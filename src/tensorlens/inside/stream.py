@@ -8,6 +8,7 @@ blocks come out alike; a block in which no way down such sums leads from its out
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -68,7 +69,9 @@ class StreamObserver:
         self.mixtures: dict[int, list[Mixture]] = {}
         self.outputs: dict[int, tuple[GradientEdge, Tensor]] = {}
         self.first_nodes: dict[int, int] = {}
-        self.modules: dict[tuple[int, Node], str] = {}
+        self.modules: dict[tuple[int, Node], list[str]] = {}
+        self.takers: dict[Node, str] = {}
+        self.n_calls: Counter[str] = Counter()
 
     def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Keep a sum of two live tensors, or what attention mixed."""
@@ -103,13 +106,27 @@ class StreamObserver:
         if run.block is None and self._encoder is not None and run.module == self._encoder:
             state = state_of(output)
             self.memory = edge_of(state), constant(state).clone()
+        self.n_calls[run.module] += 1
+        self._keep_taker(run, args)
         first: Any = output[0] if isinstance(output, tuple) and output else output
         if run.block is not None and is_live(first) and raw(getattr, first, "requires_grad"):
-            self.modules[run.block, edge_of(first).node] = run.module  # the outermost that gave it out
+            self.modules.setdefault((run.block, edge_of(first).node), []).append(run.module)  # the outermost last
         if id(module) in self._blocks and run.block is None:
             state = state_of(output, self._place)
             if raw(getattr, state, "requires_grad"):
                 self.outputs[run.place.block] = edge_of(state), constant(state).clone()
+
+    def _keep_taker(self, run: Interpreter, args: tuple[Any, ...]) -> None:
+        """Notice the module that takes in what heads mixed, side by side: the output projection."""
+        if run.block is None or not args or not is_live(args[0]):
+            return
+        for mixture in self.mixtures.get(run.block, ()):
+            value = mixture.value[0] if mixture.value.dim() == 4 and len(mixture.value) == 1 else mixture.value
+            if value.dim() != 3 or value.numel() != args[0].numel() or mixture.edge.node in self.takers:
+                continue
+            beside = value.transpose(0, 1).flatten(1)
+            if torch.equal(constant(args[0]).reshape(beside.shape), beside):
+                self.takers[mixture.edge.node] = run.module
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -275,10 +292,14 @@ def _reached_from(leaf: Node, target: Node) -> set[Node]:
     return live
 
 
-def pulled(edge: GradientEdge, cotangent: Tensor, back_to: GradientEdge) -> Tensor:
-    """The cotangent of one place in the graph at an earlier one."""
+def pulled(edge: GradientEdge, cotangents: Tensor, back_to: GradientEdge) -> Tensor:
+    """Cotangents (row, …) of one place in the graph at an earlier one that it was computed from."""
     if edge.node is back_to.node:
-        return cotangent
-    found = torch.autograd.grad([edge], [back_to], [cotangent], retain_graph=True, allow_unused=True)[0]
+        return cotangents
+    is_one = len(cotangents) == 1
+    found = torch.autograd.grad(
+        [edge], [back_to], [cotangents[0] if is_one else cotangents], retain_graph=True, allow_unused=True,
+        is_grads_batched=not is_one,
+    )[0]  # fmt: skip
     assert found is not None, "asked of places that are connected"
-    return found
+    return found[None] if is_one else found

@@ -82,6 +82,18 @@ class Pass:
             return n_in
         return split if block < self.recording.n_encoder_blocks else n_in - split
 
+    def offset(self, block: int) -> int:
+        """Where the tokens of a block's stream begin among all tokens."""
+        return 0 if block < self.recording.n_encoder_blocks else self.x.shape[1] - self.n_tokens(block)
+
+    def at_token(self, block: int, numbers: Tensor, token: int) -> Tensor:
+        """Numbers in the layout of the states of a block, zero but for one of all tokens."""
+        layout = self.recording.layouts[block]
+        states = layout.to_tokens(numbers.reshape(layout.shape))
+        chosen = torch.zeros_like(states)
+        chosen[:, token - self.offset(block)] = states[:, token - self.offset(block)]
+        return layout.to_native(chosen).reshape(numbers.shape)
+
     def placed(self, block: int, scores: Tensor) -> Tensor:
         """Scores (…, token) of a block's stream among all tokens: the encoder's, then the decoder's."""
         n_others = self.x.shape[1] - self.n_tokens(block)

@@ -7,7 +7,9 @@ the gradient of a sum over samples holds every sample's own row. Columns of padd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,10 @@ from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.norms import probe_vectors
 
+Notes = dict[str, Any]
+Pending = Callable[[], list[Answer]]
+"""Answers whose work is under way on the device: a call waits for it. Until then the next batch can be begun."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchQuestion:
@@ -31,6 +37,7 @@ class BatchQuestion:
         lengths: Tokens of each sample without padding.
         out_tokens: (sample,) the output asked for.
         target: What In+Class explains; None for the model's own prediction.
+        targets: The same, one for each sample, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
         probes: For `tensor.norm`: how many random probes to sketch it with.
         seed: Seed for the probes.
@@ -40,6 +47,7 @@ class BatchQuestion:
     lengths: tuple[int, ...]
     out_tokens: Tensor
     target: Target | None = None
+    targets: Sequence[Target] | None = None
     classes: Classes | None = None
     probes: int | None = None
     seed: int = 0
@@ -62,21 +70,29 @@ class BatchQuestion:
         r"""$⟨(T^\top u)_j, x_j⟩$ for each sample and input token."""
         return (pulled * self.recording.states[0]).sum(-1)
 
-    def answers(self, scores: Tensor, shares: Tensor, notes: Sequence[dict] | None = None) -> list[Answer]:
+    def answers(self, scores: Tensor, shares: Tensor, notes: Callable[[], Sequence[Notes]]) -> Pending:
         """One answer per sample from (sample, token) scores, padding cut off."""
-        scores, shares = scores.cpu(), shares.cpu()  # one copy for all of them
-        return [
-            Answer(scores=row[None, :length], bias_share=share[None], notes={} if notes is None else notes[i])
-            for i, (row, share, length) in enumerate(zip(scores, shares, self.lengths, strict=True))
-        ]
+
+        def finish() -> list[Answer]:
+            rows = zip(scores.cpu(), shares.cpu(), self.lengths, notes(), strict=True)  # one copy for all of them
+            return [
+                Answer(scores=row[None, :length], bias_share=share[None], notes=note)
+                for row, share, length, note in rows
+            ]
+
+        return finish
+
+    def alike(self, **notes: Any) -> Callable[[], list[Notes]]:
+        """The same notes for each sample."""
+        return lambda: [notes] * len(self.lengths)
 
 
-def in_class(question: BatchQuestion) -> list[Answer]:
+def in_class(question: BatchQuestion) -> Pending:
     """`tensor.in_class` of every sample by one pull."""
     recording, classes = question.recording, question.classes
     if classes is None or recording.readout is None:
         raise no_head(recording.model)
-    ids, weights, names = _targets(question)
+    ids, weights = _targets(question)
     read = _reader(question, ids, weights)
     logits = read(recording.readout).detach()
     pulled = question.replay.pull(
@@ -84,35 +100,44 @@ def in_class(question: BatchQuestion) -> list[Answer]:
         to_logits=True,
     )[0]  # fmt: skip
     scores = question.weigh(pulled)
-    values = logits.tolist()
-    notes = [
-        {"target": name, "logit": [value], "bias": BY_COMPLETENESS} for name, value in zip(names, values, strict=True)
-    ]
+
+    def notes() -> list[Notes]:
+        return [
+            {"target": _name(classes, some, of_some), "logit": [value], "bias": BY_COMPLETENESS}
+            for some, of_some, value in zip(ids.tolist(), weights.tolist(), logits.tolist(), strict=True)
+        ]
+
     return question.answers(scores, not_carried(scores, logits), notes)
 
 
-def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor, list[str]]:
-    """Classes (sample, k) with their weights, and what each sample's target is called."""
+def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor]:
+    """Classes (sample, k) of each sample's target with their weights."""
     recording, classes = question.recording, question.classes
     assert classes is not None and recording.readout is not None
     device = recording.readout.device
-    if question.target is None:
-        best = _all_logits(question, recording.readout).argmax(-1)
-        names = [classes.name(index) for index in best.tolist()]
-        return best[:, None], torch.ones(len(best), 1, device=device), names
-    chosen = classes.weights(question.target)
     n = len(question.lengths)
-    ids = torch.tensor(list(chosen), device=device).expand(n, -1)
-    name = " − ".join(classes.name(index) for index in chosen)
-    return ids, torch.tensor(list(chosen.values()), device=device).expand(n, -1), [name] * n
+    if question.target is None and question.targets is None:
+        best = _all_logits(question, recording.readout).argmax(-1)
+        return best[:, None], torch.ones(len(best), 1, device=device)
+    asked = [question.target] * n if question.targets is None else question.targets
+    chosen = [list(classes.weights(one).items()) for one in asked]  # type: ignore[arg-type]  # None was answered above
+    longest = max(map(len, chosen))
+    filled = [some + [(0, 0.0)] * (longest - len(some)) for some in chosen]
+    ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
+    return ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device)
 
 
-def predictions(question: BatchQuestion) -> list[str] | None:
-    """What the model ranks first at each sample's output; None for a model without a head."""
+def _name(classes: Classes, ids: list[int], weights: list[float]) -> str:
+    return " − ".join(classes.name(index) for index, weight in zip(ids, weights, strict=True) if weight)
+
+
+def predictions(question: BatchQuestion) -> Callable[[], list[Notes]]:
+    """What the model ranks first at each sample's output; nothing for a model without a head."""
     readout, classes = question.recording.readout, question.classes
     if readout is None or classes is None:
-        return None
-    return [classes.name(index) for index in _all_logits(question, readout).argmax(-1).tolist()]
+        return question.alike()
+    best = _all_logits(question, readout).argmax(-1)
+    return lambda: [{"prediction": classes.name(index)} for index in best.tolist()]
 
 
 def _all_logits(question: BatchQuestion, readout: Tensor) -> Tensor:
@@ -139,51 +164,71 @@ def _reader(question: BatchQuestion, ids: Tensor, weights: Tensor) -> Callable[[
     return read
 
 
-def in_out(question: BatchQuestion) -> list[Answer]:
+def in_out(question: BatchQuestion) -> Pending:
     """`tensor.in_out` of every sample by one pull."""
     ends = question.rows(question.recording.states[-1])
     pulled = question.replay.pull(ends[None], question.span, read=question.rows)[0]
     scores = question.weigh(pulled)
-    notes = [{"bias": BY_COMPLETENESS}] * len(question.lengths)
-    return question.answers(scores, not_carried(scores, ends.square().sum(-1)), notes)
+    return question.answers(scores, not_carried(scores, ends.square().sum(-1)), question.alike(bias=BY_COMPLETENESS))
 
 
-def contribution(question: BatchQuestion) -> list[Answer]:
+def contribution(question: BatchQuestion) -> Pending:
     """`tensor.contribution` of every sample: one push for each token, of all samples together."""
-    recording, span = question.recording, question.span
-    x = recording.states[0]
-    at_zero = question.replay.push(torch.zeros_like(x), span)
-    scores = torch.zeros(x.shape[:2], dtype=x.dtype, device=x.device)
+    rows = _pushed_by_graph(question) or _pushed_by_factors(question)
+    scores = torch.stack([row.norm(dim=-1) for row in rows], 1)
+    return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
+
+
+def _pushed_by_graph(question: BatchQuestion) -> list[Tensor] | None:
+    r"""$T_{ij} x_j$ (sample, channel) for each input token j, without a replay.
+
+    $T v = ∂⟨T^\top u, v⟩/∂u$: the gradient of a pull through the kept graph is a push. None where no graph is kept, or
+    a fused kernel in it has no second derivative.
+    """
+    recording = question.recording
+    if recording.graph is None or recording.graph.end is None:
+        return None
+    x, n = recording.states[0], max(question.lengths)
+    with suppress(RuntimeError), torch.enable_grad():
+        u = torch.zeros_like(question.rows(x), requires_grad=True)
+        pulled = torch.autograd.grad(question.rows(recording.graph.end), recording.graph.leaves, u, create_graph=True)
+        tokens = torch.cat(pulled, 1).unbind(1)
+        return [torch.autograd.grad(tokens[j], u, x[:, j], retain_graph=True)[0] for j in range(n)]
+    return None
+
+
+def _pushed_by_factors(question: BatchQuestion) -> list[Tensor]:
+    r"""$T_{ij} x_j$ (sample, channel) for each input token j, one replay each."""
+    x, span = question.recording.states[0], question.span
+    at_zero, found = question.rows(question.replay.push(torch.zeros_like(x), span)), []
     for j in range(max(question.lengths)):
         alone = torch.zeros_like(x)
         alone[:, j] = x[:, j]
-        scores[:, j] = question.rows(question.replay.push(alone, span) - at_zero).norm(dim=-1)
-    return question.answers(scores, _bias_shares(question, at_zero))
+        found.append(question.rows(question.replay.push(alone, span)) - at_zero)
+    return found
 
 
-def norm(question: BatchQuestion) -> list[Answer]:
+def norm(question: BatchQuestion) -> Pending:
     """`tensor.norm` of every sample, sketched: one pull for each probe, of all samples together."""
     if question.probes is None:
         raise MethodError("In a batch `tensor.norm` is sketched: pass `probes`, of which 16 are a good start.")
     ends = question.rows(question.recording.states[-1])
     probes = probe_vectors(question.probes, ends.shape[-1], question.seed, ends.device, ends.dtype)
-    squares = torch.stack(
-        [
-            question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows)[0].square().sum(-1)
-            for probe in probes
-        ]
-    )
-    at_zero = question.replay.push(torch.zeros_like(question.recording.states[0]), question.span)
-    notes = [{"norm": "frobenius", "probes": question.probes, "seed": question.seed}] * len(question.lengths)
-    return question.answers(squares.mean(0).sqrt(), _bias_shares(question, at_zero), notes)
+    x = question.recording.states[0]
+    pulled = (question.replay.pull(probe.expand_as(ends)[None], question.span, read=question.rows) for probe in probes)
+    squares = torch.stack([one[0].expand_as(x).square().sum(-1) for one in pulled])  # one sample has no axis of its own
+    notes = question.alike(norm="frobenius", probes=question.probes, seed=question.seed, bias=BY_COMPLETENESS)
+    return question.answers(squares.mean(0).sqrt(), _bias_shares(question), notes)
 
 
-def _bias_shares(question: BatchQuestion, at_zero: Tensor) -> Tensor:
+def _bias_shares(question: BatchQuestion) -> Tensor:
+    r"""The bias's share of each sample's output, $1 - ⟨T^\top y, x⟩/‖y‖^2$."""
     ends = question.rows(question.recording.states[-1])
-    return (ends * question.rows(at_zero)).sum(-1) / ends.square().sum(-1)
+    pulled = question.replay.pull(ends[None], question.span, read=question.rows)[0]
+    return not_carried(question.weigh(pulled), ends.square().sum(-1))
 
 
-BATCHED: dict[str, Callable[[BatchQuestion], list[Answer]]] = {
+BATCHED: dict[str, Callable[[BatchQuestion], Pending]] = {
     "tensor.in_class": in_class,
     "tensor.in_out": in_out,
     "tensor.contribution": contribution,
@@ -191,5 +236,5 @@ BATCHED: dict[str, Callable[[BatchQuestion], list[Answer]]] = {
 }
 """Methods that go for all samples of a batch at once; the others go one sample after the other through its factors."""
 
-PULLS_ONLY = frozenset({"tensor.in_class", "tensor.in_out"})
+PULLS_ONLY = frozenset({"tensor.in_class", "tensor.in_out", "tensor.norm"})
 """Those of them that need the graph of the recording and no factors."""

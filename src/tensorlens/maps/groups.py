@@ -7,6 +7,7 @@ the group that it overlaps most, the first on ties.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ REST = "rest"
 NAMED = ("tokens", "words", "sentences", "lines")
 """Groups that are found in the text."""
 
-Groups = str | Sequence[tuple[str, int, int] | str]
-"""A name in `NAMED`, or groups as (label, start, stop), or as passages of the text to look for."""
+Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, str]
+"""A name in `NAMED`; groups as (label, start, stop), or as passages to look for; or ``{"separator": "###"}``."""
 
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]+[”’」』）]*|\n\s*\n|\n(?=\s*[-*•#\d])")
 _SHORT = re.compile(
@@ -51,8 +52,8 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     """The groups of some tokens: disjoint, and every token is in one.
 
     Args:
-        groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, or a list of (label, start, stop) or of
-            passages that stand in the text.
+        groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, a list of (label, start, stop) or of
+            passages that stand in the text, or ``{"separator": …}`` for what stands between its occurrences.
         labels: One for each token.
         meta: Of a map: `text`, and `offsets`, where each token stands in it.
 
@@ -70,6 +71,8 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
                 f"`groups` must be one of {', '.join(NAMED)}, or a list of (label, start, stop); got {groups!r}."
             )
         return _assigned(sentences(text) if groups == "sentences" else lines(text), offsets)
+    if isinstance(groups, Mapping):
+        return _assigned(_separated(text, groups), offsets)
     if not isinstance(meta.get("text"), str):  # the input was ids: bounds are positions
         return _assigned(_checked(groups, len(labels), None), [[k, k + 1] for k in range(len(labels))])
     if not fits(meta.get("offsets"), len(labels), len(text)):
@@ -127,6 +130,17 @@ def lines(text: str) -> list[Span]:
     return _between(text, [found.end() for found in re.finditer(r"\n+", text)])
 
 
+def _separated(text: str, groups: Mapping[str, str]) -> list[Span]:
+    """What stands between the occurrences of a separator, which belongs to the passage before it."""
+    separator = groups.get("separator")
+    if list(groups) != ["separator"] or not isinstance(separator, str) or not separator:
+        raise InputError(f'Passages between a separator are {{"separator": "###"}}; got {groups!r:.60}.')
+    if separator not in text:
+        raise InputError(f"The separator {separator!r} does not stand in the text. Pass it as it is written there.")
+    spans = _between(text, [found.end() for found in re.finditer(re.escape(separator), text)])
+    return [span._replace(label=span.label.removesuffix(separator).strip() or span.label) for span in spans]
+
+
 def _between(text: str, ends: Sequence[int]) -> list[Span]:
     spans: list[Span] = []
     start = 0
@@ -156,15 +170,25 @@ def _assigned(spans: Sequence[Span], offsets: Sequence[Any], *, all_needed: bool
     """Each token to the span it overlaps most; spans without a token are left out, unless all are needed."""
     members: list[list[int]] = [[] for _ in spans]
     rest = []
-    for k, pair in enumerate(offsets):
-        overlaps = [min(pair[1], span.stop) - max(pair[0], span.start) for span in spans] if pair else []
-        most = max(overlaps, default=0)
-        (members[overlaps.index(most)] if most > 0 else rest).append(k)
+    order = sorted(range(len(spans)), key=lambda k: spans[k].start)
+    starts = [spans[k].start for k in order]
+    for j, pair in enumerate(offsets):
+        holder = _overlapped_most(pair, spans, order, starts) if pair else None
+        (rest if holder is None else members[holder]).append(j)
     for span, some in zip(spans, members, strict=True):
         if all_needed and not some:
             raise InputError(f"The group {span.label!r} ({span.start}:{span.stop}) has no token of its own. Widen it.")
     found = [Group(span.label, tuple(some)) for span, some in zip(spans, members, strict=True) if some]
     return (*found, Group(REST, tuple(rest))) if rest else tuple(found)
+
+
+def _overlapped_most(pair: Any, spans: Sequence[Span], order: Sequence[int], starts: Sequence[int]) -> int | None:
+    """The span that a token overlaps most, the first on ties; only those that begin before its end are looked at."""
+    start, stop = pair
+    near = order[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
+    overlaps = {k: min(stop, spans[k].stop) - max(start, spans[k].start) for k in sorted(near)}
+    most = max(overlaps, key=lambda k: overlaps[k], default=None)
+    return most if most is not None and overlaps[most] > 0 else None
 
 
 def _checked(groups: Any, length: int, text: str | None) -> list[Span]:

@@ -23,6 +23,7 @@ from tensorlens.maps.groups import Groups, find_groups, group_sums, grouped_meta
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.sinks import sink_columns
 from tensorlens.maps.words import words
+from tensorlens.views.answer_text import answer_text
 from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines, sum_lines
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class TokenMap:
             set_aside=sink_columns(self.scores, self.meta),
             words=groups if len(groups) < self.shape[1] else (),
             sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta),
+            answer=answer_text(self.meta, *self.shape, _array(self.bias_share)),
         )
 
     def save(self, path: str | Path) -> Path:
@@ -300,7 +302,8 @@ class TokenMap:
 
 
 def _labels(name: str, labels: Any) -> tuple[str, ...]:
-    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+    are_plain = not isinstance(labels, str) and {*map(type, labels)} <= {str}
+    if not are_plain and (isinstance(labels, str) or not all(isinstance(label, str) for label in labels)):
         raise InputError(f"Expected {name} to be a sequence of strings, got {labels!r:.80}. Pass one label a token.")
     return tuple(labels)
 

@@ -17,6 +17,7 @@ from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED
+from tensorlens.models.module_tree import named_modules
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
@@ -105,7 +106,7 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
     return tuple(
         (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
          tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
-        for path, module in model.named_modules()
+        for path, module in named_modules(model).items()
     )  # fmt: skip
 
 

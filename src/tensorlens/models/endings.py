@@ -60,8 +60,8 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
         if not after.given or follower is not None and not _reads(follower, state, evidence):
             continue
         given = after.given[0]
-        if evidence.is_same(given.node, state.node) and given.shape == state.shape:
-            continue
+        if evidence.is_same(given.node, state.node) and math.prod(given.shape) == math.prod(state.shape):
+            continue  # the same values, perhaps in another order: windows put together again
         if follower is None:
             if not _is_like(given, state):
                 return end, state, True

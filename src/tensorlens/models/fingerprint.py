@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from tensorlens.models.module_tree import named_modules, walk
+
 MOST_ITEMS = 64
 """Containers of at most so many items are compared by what is in them, longer ones by their length and identity."""
 
@@ -87,7 +89,7 @@ def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozens
     starts: list[int] = []
     kinds: dict[type, None] = {}
     objects: dict[int, Any] = {}
-    for module in _walk(model):
+    for module in walk(model):
         starts.append(len(row))
         kinds[type(module)] = None
         if not _add_state(row, module, objects, ignoring):
@@ -102,7 +104,7 @@ def moved(before: Fingerprint | None, after: Fingerprint | None, model: nn.Modul
     if before is None or after is None or before == after or len(before.starts) != len(after.starts):
         return frozenset()
     found = []
-    for module, was, now in zip(_walk(model), before.of_modules(), after.of_modules(), strict=True):
+    for module, was, now in zip(walk(model), before.of_modules(), after.of_modules(), strict=True):
         kept = module._parameters.keys() | module._modules.keys() | set(_HEAD)
         names = (was.keys() | now.keys()) - kept
         found += [(id(module), name) for name in names if was.get(name) != now.get(name)]
@@ -113,8 +115,8 @@ def what_changed(before: Fingerprint | None, after: Fingerprint | None, model: n
     """The first difference between two states of a model, as a clause: which module, and what of it."""
     if before is None or after is None:
         return "its weights went off the device or came back"
-    names = {id(module): name for name, module in model.named_modules()}
-    for module, was, now in zip(_walk(model), before.of_modules(), after.of_modules(), strict=False):
+    names = {id(module): name for name, module in named_modules(model).items()}
+    for module, was, now in zip(walk(model), before.of_modules(), after.of_modules(), strict=False):
         if was != now:
             name = next(name for name in was | now if was.get(name, was) != now.get(name, now))
             what = f"the {name}" if name in _HEAD else f"`{name}`"
@@ -126,24 +128,12 @@ def what_changed(before: Fingerprint | None, after: Fingerprint | None, model: n
     return next(changed, "nothing that a fingerprint sees changed")
 
 
-def _walk(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, depth first: `model.modules()` without its names and generators inside generators."""
-    waiting, seen = [model], set()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield module
-        waiting += [part for part in reversed(module._modules.values()) if part is not None]
-
-
 def _add_state(
     row: list[Any], module: nn.Module, objects: dict[int, Any], ignoring: frozenset[tuple[int, str]]
 ) -> bool:
     """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
     inside = module.__dict__
-    row += [weakref.ref(module), type(module), inside["training"], _hooks(inside)]
+    row += [weakref.ref(module), type(module), module.training, _hooks(inside)]
     for name, p in inside["_parameters"].items():
         if p is not None:
             if p.is_meta:
@@ -166,6 +156,11 @@ def _add_state(
         else:
             row += (name, _value(value, objects))
     return True
+
+
+def sets_attributes(model: nn.Module) -> bool:
+    """Whether the code of any forward assigns attributes, which the next pass may read."""
+    return any(_set_by_passes(type(module)) for module in walk(model))
 
 
 @cache

@@ -91,8 +91,8 @@ def max_tokens(model: nn.Module) -> int | None:
     if limit is None or limit <= 0:
         return None
     # RoBERTa and its kin count positions from the padding index on.
-    offset = getattr(config, "pad_token_id", None) if _positions_are_offset(model) else None
-    return limit - (offset + 1) if offset is not None else limit
+    offset = getattr(config, "pad_token_id", None)
+    return limit - (offset + 1) if offset is not None and _positions_are_offset(model) else limit
 
 
 def _positions_are_offset(model: nn.Module) -> bool:

@@ -50,6 +50,7 @@ class ModelInput:
         offsets: Where each token stands in the text, [start, stop), or None for one that is no part of it; None if the
             tokenizer does not tell.
         image: The picture as a data URI, if there was one.
+        ids: The token ids as plain numbers, where they are known: asking a GPU for them waits for all its work.
     """
 
     arguments: dict[str, Any]
@@ -57,6 +58,7 @@ class ModelInput:
     text: str | None = None
     offsets: tuple[tuple[int, int] | None, ...] | None = None
     image: str | None = field(default=None, repr=False)
+    ids: tuple[int, ...] | None = field(default=None, repr=False)
 
     def labels(self, n_tokens: int, model: nn.Module, processor: Any) -> tuple[str, ...]:
         """A label for each of the `n_tokens` tokens that entered the first block."""
@@ -65,9 +67,9 @@ class ModelInput:
         if decoder_ids is not None and n_tokens > decoder_ids.shape[-1]:
             n_encoder = n_tokens - decoder_ids.shape[-1]
             of_encoder = replace(self, arguments={k: v for k, v in self.arguments.items() if k != "decoder_input_ids"})
-            return (*of_encoder.labels(n_encoder, model, processor), *_id_labels(decoder_ids, processor))
+            return (*of_encoder.labels(n_encoder, model, processor), *_id_labels(decoder_ids[0].tolist(), processor))
         if ids is not None and ids.shape[-1] == n_tokens:
-            return with_patches(_id_labels(ids, processor), self.image_positions(model))
+            return with_patches(_id_labels(self.ids or ids[0].tolist(), processor), self.image_positions(model))
         grid = self.grid(model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             return patch_labels(n_tokens, *grid, special=_special_patches(model))
@@ -323,9 +325,9 @@ def _data_uri(image: Any, longest: int = 448) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _id_labels(ids: Tensor, processor: Any) -> tuple[str, ...]:
+def _id_labels(ids: Sequence[int], processor: Any) -> tuple[str, ...]:
     tokenizer = tokenizer_of(processor)
-    return token_labels(ids[0].tolist(), tokenizer) if tokenizer else tuple(str(i) for i in ids[0].tolist())
+    return token_labels(list(ids), tokenizer) if tokenizer else tuple(map(str, ids))
 
 
 def _special_patches(model: nn.Module) -> tuple[str, ...]:

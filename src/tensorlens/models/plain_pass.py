@@ -1,4 +1,4 @@
-"""The user's model run as it is, whatever modes of torch the caller is in."""
+"""The user's model run as it is and left as it was, whatever modes of torch the caller is in."""
 
 from __future__ import annotations
 
@@ -7,36 +7,51 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tensorlens.models.fingerprint import in_this_thread
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 ModuleHooks = Iterable[tuple[nn.Module, Any]]
+Data = list[tuple[dict[str, Any], str, Tensor]]
+"""Tensors of a module's own: where each is, under what name, and which."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards each module is in the mode it was in."""
+    """The model without dropout; afterwards each module is in the mode it was in, and its data are what they were.
+
+    Meanwhile its buffers are copies: a model may write into them, and the next pass is to find what this one found.
+    """
     training = [module for module in model.modules() if module.training]
+    kept = [(module, _data_of(module), dict(module.__dict__)) for module in model.modules()]
+    copies: dict[int, Tensor] = {}
     try:
         try:
             for module in training:
                 module.training = False
+            for _, data, _ in kept:
+                for place, key, value in data:
+                    place[key] = copy_once(value, copies)
             with callers_defaults():
                 yield
         finally:
-            _train(training)
-    finally:  # once more: an interrupt may have cut the first time short
-        _train(training)
+            _restore(kept, training)
+    finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
+        _restore(kept, training)
 
 
-def _train(modules: list[nn.Module]) -> None:
-    for module in modules:
+def _restore(kept: list[tuple[nn.Module, Data, dict[str, Any]]], training: list[nn.Module]) -> None:
+    for module, data, before in kept:
+        for place, key, value in data:
+            if is_data(place.get(key)):
+                place[key] = value
+        put_back(module, before)
+    for module in training:
         module.training = True
 
 
@@ -184,3 +199,47 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+def random_state(device: torch.device) -> tuple[bytes, ...]:
+    """Where the random numbers are, to notice a pass that draws some."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+# What a pass may change ----------------------------------------------------------------------------------------------
+
+
+def is_data(value: Any) -> TypeGuard[Tensor]:
+    """A tensor of a module's own that is no parameter and may be written to."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta and value.is_leaf
+
+
+def copy_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    """A copy of a tensor, the same one for all modules that share it."""
+    if id(tensor) not in copies:
+        with torch.inference_mode(False), torch.no_grad():
+            copies[id(tensor)] = tensor.clone()
+    return copies[id(tensor)]
+
+
+def put_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """Undo what a pass made of a module's attributes: numbers that count calls, and tensors left for the next.
+
+    Args:
+        module: The module.
+        before: Its own attributes before the pass.
+    """
+    own = module.__dict__
+    changed = [(key, value) for key, value in own.items() if value is not before.get(key)]
+    for key in [key for key, value in changed if isinstance(value, Tensor) or type(value) in (int, float)]:
+        if key in before:
+            own[key] = before[key]
+        else:
+            del own[key]
+
+
+def _data_of(module: nn.Module) -> Data:
+    """Where a module has tensors of its own: among its buffers and its attributes."""
+    places: tuple[dict[str, Any], ...] = (module._buffers, module.__dict__)
+    return [(place, key, value) for place in places for key, value in place.items() if is_data(value)]

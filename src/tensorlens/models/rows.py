@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +26,24 @@ def make_inputs(
         processor: Tokenizer or image processor.
         truncate: Whether texts longer than the model's inputs are cut at their end instead of being errors.
     """
-    found: dict[int, ModelInput | TensorLensError] = {}
-    if getattr(tokenizer_of(processor), "is_fast", False) and not _has_decoder(model):
-        texts = [i for i, value in enumerate(values) if _is_text(value)]
-        made = _of_texts([values[i] for i in texts], model, tokenizer_of(processor), truncate) if texts else []
-        found = {i: one for i, one in zip(texts, made, strict=True) if one is not None}
-    return [found[i] if i in found else _of_one(value, model, processor) for i, value in enumerate(values)]
+    together: dict[int, ModelInput] = {}
+    if not _has_decoder(model):
+        tokenizer = tokenizer_of(processor)
+        texts = [i for i, value in enumerate(values) if _is_text(value)] if getattr(tokenizer, "is_fast", False) else []
+        rows = _of_texts([values[i] for i in texts], tokenizer, max_tokens(model) if truncate else None)
+        lists = [i for i, value in enumerate(values) if _is_list_of_ids(value)]
+        rows += [_Row(list(values[i])) for i in lists]
+        together = _checked_together(dict(zip([*texts, *lists], rows, strict=True)), model)
+    return [together[i] if i in together else _of_one(value, model, processor) for i, value in enumerate(values)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Token ids, and what they came from."""
+
+    ids: list[int]
+    text: str | None = None
+    offsets: tuple[tuple[int, int] | None, ...] | None = None
 
 
 def _has_decoder(model: nn.Module) -> bool:
@@ -49,28 +63,40 @@ def _of_one(value: Any, model: nn.Module, processor: Any) -> ModelInput | Tensor
         return error
 
 
-def _of_texts(texts: list[str], model: nn.Module, tokenizer: Any, truncate: bool) -> list[ModelInput | None]:
-    """What texts become; None for one that is better refused by `make_input`."""
-    limit, vocabulary, name = max_tokens(model), vocabulary_size(model), ids_parameter(model)
-    cut = {"truncation": True, "max_length": limit} if truncate and limit is not None else {}
+def _is_list_of_ids(value: Any) -> bool:
+    return isinstance(value, list) and {*map(type, value)} == {int}
+
+
+def _of_texts(texts: list[str], tokenizer: Any, longest: int | None) -> list[_Row]:
+    """Texts by one call of the tokenizer, cut at `longest` tokens."""
+    if not texts:
+        return []
+    cut = {} if longest is None else {"truncation": True, "max_length": longest}
     made = tokenizer(texts, return_offsets_mapping=True, **cut)
-    fits = [
-        bool(ids) and (limit is None or len(ids) <= limit) and (vocabulary is None or max(ids) < vocabulary)
-        for ids in made["input_ids"]
-    ]
-    kept = [ids for ids, fit in zip(made["input_ids"], fits, strict=True) if fit]
-    # One copy to the device for all of them.
-    flat = torch.tensor([i for ids in kept for i in ids], dtype=torch.long).to(device_of(model))
-    pieces, in_mapping = iter(flat.split([len(ids) for ids in kept])), takes_mapping(model)
-    found: list[ModelInput | None] = []
-    for text, fit, offsets in zip(texts, fits, made["offset_mapping"], strict=True):
-        if not fit:
-            found.append(None)
-            continue
-        ids = next(pieces)[None]
+    places = [tuple([(a, b) if b > a else None for a, b in of_text]) for of_text in made["offset_mapping"]]
+    return [_Row(*row) for row in zip(made["input_ids"], texts, places, strict=True)]
+
+
+def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, ModelInput]:
+    """The inputs of rows of token ids by one copy to the device; those that are no input are left to `make_input`."""
+    limit, vocabulary = max_tokens(model), vocabulary_size(model)
+    fits = {
+        i: row
+        for i, row in rows.items()
+        if 0 < len(row.ids) <= (limit or len(row.ids)) and min(row.ids) >= 0 and max(row.ids) < (vocabulary or math.inf)
+    }
+    try:
+        name, in_mapping = ids_parameter(model), takes_mapping(model)
+    except InputError:  # it takes no ids; said of each row
+        return {}
+    flat = torch.tensor([i for row in fits.values() for i in row.ids], dtype=torch.long).to(device_of(model))
+    found = {}
+    for (i, row), ids in zip(fits.items(), flat[None].split([len(row.ids) for row in fits.values()], 1), strict=True):
         argument = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if in_mapping else ids
-        places = tuple([(start, stop) if stop > start else None for start, stop in offsets])
-        found.append(ModelInput(arguments={name: argument}, kind="text", text=text, offsets=places))
+        kind = "ids" if row.text is None else "text"
+        found[i] = ModelInput(
+            arguments={name: argument}, kind=kind, text=row.text, offsets=row.offsets, ids=tuple(row.ids)
+        )
     return found
 
 

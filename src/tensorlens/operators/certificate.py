@@ -17,7 +17,8 @@ from tensorlens.freezing.observe import plain_output
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import tf32_allowed
-from tensorlens.operators.laws import NOTHING, Probes, engine_errors, relative, value_with_heads
+from tensorlens.operators.held import NOTHING, held_by_module, passing
+from tensorlens.operators.laws import Probes, engine_errors, relative, value_with_heads
 from tensorlens.operators.laws_in_float32 import HALF, errors_in_float32
 from tensorlens.operators.matrix_free import FrozenOperator
 
@@ -26,6 +27,9 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 
 FLOAT32 = TOLERANCES[torch.float32]
 """The same for blocks of a half-precision model in float32: there a fault cannot hide in rounding."""
+
+N_HELD = 3
+"""Modules named in the text of a certificate, of those that hold most."""
 
 TOLERANCE_FLOAT32_INSIDE = 1e-6
 """The same for a float64 model whose own code computes parts in float32."""
@@ -36,8 +40,8 @@ class Certificate:
     r"""Errors of an attention tensor, relative, with the verdict.
 
     Attributes:
-        errors: By law: `value`, `linearity`, `adjoint`, `completeness`, `composition`; for a model in half precision
-            also linearity and adjoint of its blocks in float32.
+        errors: By law: `value`, `linearity`, `adjoint`, `completeness`, `composition`, `logits`; for a model in half
+            precision also linearity and adjoint of its blocks in float32.
         tolerance: What is accepted for this type of numbers.
         rules: The modules in which each rule fired.
         conventions: Products of two live tensors that carry gradient and whose roles are a choice: the modules, by
@@ -48,8 +52,11 @@ class Certificate:
         engine_tolerance: What is accepted of them.
         carried: $\lVert T X \rVert / \lVert F(X) \rVert$: the part of the output that is not in B.
         moves: $\lVert T V \rVert / \lVert V \rVert$ at a random V.
-        passing: The same for each block.
-        rounded: Of these laws the errors in the model's own half precision.
+        passing: For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
+        silent: The blocks that pass nothing of their input on.
+        held: For each module the norm of what it gives in the replay at zero, by that at X: 0 for one that T carries
+            whole, 1 for one that is all in B.
+        rounded: Of the laws that all blocks were held to in float32, the errors in the model's own half precision.
         reservations: What a plain "passed" would hide.
     """
 
@@ -64,21 +71,28 @@ class Certificate:
     carried: float = 1.0
     moves: float = 1.0
     passing: tuple[float, ...] = ()
+    silent: tuple[int, ...] = ()
+    held: dict[str, float] = field(default_factory=dict)
     rounded: dict[str, float] = field(default_factory=dict)
     reservations: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether every error is a number within its tolerance, and the operator moves something at all."""
+        """Whether every error is a number within its tolerance, and every block passes something of its input on."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The laws that do not hold, and the engines that are wrong."""
+        """The laws that do not hold, the engines that are wrong, and the blocks that pass nothing on.
+
+        A law that was measured in float32 too is judged by that alone: in half precision it says how much was rounded.
+        """
         accepted = {law: FLOAT32 if law.endswith(", float32") else self.tolerance for law in self.errors}
-        laws = [law for law, error in self.errors.items() if not error <= accepted[law]]
+        judged = {law: error for law, error in self.errors.items() if law not in self.rounded}
+        laws = [law for law, error in judged.items() if not error <= accepted[law]]
         engines = [name for name, error in self.engines.items() if not error <= self.engine_tolerance]
-        return (*laws, *engines, *(() if self.moves > 0 else ("T is zero",)))
+        zero = () if self.moves > 0 else ("T is zero",)
+        return (*laws, *engines, *zero, *(f"block {n} passes nothing on" for n in self.silent))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -91,6 +105,8 @@ class Certificate:
             "carried": self.carried,
             "moves": self.moves,
             "passing": list(self.passing),
+            "silent": list(self.silent),
+            "held": self.held,
             "rounded": self.rounded,
             "reservations": list(self.reservations),
             "dtype": self.dtype,
@@ -108,7 +124,10 @@ class Certificate:
         lines += [f"  {law}, rounded{error:9.1e}" for law, error in self.rounded.items()]
         lines += [f"  engine {name}: {error:.1e} (accepted: {self.engine_tolerance:.0e})"
                   for name, error in self.engines.items()]  # fmt: skip
-        lines += [f"  |T X| / |F(X)| = {self.carried:.3g}", "rules:"]
+        lines += [f"  |T X| / |F(X)| = {self.carried:.3g}"]
+        most = sorted(self.held, key=lambda path: -self.held[path])[:N_HELD]
+        lines += ["held, at zero by at X:"] if most else []
+        lines += [f"  {path} {self.held[path]:.2g}" for path in most] + ["rules:"]
         lines += [f"  {rule}: {len(modules)} modules, such as {modules[0]}" for rule, modules in self.rules.items()]
         return "\n".join(lines)
 
@@ -125,7 +144,8 @@ def certify(
     - adjoint: $⟨u, T·V⟩$ against $⟨T^\top u, V⟩$, and $T^\top u$ from the recording itself, which single maps use,
       against the replay's;
     - completeness: $⟨u, F(X) - B⟩$ against $⟨T^\top u, X⟩$, with B the replay at zero;
-    - composition: blocks in two steps against all at once, away from X.
+    - composition: blocks in two steps against all at once, away from X;
+    - logits: the adjoint identity from the input to the logits of a few classes, for a model with a head.
 
     Inner products are with `n_probes` standard normal u, so that the root mean square of their differences estimates
     the norm of the whole difference.
@@ -151,9 +171,12 @@ def certify(
     }
     if not recording.side_channels:  # else a range in the middle is no function of its state alone
         errors["composition"] = probes.composition()
+    if recording.has_head and operator.span.stop == recording.n_blocks:
+        errors["logits"] = probes.logits()
     errors, rounded, reservations = _without_rounding(operator, errors)
-    moves, passing = relative(of_v, probes.v), probes.passing()
-    moves = moves if moves > NOTHING else 0.0
+    moves, by_block = relative(of_v, probes.v), passing(operator, torch.Generator().manual_seed(seed))
+    moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
+    silent = tuple(n for n, part in enumerate(by_block, operator.span.start) if part <= NOTHING)
     return Certificate(
         errors=errors,
         tolerance=tolerance(recording),
@@ -167,9 +190,11 @@ def certify(
         engine_tolerance=operator.accepted,
         carried=relative(at_x - operator.bias, expected),
         moves=moves,
-        passing=passing,
+        passing=by_block,
+        silent=silent,
+        held=held_by_module(operator),
         rounded=rounded,
-        reservations=reservations + _reservations(operator, moves, passing),
+        reservations=reservations + _reservations(operator, moves, silent),
     )
 
 
@@ -185,20 +210,21 @@ def _without_rounding(
     operator: FrozenOperator, errors: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
     """For a model in half precision, its laws in float32, and apart from them those in its own type."""
-    recording = operator.recording
-    if operator.dtype not in HALF or operator.is_streamed or recording.side_channels:
+    if operator.dtype not in HALF:
         return errors, {}, ()
-    exact, left_out = errors_in_float32(recording, operator.span, operator.heads)
+    if operator.recording.side_channels:
+        return errors, {}, ("blocks read more than the state, so that no law is measured in float32: "
+                            "rounding may hide a fault",)  # fmt: skip
+    exact, left_out = errors_in_float32(operator)
     said = f"block {', '.join(map(str, left_out))} could not be measured in float32: rounding may hide a fault"
-    rounded = {law: errors[law] for law in exact}
+    rounded = {} if left_out else {law: errors[law] for law in exact}
     return errors | {f"{law}, float32": error for law, error in exact.items()}, rounded, (said,) if left_out else ()
 
 
-def _reservations(operator: FrozenOperator, moves: float, passing: tuple[float, ...]) -> tuple[str, ...]:
+def _reservations(operator: FrozenOperator, moves: float, silent: tuple[int, ...]) -> tuple[str, ...]:
     found = [] if moves else ["T V is zero at a random V: everything is held, and B is all of F(X)"]
-    dead = [n for n, part in enumerate(passing, operator.span.start) if part <= NOTHING]
-    if dead:
-        found.append(f"block {', '.join(map(str, dead))} passes nothing of its input on")
+    if silent:
+        found.append(f"block {', '.join(map(str, silent))} passes nothing of its input on")
     if operator.engines.fallback is not None:
         found.append(operator.engines.fallback)
     return tuple(found)

@@ -17,8 +17,8 @@ from tensorlens.freezing.places import Place, Span
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, FrozenOperator
 
-NOTHING = 1e-6
-"""A block or an operator that passes on less than this part of a random state passes on nothing."""
+N_CLASSES = 5
+"""Classes whose logits are tried."""
 
 WAYS = ("states", "few", "many", "matrices")
 """How folded cotangents can go, on any device."""
@@ -62,19 +62,25 @@ class Probes:
         at_once = replay.push(self.v[None], self.operator.span, heads)
         return relative(in_two_steps - at_once, at_once)
 
-    def passing(self) -> tuple[float, ...]:
-        r"""For each block $\lVert T_n V \rVert / \lVert V \rVert$ at a random V; none where ranges are refused."""
-        operator, found = self.operator, []
-        if operator.recording.side_channels:
-            return ()
-        for n in range(*operator.span):
-            state = operator.recording.states[n][0]
-            v = state.square().mean().sqrt() * self.normal(*state.shape).to(state)
-            pair, span = torch.stack([v, torch.zeros_like(v)]), Span(n, n + 1)
-            parts = (pair,) if operator.is_batchable else pair.split(1)
-            at_v, at_zero = torch.cat([operator.replay.push(part, span, operator.heads) for part in parts])
-            found.append(float((at_v - at_zero).norm() / v.norm().clamp_min(torch.finfo(v.dtype).tiny)))
-        return tuple(found)
+    def logits(self) -> float:
+        r"""Relative error of $⟨w, T_{\text{logits}} V⟩ = ⟨T_{\text{logits}}^\top w, V⟩$ for weights w of a few classes.
+
+        By the way that maps of a logit go: the recording's own graph, where it is kept.
+        """
+        operator, (start, _) = self.operator, self.operator.span
+        out_token = operator.shape[0] - 1
+        of_v, of_zero = (
+            operator.replay.push_logits(x[None], out_token, start, operator.heads)[0]
+            for x in (self.v, torch.zeros_like(self.v))
+        )
+        moved = of_v - of_zero
+        some = torch.randperm(len(moved), generator=self._generator)[:N_CLASSES].to(moved.device)
+        weights = torch.zeros_like(moved)
+        weights[some] = self.normal(len(some)).to(moved)
+        places = torch.tensor([out_token], device=moved.device)
+        pulled = operator.replay.pull_logits(weights[None], places, start, operator.heads)[0]
+        difference = (weights * moved).sum() - (pulled.to(self.v) * self.v).sum()
+        return float(difference.abs() / (weights.norm() * moved[some].norm()).clamp_min(torch.finfo(moved.dtype).tiny))
 
 
 def relative(difference: Tensor, scale: Tensor) -> float:

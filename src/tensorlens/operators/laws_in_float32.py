@@ -7,7 +7,7 @@ it holds, replayed at random states, and put back; no more than one block is eve
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,34 +15,54 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.freezing.interpreter import Heads
+from tensorlens.freezing.long_inputs import LongInput
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.operators.laws import relative
+from tensorlens.operators.matrix_free import FrozenOperator
 
 HALF = (torch.bfloat16, torch.float16)
 
 
-def errors_in_float32(
-    recording: Recording, span: Span, heads: Heads, seed: int = 0
-) -> tuple[dict[str, float], tuple[int, ...]]:
-    """The largest error of linearity and of the adjoint over the blocks of a range, and the blocks left out.
+def errors_in_float32(operator: FrozenOperator, seed: int = 0) -> tuple[dict[str, float], tuple[int, ...]]:
+    """The largest error of linearity and of the adjoint over the blocks of an operator, and the blocks left out.
 
-    A block is left out where torch refuses its code two types at once: what follows the last one stays as it is.
+    The factors of a long input are there for one block at a time. A block is left out where torch refuses its code two
+    types at once.
     """
     generator = torch.Generator().manual_seed(seed)
+    recording, replay, heads = operator.recording, operator.replay, operator.heads
     worst: dict[str, float] = {}
     left_out = []
-    for n in range(*span):
-        block = recording.anatomy.blocks[min(n, len(recording.anatomy.blocks) - 1)]
+    for n in range(*operator.span):
         try:
-            with _in_float32(block):
-                found = _laws(FactorReplay(_widened(recording, n)), n, heads, generator)
+            with replay.opened(n) if isinstance(replay, LongInput) else nullcontext():
+                widened = _widened(recording, n)
+                with _in_float32(_weights_from(recording, n)):
+                    found = _laws(FactorReplay(widened), n, heads, generator)
         except RuntimeError:
             left_out.append(n)
             continue
         worst = {law: max(error, worst.get(law, 0.0)) for law, error in found.items()}
     return worst, tuple(left_out)
+
+
+def _weights_from(recording: Recording, n: int) -> list[Tensor]:
+    """Parameters and buffers of block n, and of what follows the last one: its norm, a pooler."""
+    anatomy = recording.anatomy
+    found = [*_tensors(anatomy.blocks[min(n, len(anatomy.blocks) - 1)])]
+    if n == recording.n_blocks - 1:
+        apart = [*anatomy.blocks, *(part for part in (anatomy.embedding, anatomy.unembedding) if part is not None)]
+        apart += [part for part in anatomy.model.modules() if isinstance(part, nn.Embedding)]
+        others = {id(tensor) for part in apart for tensor in _tensors(part)}
+        found += [tensor for tensor in _tensors(anatomy.model) if id(tensor) not in others]
+    return found
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _laws(replay: FactorReplay, n: int, heads: Heads, generator: torch.Generator) -> dict[str, float]:
@@ -78,9 +98,9 @@ def _wide(value: Any) -> Any:
 
 
 @contextmanager
-def _in_float32(block: nn.Module) -> Iterator[None]:
-    """The parameters and buffers of one block in float32; afterwards they are the tensors that they were."""
-    kept = [(t, t.data) for t in (*block.parameters(), *block.buffers()) if t.dtype in HALF]
+def _in_float32(tensors: list[Tensor]) -> Iterator[None]:
+    """Some tensors of a model in float32; afterwards they are what they were."""
+    kept = [(t, t.data) for t in tensors if t.dtype in HALF]
     try:
         for tensor, data in kept:
             tensor.data = data.float()

@@ -6,6 +6,7 @@ matrix products where the blocks can be folded, and by batched backward passes w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -20,7 +21,7 @@ from tensorlens.folding.pull import FoldedRows, Way
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import FactorReplay, Replay, read_logits
+from tensorlens.freezing.replay import Replay, read_logits
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type, tf32, tf32_allowed
 from tensorlens.operators.base import Pulled, TensorOperator
@@ -31,6 +32,9 @@ CHUNK = 32
 
 MOST_STATES = {"cuda": 128, "cpu": 32}
 """States pushed at a time: a GPU has to be launched for each, a CPU's cache holds few."""
+
+MOST_TO_HEAD = 8
+"""States pushed to the head at a time: they come from long inputs, each of which keeps a device busy."""
 
 ENOUGH_TO_FOLD = 8
 """Cotangents from which folding the blocks costs less than a backward pass for each."""
@@ -99,18 +103,11 @@ class FrozenOperator(TensorOperator):
         return self.replay.push(torch.zeros_like(self.input)[None], self.span, self.heads)[0]
 
     def logits_at_zero(self, out_token: int) -> Float[Tensor, " class"]:
-        """What the biases give of the logits at one output: the frozen model and its head at zero.
-
-        One replay for all outputs, unless the input is long.
-        """
-        zero = torch.zeros_like(self.input)[None]
-        if self.is_streamed:
-            return self.replay.push_logits(zero, out_token, self.span.start, self.heads)[0]
+        """What the biases give of the logits at one output: the frozen model and its head at zero."""
         return read_logits(self.recording, self._end_at_zero, out_token)[0]
 
     @cached_property
     def _end_at_zero(self) -> Tensor:
-        assert isinstance(self.replay, FactorReplay), "asked where factors are kept"
         return self.replay.push_to_head(torch.zeros_like(self.input)[None], self.span.start, self.heads)
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
@@ -118,19 +115,40 @@ class FrozenOperator(TensorOperator):
         together = MOST_STATES.get(self.device.type, 32) if len(x) > 1 and self.is_batchable else 1
         return torch.cat(in_parts(x, together, lambda part: self.replay.push(part, self.span, self.heads)))
 
+    def push_to_head(self, x: Float[Tensor, "batch in_token in_channel"], read: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `read` takes of what the affine map and its head end with on each state: (batch, …)."""
+        together = 1
+        if self.is_streamed:  # one after the other, and what a block holds is made once for all of them
+            together = fitting(4 * x[0].nbytes, len(x), self.device)
+        elif len(x) > 1 and self.is_batchable:
+            together = fitting(4 * self.bytes_per_cotangent, min(len(x), MOST_TO_HEAD), self.device)
+        return torch.cat(
+            in_parts(x, together, lambda part: read(self.replay.push_to_head(part, self.span.start, self.heads)))
+        )
+
     @cached_property
     def is_batchable(self) -> bool:
-        """Whether several states can be replayed at once. Tried, since a model may join batch and tokens (experts)."""
-        pair = torch.stack([self.input, self.input.flip(0)])
+        """Whether several states can be replayed at once. Tried, since a model may join batch and tokens (experts).
+
+        Known from then on, for inputs that take the same way through the model.
+        """
+        if self.is_streamed:
+            return True
+        key = ("several states", *state_of(self.recording), self.span, tuple(self.heads), self.device.type)
+        proof = None if self.recording.fingerprint is None else known_proof(self.recording.model, key)
+        return (proof or remember_proof(self.recording.model, key, self._prove_batches())).holds
+
+    def _prove_batches(self) -> Proof:
+        pair, accepted = torch.stack([self.input, self.input.flip(0)]), 100 * torch.finfo(self.dtype).eps ** 0.75
         with tf32(False):  # whose rounding differs with the size of a batch
             try:
                 together = self.replay.push(pair, self.span, self.heads)
             except Exception:  # noqa: BLE001  whatever the model's code makes of a second state
-                return False
+                return Proof(math.inf, accepted)
             alone = torch.cat([self.replay.push(one[None], self.span, self.heads) for one in pair])
         if together.shape != alone.shape:
-            return False
-        return bool((together - alone).norm() <= 100 * torch.finfo(self.dtype).eps ** 0.75 * alone.norm())
+            return Proof(math.inf, accepted)
+        return Proof(float((together - alone).norm() / alone.norm()), accepted)
 
     def _apply(self, x: Tensor) -> Tensor:
         return self.push(x) - self.bias

@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _SCRIPTS = (
     "aside",
     "words",
     "shade",
+    "answer",
     "lens",
 )
 _EXACT_UP_TO = 512
@@ -53,7 +55,11 @@ def fragment(view: MapView) -> str:
 
 def page(views: Sequence[MapView], title: str) -> str:
     """A complete HTML document with one map below the other."""
-    script = _isolated("mountWaiting(document);")
+    return document([_host(view) for view in views], title, _isolated("mountWaiting(document);"))
+
+
+def document(parts: Sequence[str], title: str, script: str) -> str:
+    """A complete HTML document of some parts, in which one script alone may run."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     return "\n".join(
@@ -61,8 +67,8 @@ def page(views: Sequence[MapView], title: str) -> str:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_text(title)}</title>\n<style>{_read('page.css')}</style>\n</head>\n<body>",
-            *(_host(view) for view in views),
+            f"<title>{as_text(title)}</title>\n<style>{static_file('page.css')}</style>\n</head>\n<body>",
+            *parts,
             f"<script>{script}</script>\n</body>\n</html>\n",
         ]
     )
@@ -71,8 +77,9 @@ def page(views: Sequence[MapView], title: str) -> str:
 @cache
 def component() -> str:
     """The component's JavaScript: defines `mount(host, data)` and `mountWaiting(root)` in the scope it is put into."""
-    constants = f"const PALETTES = {_read('palettes.json')};\nconst STYLE = {_json(_read('component.css'))};"
-    return "\n".join([constants, *(_read(f"{name}.js") for name in (*_SCRIPTS, "mount"))])
+    style = as_json(static_file("component.css"))
+    constants = f"const PALETTES = {static_file('palettes.json')};\nconst STYLE = {style};"
+    return "\n".join([constants, *(static_file(f"{name}.js") for name in (*_SCRIPTS, "mount"))])
 
 
 def payload(view: MapView) -> dict[str, Any]:
@@ -93,6 +100,7 @@ def payload(view: MapView) -> dict[str, Any]:
         "biasShare": bias,
         "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},
         "image": view.image,
+        "answer": None if view.answer is None else asdict(view.answer),
         "scores": _encode(view),
     }
 
@@ -108,19 +116,19 @@ def _encode(view: MapView) -> dict[str, Any]:
 
 
 def _host(view: MapView) -> str:
-    data = f'<script type="application/json">{_json(payload(view))}</script>'
+    data = f'<script type="application/json">{as_json(payload(view))}</script>'
     return f'<div data-tensorlens="map">\n{_fallback(view)}\n{data}\n</div>'
 
 
 def _fallback(view: MapView) -> str:
     n_out, n_in = view.scores.shape
-    lines = [f"<strong>{_text(view.title)}</strong> {n_out} × {n_in}"]
+    lines = [f"<strong>{as_text(view.title)}</strong> {n_out} × {n_in}"]
     if n_out and n_in:
         row = view.scores[-1]
         order = np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable")[:_FALLBACK_TOKENS]
         sign = "+" if view.is_signed else ""
-        pairs = (f"{_text(shorten(view.in_tokens[j], 24)).strip()} {row[j]:{sign}.3g}" for j in order)
-        lines.append(f"Output {_text(shorten(view.out_tokens[-1], 24)).strip()} from: {', '.join(pairs)}")
+        pairs = (f"{as_text(shorten(view.in_tokens[j], 24)).strip()} {row[j]:{sign}.3g}" for j in order)
+        lines.append(f"Output {as_text(shorten(view.out_tokens[-1], 24)).strip()} from: {', '.join(pairs)}")
     return f"<p>{'<br>'.join(lines)}</p>"
 
 
@@ -128,16 +136,18 @@ def _isolated(start: str) -> str:
     return f"(() => {{\n'use strict';\n{component()}\n{start}\n}})();"
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """ASCII JSON in which nothing can end a script tag or open a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _text(value: str) -> str:
+def as_text(value: str) -> str:
+    """Text that can stand in markup."""
     return html.escape(visible(value))
 
 
 @cache
-def _read(name: str) -> str:
+def static_file(name: str) -> str:
+    """A file of the component, by name."""
     return (_STATIC / name).read_text("utf-8")

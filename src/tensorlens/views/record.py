@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from tensorlens.errors import InputError
+from tensorlens.views.answer_text import AnswerText
 from tensorlens.views.labels import shorten
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
 _NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside", "sums_to"}
+_NOT_IN_CAPTION |= {"answer_parts"}
 _MOST_LISTED = 12
 _MOST_CHARACTERS = 300
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
@@ -51,6 +53,7 @@ class MapView:
     `signed` says whether the method's scores may be below zero; None leaves it to the scores.
     `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
     word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
+    `answer` holds prompt and answer as text, for a map of an answer.
     """
 
     scores: np.ndarray
@@ -67,6 +70,7 @@ class MapView:
     set_aside: tuple[int, ...] = ()
     words: tuple[tuple[str, int, int], ...] = ()
     sums: tuple[str, ...] = ()
+    answer: AnswerText | None = None
 
     def __post_init__(self) -> None:
         """Check that numbers, labels, grid and image fit together."""

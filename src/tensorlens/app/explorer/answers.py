@@ -44,6 +44,7 @@ ROWS_AT_A_TIME = {
 The others take as long for one row as for all."""
 
 N_PREDICTIONS = 8
+INSIDE_NODES = 80  # of a graph: what a reader can take in, within seconds on a CPU
 _QUICK, _SLOW = 0.25, 1.0
 _PREVIEW_CELLS = 400 * 400
 _PREVIEW_SECONDS = 0.7
@@ -74,7 +75,7 @@ class Answers:
 
     def open_model(self, job: Job, name: str) -> Event:
         """Load a model and say what it takes."""
-        return {"type": "done", "model": name, "kind": kind_of(self._lens(job, name))}
+        return {"type": "done", "model": name, "kind": kind_of(self.lens(job, name))}
 
     def predict(self, job: Job, subject: Subject, out_token: int) -> Event:
         """The model's own top predictions at one output; none without a head."""
@@ -94,15 +95,28 @@ class Answers:
         job.tell("input", **about(parts.whole, ask))
         T = parts.part(ask)
         found = self.results.get(ask.key) or self._fresh(job, ask, T)
-        self._keep(ask.key, found)
+        self.keep(ask.key, found)
         job.tell("map", map=payload(found.view()), result=ask.key)
         if is_of_tensor(found.method) and not found.meta.get("certificate"):
             job.tell("progress", stage="Measuring the certificate", done=None)
             certificate = T.certificate()
             verdict = {"passed": certificate.passed, "errors": certificate.errors}
             found = replace(found, meta=found.meta | {"certificate": verdict})
-            self._keep(ask.key, found)
+            self.keep(ask.key, found)
         return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
+
+    def inside(self, job: Job, ask: Ask) -> Event:
+        """Heads, flow and graph of what a question is about."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage="Looking inside", done=None)
+        found = T.inside(_output(T, ask), _target(ask), max_nodes=INSIDE_NODES)
+        return {"type": "done", "inside": found.payload()}
+
+    def ablate(self, job: Job, ask: Ask, component: str) -> Event:
+        """The model without a component: what T says of it, and what the model does."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage=f"Running the model without {component}", done=None)
+        return {"type": "done", "ablation": T.ablate(component, _output(T, ask), _target(ask)).as_dict()}
 
     def _fresh(self, job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
         compute = _rows if ask.method in ROWS_AT_A_TIME else _at_once
@@ -111,10 +125,12 @@ class Answers:
         finally:
             _forget_matrices(T)
 
-    def _keep(self, key: str, found: TokenMap) -> None:
+    def keep(self, key: str, found: TokenMap) -> None:
+        """Keep a map for those who want it as a file."""
         self.results.put(key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
 
-    def _lens(self, job: Job, name: str) -> Lens:
+    def lens(self, job: Job, name: str) -> Lens:
+        """The lens of a model, loaded if it is not there yet."""
         if name not in self.library.opened:
             job.tell("progress", stage=f"Loading {name}", done=None)
             lens = self.library.lens(name)
@@ -126,7 +142,7 @@ class Answers:
         kept = self.tensors.get(subject)
         if kept is not None:
             return kept
-        lens = self._lens(job, subject.model)
+        lens = self.lens(job, subject.model)
         job.tell("progress", stage="Model pass", done=None)
         made = Parts(self._tensor(lens, subject))
         self.tensors.put(subject, made, made.n_bytes)
@@ -227,6 +243,14 @@ def _forget_matrices(T: AttentionTensor) -> None:
 
 def _target(ask: Ask) -> Target | None:
     return ask.target if ask.target is None or ask.against is None else (ask.target, ask.against)
+
+
+def _output(T: AttentionTensor, ask: Ask) -> int:
+    """The one output that is asked about."""
+    if T.operator.recording.pools:
+        return 0
+    chosen = ask.at if ask.out_token is None else ask.out_token
+    return _default_output(T) if chosen is None else chosen
 
 
 def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:

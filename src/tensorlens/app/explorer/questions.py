@@ -104,7 +104,7 @@ def read_subject(document: Any, limits: Limits) -> Subject:
     if (text is None) == (image is None):
         raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
     if text is not None:
-        _check_text(text, limits)
+        check_text(text, limits)
     return Subject(model=model, text=text, image=image)
 
 
@@ -114,7 +114,16 @@ def read_output(document: Any) -> int:
     return -1 if number is None else number
 
 
-def _check_text(text: str, limits: Limits) -> None:
+def read_component(document: Any) -> str:
+    """The name of a component that is to be switched off."""
+    name = document.get("component")
+    if not isinstance(name, str) or not 0 < len(name) <= 100:
+        raise InputError(f"Expected a component by name, got {_brief(name)}. Choose one in the picture.")
+    return name
+
+
+def check_text(text: str, limits: Limits) -> None:
+    """Refuse a text that holds nothing, is too long or is no Unicode."""
     if not text.strip():
         raise InputError("Expected some text, got none. Type a sentence.")
     if len(text) > limits.characters:

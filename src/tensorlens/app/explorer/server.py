@@ -20,17 +20,20 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tensorlens.__about__ import __version__
+from tensorlens.app.explorer.answer_questions import read_answer_ask
 from tensorlens.app.explorer.answers import Answers, facts
+from tensorlens.app.explorer.explained import ExplainedAnswers
 from tensorlens.app.explorer.guard import Access, Guard, StrictJson, strict_json
 from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.method_titles import QUESTIONS
-from tensorlens.app.explorer.questions import read_ask, read_output, read_subject
+from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_subject
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.views.inside_page import inside_component
 from tensorlens.views.page import component, payload
 from tensorlens.views.record import is_of_tensor
 
@@ -76,19 +79,30 @@ class _Explorer:
         self.library, self.limits = library, limits
         self.worker = Worker(limits.waiting)
         self.answers = Answers(library, self.worker, limits)
+        self.explained = ExplainedAnswers(self.answers)
+        self.worker.on_stuck = self.forget
         self.conversions = asyncio.Semaphore(limits.conversions)
         self.files: Recent[str, bytes] = Recent(16, 64 * 2**20)
         self.arriving = 0  # bytes of bodies that are not whole yet
+
+    def forget(self) -> None:
+        """Let go of what a thread that was given up may have left half done."""
+        self.answers.forget()
+        self.explained.forget()
 
     def app(self, access: Access) -> Starlette:
         routes = [
             Route("/", self.page),
             Route("/static/{name}", self.static),
             Route("/component.js", self.component),
+            Route("/inside.js", self.inside_component),
             Route("/api/start", self.start),
             Route("/api/open", self.open, methods=["POST"]),
             Route("/api/map", self.map, methods=["POST"]),
+            Route("/api/answer", self.answer, methods=["POST"]),
             Route("/api/predictions", self.predict, methods=["POST"]),
+            Route("/api/inside", self.inside, methods=["POST"]),
+            Route("/api/ablate", self.ablate, methods=["POST"]),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -122,6 +136,10 @@ class _Explorer:
 
     async def component(self, request: Request) -> Response:
         script = f"(() => {{\n'use strict';\n{component()}\nwindow.TensorLens = {{ {_SHARED} }};\n}})();"
+        return Response(script, media_type=_KINDS[".js"])
+
+    async def inside_component(self, request: Request) -> Response:
+        script = f"(() => {{\n'use strict';\n{inside_component()}\nwindow.TensorLensInside = {{ Inside }};\n}})();"
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:
@@ -162,10 +180,23 @@ class _Explorer:
         ask = read_ask(await self._json(request), self.limits)
         return self._stream(request, lambda job: self.answers.map(job, ask))
 
+    async def answer(self, request: Request) -> Response:
+        ask = read_answer_ask(await self._json(request), self.limits)
+        return self._stream(request, lambda job: self.explained.explain(job, ask))
+
     async def predict(self, request: Request) -> Response:
         document = await self._json(request)
         subject, out_token = read_subject(document, self.limits), read_output(document)
         return self._stream(request, lambda job: self.answers.predict(job, subject, out_token))
+
+    async def inside(self, request: Request) -> Response:
+        ask = read_ask(await self._json(request), self.limits)
+        return self._stream(request, lambda job: self.answers.inside(job, ask))
+
+    async def ablate(self, request: Request) -> Response:
+        document = await self._json(request)
+        ask, component = read_ask(document, self.limits), read_component(document)
+        return self._stream(request, lambda job: self.answers.ablate(job, ask, component))
 
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.table import ATTRIBUTE, name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, raw, traced_in, type_of
 
@@ -16,12 +19,18 @@ from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor,
     "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
     "get_device data_ptr element_size is_cuda is_same_size untyped_storage storage has_names len hash "
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
-    "new_tensor new_empty_strided requires_grad_ retain_grad register_hook is_pinned result_type can_cast repr "
+    "new_tensor new_empty_strided requires_grad_ is_pinned result_type can_cast repr "
     f"dim_order is_inference is_conj is_neg {ATTRIBUTE}"
 )
 def describe(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
     return raw(function, *args, **kwargs)
+
+
+@rules_for("register_hook register_post_accumulate_grad_hook retain_grad")
+def look_at_gradients(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Nothing: a hook on a gradient is no part of what the model computes, and one that changes it would change T."""
+    return RemovableHandle(OrderedDict()) if name_of(function) != "retain_grad" else None
 
 
 KEEPS_ROLE = frozenset(
@@ -94,7 +103,7 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
     "index_add index_copy index_fill index_put scatter scatter_add slice_scatter select_scatter diagonal_scatter "
     "to type type_as float double half bfloat16 cpu cuda "
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate upsample "
-    "fold pixel_shuffle pixel_unshuffle channel_shuffle view_as_real view_as_complex real imag "
+    "fold pixel_shuffle pixel_unshuffle channel_shuffle view_as_real view_as_complex real imag complex "
     "fft_fft fft_ifft fft_rfft fft_irfft fft_fftn fft_ifftn fft_fft2 fft_ifft2 fft_rfftn fft_irfftn "
     "get:T get:mT get:H get:mH get:real get:imag"
 )
@@ -108,7 +117,7 @@ def linear(
         sources = traced_in(args[:1])
     elif sources is None:
         sources = traced_in(args, kwargs)
-    live = any(source.live for source in sources)
+    live = any([source.live for source in sources])  # a list: for so few, a generator is twice as slow
     result = raw(function, *args, **kwargs)
     if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
         run.note_rule("cast: float32")
@@ -126,6 +135,8 @@ def role_of_factors(run: Interpreter, *sources: Any) -> str | None:
 
 def _role(run: Interpreter, name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
     """What the result of a linear function is: a factor, if it is made of nothing else, until a weight reads it."""
+    if not any([source.role for source in sources]):
+        return None
     role = role_of_factors(run, *sources)
     if role is not None and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
         return role
@@ -176,5 +187,14 @@ def identity(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
 
 @rules_for("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout")
 def dropout(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The identity: T describes the model at inference."""
+    """The identity: T describes the model at inference.
+
+    Modules are there in evaluation mode, so that dropout which is on all the same is never off.
+    """
+    given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+    if given.get("p", 0.5) and given.get("training", given.get("train", True)):
+        raise NotLinearError(
+            f"`{name_of(function)}` is on in evaluation mode too, so that the model gives other numbers each time. "
+            f"Pass it `training=self.training`. {run.refusal(name_of(function))}"
+        )
     return args[0]

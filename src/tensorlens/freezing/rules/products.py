@@ -111,7 +111,7 @@ def gated_product(run: Interpreter, gate: Tensor, up: Tensor) -> Tensor:
     return product(run, ("up", "gate"), torch.mul, up, gate, choice)
 
 
-@rules_for("matmul bmm mm mv dot inner outer ger tensordot kron rmatmul")
+@rules_for("matmul bmm mm mv dot inner outer ger tensordot kron rmatmul _sparse_mm")
 def matrix_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear with one live factor. With two, the left one mixes and is held, the right one is carried.
 

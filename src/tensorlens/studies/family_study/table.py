@@ -34,12 +34,18 @@ Gates with φ(0) ≠ 0 (sigmoid, softplus, exp), routers and top-k choices are h
 """
 
 
+STRANGERS = "## Models of other packages"
+"""Heading of the last part of the page, which another script writes and which stays as it is."""
+
+
 def write_table(records: Iterable[FamilyRecord], path: Path) -> None:
     """Write the records as JSON to `path` and as a page beside it, with the suffix ``.md``."""
     ordered = sorted(records, key=lambda record: (record.task, record.model_type, record.attention))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"versions": versions(), "records": [record.as_dict() for record in ordered]})
-    write_text(path.with_suffix(".md"), page(ordered))
+    whole = path.with_suffix(".md")
+    _, heading, strangers = whole.read_text("utf-8").partition(STRANGERS) if whole.exists() else ("", "", "")
+    write_text(whole, page(ordered) + (f"\n{heading}{strangers}" if heading else ""))
 
 
 def read_table(path: Path) -> list[FamilyRecord]:

@@ -57,7 +57,9 @@ class MapLens {
     this.caption = caption(this);
     const isEmpty = !this.nOut || !this.nIn;
     const body = isEmpty ? this.buildEmpty() : this.buildMap();
-    this.node.append(header, body, this.live, this.tooltip.node);
+    if (this.data.answer && !isEmpty) this.answer = new AnswerText(this);
+    const parts = this.answer ? [this.answer.node, element("details", { class: "as-map" }, [element("summary", { text: "As a map" }), body])] : [body];
+    this.node.append(header, ...parts, this.live, this.tooltip.node);
   }
 
   buildEmpty() {
@@ -184,6 +186,7 @@ class MapLens {
   }
 
   paint() {
+    this.answer?.paint();
     this.heatmap?.redraw();
     this.mapLegend?.update(this, this.scores.limit * this.scores.unit, this.contrast, "the map");
     if (this.mapLegend && this.perRow) this.mapLegend.update(this, 1, this.contrast, "each row, as a share of its largest score");

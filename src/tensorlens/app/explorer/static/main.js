@@ -1,5 +1,6 @@
 // The page: the panels, the tools above them, and the link that brings all of it back.
 
+import { AnswerPanel, answerFragment, answerFromFragment, isAnswerLink } from "./answer.js";
 import { getJson } from "./api.js";
 import { choice } from "./controls.js";
 import { EXAMPLES, Panel } from "./panel.js";
@@ -46,6 +47,10 @@ class Explorer {
   }
 
   openSaved(number) {
+    if (this.answer) {
+      location.hash = `saved=${number}`;
+      return;
+    }
     const last = this.panels.at(-1);
     const view = { ...structuredClone(FRESH), model: this.catalogue.models[0]?.name ?? null, saved: number };
     const panel = this.makePanel(view);
@@ -73,8 +78,36 @@ class Explorer {
     else if (view.text && view.model) await panel.greet();
   }
 
+  // Two pages: maps of a text, and answers.
+  showPage() {
+    const isAnswer = this.answer !== null;
+    document.querySelectorAll(".pages a").forEach((link) => {
+      if ((link.dataset.page === "answer") === isAnswer) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    });
+    this.compare.hidden = isAnswer;
+  }
+
+  restoreAnswer() {
+    const view = answerFromFragment(location.hash);
+    this.answer = new AnswerPanel(this.catalogue, view, { onChange: () => this.write(), onCopy: (text) => this.copy(text, "Copied.") });
+    this.place.replaceChildren(this.answer.node);
+    this.place.classList.remove("two");
+    this.showPage();
+    if (view.isLinked) this.answer.run();
+  }
+
   // The panels of the link, or a fresh one with an example.
   restore() {
+    this.answer?.stop();
+    this.answer = null;
+    if (isAnswerLink(location.hash)) {
+      this.panels.forEach((panel) => panel.stop());
+      this.panels = [];
+      this.restoreAnswer();
+      return;
+    }
+    this.showPage();
     const linked = fromFragment(location.hash);
     const { models, methods, maps } = this.catalogue;
     const known = (view) => ({
@@ -124,7 +157,7 @@ class Explorer {
   }
 
   write() {
-    this.written = toFragment(this.panels.map(({ view }) => view));
+    this.written = this.answer ? answerFragment(this.answer.view) : toFragment(this.panels.map(({ view }) => view));
     history.replaceState(null, "", this.written);
   }
 

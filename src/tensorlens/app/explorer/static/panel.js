@@ -2,6 +2,7 @@
 
 import { ask, uploadImage } from "./api.js";
 import { blockRange, choice, field, group, headGrid, methodChoice, percent, targets } from "./controls.js";
+import { InsidePanel } from "./inside_panel.js";
 import { Result } from "./result.js";
 import { asCommand, asPython } from "./snippets.js";
 import { question } from "./state.js";
@@ -23,6 +24,7 @@ export class Panel {
     this.input = { predictions: [], tokens: [], n_blocks: 1, n_heads: [], pools: false };
     const snippet = (make) => () => onCopy(make({ ...this.mapped, output: this.view.output }));
     this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
+    this.inside = new InsidePanel({ question: () => question(this.mapped), say: (event) => this.hear(event), rest: () => this.rest() });
     this.build();
     this.show();
   }
@@ -43,7 +45,7 @@ export class Panel {
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
     const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), this.buildExamples(), fields]);
     this.ask = card;
-    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.welcome]);
+    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.inside.node, this.welcome]);
   }
 
   buildComposer() {
@@ -265,6 +267,7 @@ export class Panel {
     this.result.offer(result, (performance.now() - this.began) / 1000);
     this.view.output = this.result.output;
     this.mapped = Object.assign(this.asked, { method: this.view.method, every: this.view.every });
+    this.inside.offer(this.input.predictions.length > 0);
     this.show();
   }
 
@@ -333,6 +336,7 @@ export class Panel {
     this.result.finish(found);
     this.result.origin.textContent = visible(title);
     this.result.copies.hidden = true;
+    this.inside.offer(false);
   }
 }
 

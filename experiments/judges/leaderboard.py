@@ -1,0 +1,187 @@
+"""Fill the tables of docs/leaderboard.md and docs/members.md from the folders of finished runs.
+
+    python experiments/judges/leaderboard.py RUNS [--page docs/leaderboard.md]
+
+RUNS holds MODEL/RUN/summary.json as `judges.py` writes them. A page has blocks ``<!-- judges: KEY -->`` …
+``<!-- /judges -->``; what is between is replaced, the rest is written by hand. KEY is a question (word, passage,
+component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences. The run `peers` of a model
+is shown by itself, since it has fewer items.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tensorlens.studies.judge_study.measuring import WRONG
+from tensorlens.studies.judge_study.report import counts_line
+from tensorlens.studies.pages import as_markdown
+
+PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
+BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n).*?(<!-- /judges -->)", re.DOTALL)
+MEMBERS = {
+    "tensor.in_class": "the paper's (= CP-LRP)", "tensor.in_class@half_gate": "gate halved",
+    "tensor.in_class@attn_lrp": "gate and attention halved (= AttnLRP)", "tensor.in_class@jacobian": "Jacobian",
+    "patching@paper": "the paper's (= CP-LRP)", "patching@half_gate": "gate halved",
+    "patching@attn_lrp": "gate and attention halved (= AttnLRP)",
+    "patching@jacobian": "Jacobian (attribution patching)",
+}  # fmt: skip
+
+Runs = dict[str, dict[str, Any]]
+"""By model and judge, what the run's summary says."""
+
+
+def read(folder: Path) -> tuple[Runs, dict[str, Any], dict[str, Any]]:
+    """Judges by model, the searches over ways by model, and what the peers said of themselves."""
+    judges: Runs = {}
+    ways: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
+    for path in sorted(folder.glob("*/*/summary.json")):
+        model, summary = path.parts[-3], json.loads(path.read_text("utf-8"))
+        if "judges" not in summary:
+            ways[model] = summary
+            continue
+        if path.parts[-2] == "peers":
+            peers[model] = summary
+            continue
+        for name, found in summary["judges"].items():
+            judges.setdefault(model, {})[name] = found
+    return judges, ways, peers
+
+
+def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = None) -> str:
+    """Methods by model for every judge of a question: value with interval, and cost."""
+    parts = []
+    names = list(dict.fromkeys(name for one in runs.values() for name, found in one.items()
+                               if found["question"] == question and found["measures"] and name != "tracr"))  # fmt: skip
+    for name in names:
+        models = [model for model in runs if runs[model].get(name, {}).get("measures")]
+        measure = next(iter(runs[models[0]][name]["measures"]))
+        values = {model: runs[model][name]["measures"][measure]["methods"] for model in models}
+        known = {method for some in values.values() for method in some if only is None or method in only}
+        methods = sorted(known, key=lambda m: -sum(some.get(m, {}).get("mean") or 0.0 for some in values.values()))
+        rows = []
+        for method in methods:
+            cells = {model: value(values[model].get(method)) for model in models}
+            cost = next((runs[model][name]["seconds"].get(method) for model in models), None)
+            label = f"`{method}`" if only is None else f"{only[method]}"
+            rows.append({"method": label} | cells | {"ms an item": "–" if cost is None else f"{1000 * cost:.2g}"})
+        chance = {model: f"{runs[model][name]['measures'][measure]['random']:.3f}" for model in models}
+        rows.append({"method": "chance"} | chance | {"ms an item": ""})
+        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {len(runs[models[0]][name]['sets'])} sets, "
+                     f"95 % intervals\n\n{as_markdown(rows)}")  # fmt: skip
+    return "\n\n".join(parts) or "No run yet."
+
+
+def value(one: dict[str, Any] | None) -> str:
+    """A mean with its interval."""
+    if one is None or one["mean"] is None:
+        return "–"
+    return f"{one['mean']:.3f} [{one['interval'][0]:.3f}, {one['interval'][1]:.3f}]"
+
+
+def set_table(runs: Runs, model: str, name: str = "evidence") -> str:
+    """Methods by set, of one model."""
+    found = runs.get(model, {}).get(name)
+    if found is None or not found["measures"]:
+        return "No run yet."
+    compared = next(iter(found["measures"].values()))
+    sets = list(compared["random_by_set"])
+    cells = {method: one.get("sets", {}) for method, one in compared["methods"].items()}
+    cells["chance"] = compared["random_by_set"]
+    return as_markdown([
+        {"method": f"`{method}`" if method != "chance" else method}
+        | {one: "–" if values.get(one) is None else f"{values[one]:.3f}" for one in sets}
+        for method, values in cells.items()
+    ])  # fmt: skip
+
+
+def counts(runs: Runs) -> str:
+    """How many items each number stands on."""
+    rows = [
+        {"model": model, "judge": name, "items": found["n_items"], "measured": found["n_measured"],
+         "left out, the model is wrong": sum(one["left_out"].get(WRONG, 0) for one in found["sets"].values()),
+         "rows that could not be used": found["n_problems"]}
+        for model, some in runs.items() for name, found in some.items()
+    ]  # fmt: skip
+    return as_markdown(rows) if rows else "No run yet."
+
+
+def way_table(ways: dict[str, Any]) -> str:
+    """The search over the weights of the value, query and key ways."""
+    parts = []
+    for model, found in ways.items():
+        rows = [{"weights (value, query, key)": name} | {half: f"{one[half]:.3f}" for half in one}
+                for name, one in sorted(found["points"].items(), key=lambda pair: -pair[1]["chosen on"])]  # fmt: skip
+        less = found["best less attn_lrp, reported on"]
+        parts.append(f"**{model}**: best on the half that chooses is *{found['best']}*; on the other half it is "
+                     f"{less['mean']:+.3f} [{less['interval'][0]:+.3f}, {less['interval'][1]:+.3f}] from AttnLRP.\n\n"
+                     f"{as_markdown(rows)}")  # fmt: skip
+    return "\n\n".join(parts) or "No run yet."
+
+
+def peer_list(peers: dict[str, Any]) -> str:
+    """Version, own example and error of every peer."""
+    parts = []
+    for model, summary in peers.items():
+        parts.append(question_table({model: summary["judges"]}, "word"))
+        rows = [
+            {"peer": f"`{name}`", "version": about.get("version", "–"), "items": about["n"],
+             "its own example": about.get("check", "–"), "error": about.get("error", "")}
+            for name, about in summary["peers"].items()
+        ]  # fmt: skip
+        parts.append(f"{model}: {counts_line(summary['judges']['evidence'])}.\n\n{as_markdown(rows)}")
+    return "\n\n".join(parts) or "No run yet."
+
+
+def member_tables(runs: Runs) -> str:
+    """The members alone, for every question."""
+    parts = [question_table(runs, question, only=MEMBERS) for question in ("word", "passage", "component", "removal")]
+    return "\n\n".join(part for part in parts if part != "No run yet.") or "No run yet."
+
+
+def differences(runs: Runs) -> str:
+    """What the paper's choice loses: paired differences of the members to it."""
+    rows = []
+    for model, some in runs.items():
+        for name, found in some.items():
+            for measure, compared in list(found["measures"].items())[:1]:
+                for method, one in compared["methods"].items():
+                    less = next((found for key, found in one.items() if key.startswith("less ")), None)
+                    if method in MEMBERS and less and less["mean"] and name != "tracr":
+                        rows.append({"model": model, "judge": name, "measure": measure.replace("_", " "),
+                                     "member": MEMBERS[method],
+                                     "less the paper's": f"{less['mean']:+.3f} [{less['interval'][0]:+.3f}, "
+                                                         f"{less['interval'][1]:+.3f}]"})  # fmt: skip
+    return as_markdown(rows) if rows else "No run yet."
+
+
+def block(key: str, runs: Runs, ways: dict[str, Any], peers: dict[str, Any]) -> str:
+    """What belongs between the marks of a key."""
+    if key.startswith("sets "):
+        return set_table(runs, key.removeprefix("sets "))
+    if key == "tracr":
+        model = next((model for model in runs if "tracr" in runs[model]), "")
+        return set_table(runs, model, "tracr")
+    simple = {"counts": lambda: counts(runs), "ways": lambda: way_table(ways), "peers": lambda: peer_list(peers),
+              "members": lambda: member_tables(runs), "differences": lambda: differences(runs)}  # fmt: skip
+    return simple[key]() if key in simple else question_table(runs, key)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--page", type=Path, action="append")
+    arguments = parser.parse_args()
+    found = read(arguments.runs)
+    for page in arguments.page or PAGES:
+        text = page.read_text("utf-8")
+        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], *found)}\n\n{m[3]}", text), "utf-8")
+        print(f"{page}: {len(BLOCK.findall(text))} tables")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A search over the weights of the value, query and key ways of attention: other members of the family.
+
+Every weighting gives an affine function with the right value at X, since its constant goes into B. The gate is halved
+throughout. A point is chosen on the even items of every set and reported on the odd ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+
+import tensorlens as tl
+from tensorlens.batch import Batch
+from tensorlens.freezing.rules import attention
+from tensorlens.freezing.rules.replacements import hold_value, scaled_gradient
+from tensorlens.freezing.traced import plain
+from tensorlens.strict_json import to_json, write_json
+from tensorlens.studies.judge_study.evidence import evidence
+from tensorlens.studies.judge_study.items import groups_of
+from tensorlens.studies.judge_study.measures import reciprocal_rank
+from tensorlens.studies.judge_study.measuring import is_right
+from tensorlens.studies.judge_study.scoring import last_logits, unit_sums
+
+N_RESAMPLES = 2000
+
+
+@contextmanager
+def ways(weights: Sequence[float]) -> Iterator[None]:
+    """Live attention whose gradients of value, query and key count by these weights, while it lasts."""
+    of_value, of_query, of_key = weights
+
+    def live_attention(run: Any, query: Any, key: Any, value: Any, mask: Any, options: Any) -> Any:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            hold_value(run, f"attention.{name}", x)
+        run.keep_factor("attention.options", lambda: (mask, options.is_causal, options.scale))
+        q, k, v = (
+            scaled_gradient(plain(x), w) for x, w in ((query, of_query), (key, of_key), (value, of_value))
+        )  # fmt: skip
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=options.is_causal, scale=options.scale, enable_gqa=options.enable_gqa
+        )  # fmt: skip
+
+    before = attention._live_attention
+    attention._live_attention = live_attention
+    try:
+        yield
+    finally:
+        attention._live_attention = before
+
+
+def search(lens: tl.Lens, data: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Measure every point on every item that the model gets right; write `rows.jsonl` and `summary.json`."""
+    judge = evidence(lens, data / "evidence", limit=config["limit"])
+    lens = tl.Lens(lens.model, lens.processor, rules=tl.Rules.attn_lrp(), name=lens.name)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with (out / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for group in groups_of(judge.items, config["group_size"]):
+            items = [judge.items[index] for index in group]
+            logits = last_logits(lens, [item.ids for item in items])
+            items = [item for item, row in zip(items, logits, strict=True) if is_right(item, row, item.target or 0)]
+            if not items:
+                continue
+            found: list[dict[str, Any]] = [
+                {"set": one.set, "item": one.name, "truth": one.truth, "scores": {}} for one in items
+            ]
+            prepared = [lens.prepare(list(item.ids)) for item in items]
+            for name, weights in config["points"].items():
+                with ways(weights):
+                    maps = Batch(lens, prepared, for_method="tensor.in_class").maps(
+                        "tensor.in_class", targets=[item.target or 0 for item in items]
+                    )
+                for item, one, made in zip(items, found, maps, strict=True):
+                    one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
+            file.writelines(to_json(one) + "\n" for one in found)
+            rows += found
+    summary = summarise(rows, list(config["points"]))
+    write_json(out / "summary.json", summary)
+    return summary
+
+
+def summarise(rows: list[dict[str, Any]], points: list[str]) -> dict[str, Any]:
+    """Every point on the half that chooses and on the half that reports, and the chosen one less AttnLRP."""
+    seen = [row["set"] for row in rows]
+    sets = sorted({one for one in seen if seen.count(one) > 1})  # both halves have one
+    tables = {
+        one: np.array([
+            [reciprocal_rank(row["scores"][name], row["truth"]) for name in points] for row in rows if row["set"] == one
+        ])
+        for one in sets
+    }  # fmt: skip
+    halves = {half: [tables[one][start::2] for one in sets] for half, start in (("chosen on", 0), ("reported on", 1))}
+    means = {half: np.mean([part.mean(0) for part in parts], 0) for half, parts in halves.items()}
+    best = int(np.argmax(means["chosen on"]))
+    held = [part[:, best] - part[:, points.index("attn_lrp")] for part in halves["reported on"]]
+    random = np.random.default_rng(0)
+    drawn = np.mean([
+        (random.multinomial(len(one), np.full(len(one), 1 / len(one)), N_RESAMPLES) @ one) / len(one) for one in held
+    ], 0)  # fmt: skip
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return {
+        "n": len(rows), "sets": {one: len(tables[one]) for one in sets},
+        "points": {name: {half: round(float(means[half][k]), 4) for half in halves} for k, name in enumerate(points)},
+        "best": points[best],
+        "best less attn_lrp, reported on": {
+            "mean": round(float(np.mean([one.mean() for one in held])), 4), "interval": [round(low, 4), round(high, 4)]
+        },
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit("Run judges.py, which calls this. " + json.dumps({"worker": "ways"}))

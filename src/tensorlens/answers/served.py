@@ -1,0 +1,75 @@
+"""An answer that came from a server, and whether the model here would have given it the same probabilities."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tensorlens.errors import InputError
+
+CLOSE_ON_AVERAGE, CLOSE_AT_WORST = 0.05, 0.5
+"""Differences of log-probabilities that rounding explains: a server's bfloat16 gives about 0.01, now and then 0.2."""
+
+
+class Agreement(NamedTuple):
+    r"""Log-probabilities of a server beside those of the model here, $d_q = \log p_q - \log p_q^{\text{served}}$.
+
+    Attributes:
+        served: What the server gave, one for each token of the answer.
+        mean: Mean of |d| over the tokens.
+        largest: The largest |d|.
+        at: The token where it is, counted from the answer's first.
+    """
+
+    served: tuple[float, ...]
+    mean: float
+    largest: float
+    at: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two agree as well as rounding lets them."""
+        return self.mean <= CLOSE_ON_AVERAGE and self.largest <= CLOSE_AT_WORST
+
+    def __str__(self) -> str:
+        """One sentence."""
+        size = f"{self.mean:.3f} on average, {self.largest:.3f} at most (token {self.at})"
+        if self.holds:
+            return f"the server's log-probabilities agree with this model's: they differ by {size}"
+        return (
+            f"the server's log-probabilities are not this model's: they differ by {size}. Another model, template, "
+            "quantisation or temperature answered there; what is explained is this model"
+        )
+
+
+def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
+    """A server's log-probabilities, one for each token of an answer.
+
+    Raises:
+        InputError: There are more or fewer, or they are no log-probabilities.
+    """
+    if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
+        raise InputError(
+            f"`logprobs` must be a list with one number for each token of the answer; got {logprobs!r:.60}."
+        )
+    if len(logprobs) != n_tokens:
+        raise InputError(
+            f"The answer has {n_tokens} tokens here, but `logprobs` has {len(logprobs)}: the server cut the text into "
+            "other tokens, or counted one that ends the answer. Pass the server's token ids as `answer`."
+        )
+    numbers = tuple(float(one) if isinstance(one, (int, float)) else math.nan for one in logprobs)
+    if not all(one <= 1e-6 and math.isfinite(one) for one in numbers):
+        raise InputError(f"`logprobs` must be finite and not above zero; got {logprobs!r:.60}.")
+    return numbers
+
+
+def agreement(served: Sequence[float], own: Sequence[float]) -> Agreement:
+    """Compare; a disagreement is warned of."""
+    apart = [abs(one - other) for one, other in zip(own, served, strict=True)]
+    largest = max(apart)
+    found = Agreement(tuple(served), sum(apart) / len(apart), largest, apart.index(largest))
+    if not found.holds:
+        warnings.warn(str(found), UserWarning, stacklevel=4)
+    return found

@@ -1,0 +1,162 @@
+// The second page: a prompt, what the model says after it, and what of the prompt the answer stands on.
+
+import { ask } from "./api.js";
+import { choice, field } from "./controls.js";
+import { Result } from "./result.js";
+
+const { element, visible, button } = window.TensorLens;
+const PAGE = "page=answer";
+const EXAMPLE = "Anna's car is red. Tom's bike is blue. The weather was fine on Monday.\n\nQuestion: What colour is Anna's car?\nAnswer: Anna's car is";
+const GROUPS = [["sentences", "sentences"], ["lines", "lines"], ["words", "words"], ["tokens", "tokens"], ["turns", "turns of the chat"]];
+const ROWS = [["sentences", "sentences"], ["words", "words"], ["tokens", "tokens"], ["answer", "the whole answer"]];
+const FRESH = { model: null, prompt: EXAMPLE, answer: "", against: "", groups: "sentences", rows: "sentences", chat: false, length: 32 };
+
+export const isAnswerLink = (fragment) => fragment.replace(/^#/, "").split("&").includes(PAGE);
+
+// A link may come from anyone: each part is taken only if it has the right form.
+export function answerFromFragment(fragment) {
+  const parts = new URLSearchParams(fragment.replace(/^#/, ""));
+  const view = { ...FRESH, isLinked: parts.has("prompt") };
+  for (const name of ["model", "prompt", "answer", "against"]) if (parts.get(name)) view[name] = parts.get(name);
+  for (const [name, known] of [["groups", GROUPS], ["rows", ROWS]]) if (known.some(([value]) => value === parts.get(name))) view[name] = parts.get(name);
+  view.chat = parts.get("chat") === "1";
+  if (/^[1-9]\d{0,2}$/.test(parts.get("length") ?? "")) view.length = Math.min(Number(parts.get("length")), 512);
+  return view;
+}
+
+export function answerFragment(view) {
+  const parts = new URLSearchParams();
+  for (const name of ["model", "prompt", "answer", "against", "groups", "rows", "length"]) if (view[name]) parts.set(name, view[name]);
+  if (view.chat) parts.set("chat", "1");
+  return `#${PAGE}&${parts}`;
+}
+
+const literal = (text) => JSON.stringify(text);
+
+function asPython(view) {
+  const prompt = view.chat ? `[{"role": "user", "content": ${literal(view.prompt)}}]` : literal(view.prompt);
+  const options = view.answer ? literal(view.answer) : `max_new_tokens=${view.length}`;
+  const rows = view.against ? `against=${literal(view.against)}` : `rows=${literal(view.rows)}`;
+  return ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)})`, `answer = lens.answer(${prompt}, ${options})`, `answer.map(${literal(view.groups)}, ${rows}, set_aside=(0,))`, ""].join("\n");
+}
+
+export class AnswerPanel {
+  constructor(catalogue, view, { onChange, onCopy }) {
+    this.view = { ...view, model: catalogue.models.some(({ name }) => name === view.model) ? view.model : (catalogue.models[0]?.name ?? null) };
+    this.onChange = onChange;
+    this.result = new Result({ onSelect: () => {}, copies: [["Python", () => onCopy(asPython(this.view))]] });
+    this.build(catalogue);
+  }
+
+  build({ models }) {
+    const { view } = this;
+    this.prompt = this.area("prompt", "Prompt", "What the model reads…");
+    this.answer = this.area("answer", "Answer", "Left empty, the model answers itself");
+    this.against = this.area("against", "Rather than", "Another answer, for a contrast");
+    const pick = (label, name, options) => {
+      const made = choice(label, options.map(([value, title]) => ({ name: value, title })), (value) => this.change({ [name]: value }));
+      made.show(view[name]);
+      return field(label, made.node);
+    };
+    this.go = button("Answer", "Ask the model, and trace its answer back", () => this.run());
+    this.go.className = "main";
+    const chat = element("input", { type: "checkbox", "aria-label": "As a chat" });
+    chat.checked = view.chat;
+    chat.addEventListener("change", () => Object.assign(view, { chat: chat.checked }) && this.onChange());
+    const length = element("input", { type: "number", min: "1", max: "512", value: String(view.length), "aria-label": "Most new tokens" });
+    length.addEventListener("change", () => Object.assign(view, { length: Math.min(Math.max(Math.round(Number(length.value)) || 1, 1), 512) }) && this.onChange());
+    const fields = element("div", { class: "fields" }, [
+      pick("Model", "model", models.map(({ name }) => [name, name])),
+      pick("Passages", "groups", GROUPS),
+      pick("Parts of the answer", "rows", ROWS),
+      field("Most new tokens", length),
+      field("As a chat", chat),
+    ]);
+    const composer = element("div", { class: "composer" }, [field("Prompt", this.prompt, "wide"), element("div", { class: "buttons" }, [this.go])]);
+    const given = element("div", { class: "given" }, [field("Answer to explain", this.answer), field("Rather than", this.against)]);
+    this.stage = element("span", { class: "stage" });
+    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, element("progress", { "aria-label": "Progress" }), button("Cancel", "Stop", () => this.stop())]);
+    this.said = element("div", { class: "card said", "aria-live": "polite", "aria-label": "What the model says", hidden: "" });
+    this.error = element("div", { class: "card error", role: "alert", hidden: "" });
+    this.node = element("section", { class: "panel answer-panel" }, [element("form", { class: "card ask" }, [composer, given, fields]), this.progress, this.error, this.said, this.result.node]);
+    this.node.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  area(name, label, placeholder) {
+    const node = element("textarea", { "aria-label": label, placeholder, rows: name === "prompt" ? "6" : "2", spellcheck: "false" });
+    node.value = this.view[name];
+    node.addEventListener("input", () => {
+      this.view[name] = node.value;
+      this.onChange();
+    });
+    node.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.run();
+    });
+    return node;
+  }
+
+  // Other passages or parts of the same answer cost no new model pass.
+  change(change) {
+    Object.assign(this.view, change);
+    this.onChange();
+    if (this.asked && !("model" in change)) this.run();
+  }
+
+  question() {
+    const { model, prompt, answer, against, groups, rows, chat, length } = this.view;
+    return { model, prompt, answer: answer || null, against: against || null, groups, rows, is_chat: chat, max_new_tokens: length };
+  }
+
+  async run() {
+    this.stop();
+    const mine = (this.running = new AbortController());
+    this.asked = true;
+    this.began = performance.now();
+    this.error.hidden = true;
+    this.hear({ type: "progress", stage: "Asking" });
+    try {
+      this.result.finish(await ask("/api/answer", this.question(), { signal: mine.signal, hear: (event) => this.hear(event) }));
+    } catch (error) {
+      if (error.name !== "AbortError") this.fail(error);
+    } finally {
+      if (this.running === mine) this.rest();
+      this.onChange();
+    }
+  }
+
+  hear(event) {
+    if (event.type === "said") {
+      this.said.hidden = false;
+      this.said.textContent = event.text.split("\n").map((line) => (line ? visible(line) : line)).join("\n");
+    }
+    if (event.type === "map") {
+      this.said.hidden = true; // it stands in the result
+      this.result.show(event.map);
+      this.result.offer(event.result, (performance.now() - this.began) / 1000);
+    }
+    if (event.type === "waiting") this.say(event.ahead ? `Waiting behind ${event.ahead}` : "Waiting");
+    if (event.type === "progress") this.say(event.stage);
+  }
+
+  say(text) {
+    this.progress.hidden = false;
+    this.stage.textContent = visible(text);
+  }
+
+  rest() {
+    this.progress.hidden = true;
+  }
+
+  stop() {
+    this.running?.abort();
+    this.running = null;
+    this.rest();
+  }
+
+  fail(error) {
+    this.rest();
+    this.said.hidden = true;
+    this.error.textContent = visible(error.message).replaceAll("⏎", "\n");
+    this.error.hidden = false;
+  }
+}

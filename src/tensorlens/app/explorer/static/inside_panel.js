@@ -1,0 +1,68 @@
+// From a map to where in the model: heads, flow and graph of the same question, and the model without one of them.
+
+import { ask } from "./api.js";
+import { percent } from "./controls.js";
+
+const { element, button, visible, formatNumber } = window.TensorLens;
+
+export class InsidePanel {
+  constructor({ question, say, rest }) {
+    Object.assign(this, { question, say, rest });
+    this.opener = button("Look inside", "Look inside: heads, feed-forwards, the flow over depth, and the graph of this target", () => this.open());
+    this.problem = element("p", { class: "error", role: "alert", hidden: "" });
+    this.host = element("div", { class: "host embedded" });
+    this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.problem, this.host]);
+    this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
+  }
+
+  // A new map: what is inside has to be asked for anew.
+  offer(isThere) {
+    this.node.hidden = !isThere;
+    this.opener.hidden = false;
+    this.problem.hidden = true;
+    this.host.replaceWith((this.host = this.host.cloneNode(false)));
+    this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
+  }
+
+  async open() {
+    this.asked = this.question();
+    this.problem.hidden = true;
+    try {
+      const { inside } = await ask("/api/inside", this.asked, { hear: this.say });
+      this.opener.hidden = true;
+      new window.TensorLensInside.Inside(this.host, inside);
+    } catch (error) {
+      this.fail(error);
+    } finally {
+      this.rest();
+    }
+  }
+
+  offerSwitch({ name, about }) {
+    const said = element("p", { class: "said", role: "status" });
+    const act = button("Switch it off", `Switch it off: run the model without ${name}`, async () => {
+      act.disabled = true;
+      try {
+        const { ablation } = await ask("/api/ablate", { ...this.asked, component: name }, { hear: this.say });
+        said.textContent = this.sentence(ablation);
+      } catch (error) {
+        said.textContent = visible(error.message);
+      } finally {
+        act.disabled = false;
+        this.rest();
+      }
+    });
+    about.append(act, said);
+  }
+
+  sentence({ target, value, predicted, true: truth, before, after }) {
+    const first = ([one]) => `“${visible(one.name)}” (${percent(one.probability)})`;
+    const numbers = `${visible(target)}: ${formatNumber(value, false)} before; T predicts ${formatNumber(predicted, false)}, the model gives ${formatNumber(truth, false)}.`;
+    return `${numbers} The model said ${first(before)}; without it, it says ${first(after)}.`;
+  }
+
+  fail(error) {
+    this.problem.textContent = visible(error.message);
+    this.problem.hidden = false;
+  }
+}

@@ -1,0 +1,64 @@
+"""`tensorlens inside`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tensorlens.app import options
+from tensorlens.app.options import Input, Json, Model, ModelOptions, target_of
+from tensorlens.app.printing import print_json
+from tensorlens.errors import InputError
+
+SUFFIXES = (".html", ".json")
+
+
+def inside(
+    model: Model,
+    input_: Input,
+    out_token: Annotated[int, typer.Option(help="Which output to explain; negative ones count from the end.")] = -1,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Token, class or number to explain; the model's own choice if left out.", show_default=False),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another one: why the first rather than this?", show_default=False)
+    ] = None,
+    share: Annotated[float, typer.Option(help="Part of what flows into the nodes that the graph should show.")] = 0.8,
+    max_nodes: Annotated[int, typer.Option(help="How many nodes the graph may have.")] = 120,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Heads to switch off in the model, as BLOCK:HEAD,HEAD; may be repeated.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write: .html (a page) or .json.", show_default=False)
+    ] = None,
+    json: Json = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Where in the model? Heads, feed-forwards, the flow over depth, and the graph, for one target.
+
+    Example: tensorlens inside smollm2-135m "When Mary and John went to the store, John gave a drink to"
+    """
+    reading.check(model)
+    if out is not None and out.suffix not in SUFFIXES:
+        raise InputError(f"`--out` must end in one of {' '.join(SUFFIXES)}; got {out.name!r}.")
+    chosen, heads = target_of(target, against), options.head_choice(without)
+    text = options.read_input(input_)
+    T = reading.lens(model)(text)
+    found = T.inside(out_token, chosen, share, max_nodes=max_nodes)
+    pairs = [(block, head) for block, some in heads.items() for head in some]
+    removed = T.ablate(pairs, out_token, chosen) if pairs else None
+    if out is not None:
+        found.save(out)
+    if json:
+        print_json(found.as_dict() | ({} if removed is None else {"without": removed.as_dict()}))
+        return
+    found.show()
+    if removed is not None:
+        typer.echo("")
+        removed.show()
+    if out is not None:
+        typer.echo(f"Wrote {out}")

@@ -1,0 +1,241 @@
+"""`Ablation`: the model run with components switched off, beside what T said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError, MethodError
+from tensorlens.inside.component_map import Component
+from tensorlens.inside.edits import Edit, Part, edited_logits, logits_of_model, parts, predicted_change
+from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
+from tensorlens.maps.files import replace_file
+from tensorlens.maps.targets import Classes, Target
+from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.strict_json import from_json, to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "tensorlens.ablation/1"
+Replacement = Literal["zero", "mean"]
+Named = Component | tuple[int, int] | str
+"""A component, a head as (block, head), or a component's name, such as ``"block 3, feed-forward"``."""
+
+
+class Said(NamedTuple):
+    """One of the classes that the model ranks highest."""
+
+    name: str
+    index: int  # type: ignore[assignment]
+    probability: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ablation:
+    """A target with components switched off, predicted and true.
+
+    Attributes:
+        components: What was switched off, all at once and at every token.
+        to: What stands in their place: ``"zero"`` or their ``"mean"``.
+        target: What is measured.
+        value: The target as it was.
+        predicted: The target by T, in which everything else is held: the way from one of them through another is cut.
+        true: The target in the model, in which everything after them moves.
+        before: What the model said.
+        after: What it says without them.
+        meta: Model, versions, rules, blocks, output.
+    """
+
+    components: tuple[Component, ...]
+    to: str
+    target: str
+    value: float
+    predicted: float
+    true: float
+    before: tuple[Said, ...]
+    after: tuple[Said, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line: before, predicted, true."""
+        numbers = f"{self.value:.4g} → {self.predicted:.4g} predicted, {self.true:.4g} true"
+        return f"Ablation({len(self.components)} to {self.to}: {self.target!r} {numbers})"
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the numbers and what the model says before and after; without a console, to standard output."""
+        from rich.console import Console as RichConsole
+        from rich.text import Text
+
+        console = console or RichConsole(highlight=False)
+        console.print(Text(f"{', '.join(map(str, self.components))} at {self.to}", style="bold"))
+        console.print(Text(f"{self.target!r}: {self.value:.4g}; predicted {self.predicted:.4g}; true {self.true:.4g}"))
+        for name, said in (("before", self.before), ("after", self.after)):
+            console.print(Text(f"{name}: " + ", ".join(f"{one.name!r} {one.probability:.1%}" for one in said)))
+
+    def save(self, path: str | Path) -> Path:
+        """Write a .json file, whole or not at all."""
+        path = Path(path)
+        if path.suffix != ".json":
+            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
+        replace_file(path, self._write)
+        return path
+
+    def _write(self, path: Path) -> None:
+        path.write_text(to_json(self.as_dict()), encoding="utf-8")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the JSON file holds."""
+        own = ("to", "target", "value", "predicted", "true", "meta")
+        said = {name: [one._asdict() for one in getattr(self, name)] for name in ("before", "after")}
+        components = [asdict(component) for component in self.components]
+        return {"format": FORMAT, "components": components, **{name: getattr(self, name) for name in own}, **said}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Ablation:
+        """Read a file of `save`; `InputError` for a foreign or damaged one."""
+        path = Path(path)
+        try:
+            found = from_json(path.read_text("utf-8"))
+            if found.pop("format") != FORMAT:
+                raise ValueError("another format")
+            before, after = (tuple(Said(**one) for one in found.pop(name)) for name in ("before", "after"))
+            components = tuple(Component(**one) for one in found.pop("components"))
+            return cls(components=components, before=before, after=after, **found)
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise InputError(
+                f"Expected a file that Ablation.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be read "
+                f"({type(error).__name__}: {error})."
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What is to be switched off, and what is measured.
+
+    Attributes:
+        operator: Of the input.
+        classes: Names of the classes.
+        out_token: Where the target is read.
+        target: What is measured.
+        components: What is switched off.
+        to: What stands in its place.
+        over: Operators of the inputs whose mean it is; the input's own tokens alone if there are none.
+    """
+
+    operator: FrozenOperator
+    classes: Classes | None
+    out_token: int
+    target: Target | Weights | None
+    components: Sequence[Named] | Named
+    to: Replacement
+    over: Sequence[FrozenOperator] = ()
+
+
+def ablation(asked: Question, meta: dict[str, Any]) -> Ablation:
+    """Run the model without some components, and ask T for the same."""
+    if asked.to not in ("zero", "mean"):
+        raise InputError(f"`to` must be 'zero' or 'mean'; got {asked.to!r}.")
+    weights = weights_of(asked.operator, asked.classes, asked.target, asked.out_token)
+    assert asked.classes is not None, "a target has classes"
+    with pass_to(asked.operator, weights, asked.out_token) as run:
+        chosen = _chosen(run, asked.components)
+        edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, asked), strict=True)]
+        logits = edited_logits(run, edits)
+        if logits is None:
+            raise MethodError(
+                f"No single module of `{type(run.recording.model).__name__}` gives out all of "
+                f"{', '.join(str(part.component) for part in chosen)}, so the model cannot be run without. "
+                "Use `T.components`, which needs no run."
+            )
+        predicted = predicted_change(run, edits)
+        before = logits_of_model(run.recording, run.out_token)
+    return Ablation(
+        components=tuple(part.component for part in chosen),
+        to=asked.to,
+        target=" − ".join(asked.classes.name(index) for index in weights),
+        value=float(run.t.detach()),
+        predicted=float(run.t.detach()) + predicted,
+        true=float(sum(weight * logits[index] for index, weight in weights.items())),
+        before=_said(before, asked.classes),
+        after=_said(logits, asked.classes),
+        meta=meta,
+    )
+
+
+def _said(logits: Tensor, classes: Classes, k: int = 5) -> tuple[Said, ...]:
+    best = logits.double().softmax(-1).topk(min(k, len(logits)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return tuple(Said(classes.name(index), index, probability) for index, probability in pairs)
+
+
+def _chosen(run: Pass, components: Any) -> list[Part]:
+    known: dict[Any, Part] = {part.component: part for part in parts(run)}
+    by_name: dict[Any, Part] = {str(component): part for component, part in known.items()}
+    heads: dict[Any, Part] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
+    single = isinstance(components, (str, Component)) or _is_pair(components)
+    found: list[Part] = []
+    for one in [components] if single else _listed(components):
+        part = heads.get(one) if _is_pair(one) else known.get(one) if isinstance(one, Component) else by_name.get(one)
+        if part is None:
+            some = ", ".join(repr(name) for name in list(by_name)[:3])
+            raise InputError(
+                f"There is no component {one!r} that can be switched off; expected a head as (block, head), a "
+                f"component of `T.components`, or a name such as {some}."
+            )
+        found.append(part)
+    if not found:
+        raise InputError("Expected at least one component to switch off; got none.")
+    return found
+
+
+def _listed(components: Any) -> list[Any]:
+    if not isinstance(components, Iterable):
+        raise InputError(f"Expected components in a list; got {type(components).__name__}.")
+    return [getattr(one, "component", one) for one in components]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(number) is int for number in value)
+
+
+def _values(run: Pass, chosen: list[Part], asked: Question) -> list[Tensor]:
+    """What stands in the place of each part."""
+    if asked.to == "zero":
+        return [torch.zeros_like(part.value) for part in chosen]
+    sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.n_tokens(_block(part)) for part in chosen]
+    if asked.over:
+        sums, n_tokens = [torch.zeros_like(one) for one in sums], [0] * len(sums)
+    for operator in asked.over:
+        with pass_to(operator, run.weights, 0 if operator.recording.pools else operator.shape[0] - 1) as other:
+            known = {part.component: part for part in parts(other)}
+            for i, part in enumerate(chosen):
+                sums[i] = sums[i] + _over_tokens(other, known[part.component])
+                n_tokens[i] += other.n_tokens(_block(part))
+    return [_at_every_token(run, part, one / n) for part, one, n in zip(chosen, sums, n_tokens, strict=True)]
+
+
+def _block(part: Part) -> int:
+    assert part.component.block is not None, "a part is in a block"
+    return part.component.block
+
+
+def _over_tokens(run: Pass, part: Part) -> Tensor:
+    """The sum of what a part wrote over tokens, (channel,)."""
+    if part.mixture is not None:
+        return part.value.sum(0)
+    layout = run.recording.layouts[_block(part)]
+    return layout.to_tokens(part.value.reshape(layout.shape))[0].sum(0)
+
+
+def _at_every_token(run: Pass, part: Part, vector: Tensor) -> Tensor:
+    if part.mixture is not None:
+        return vector.expand_as(part.value)
+    layout = run.recording.layouts[_block(part)]
+    n_tokens = run.n_tokens(_block(part))
+    return layout.to_native(vector.expand(1, n_tokens, -1)).reshape(part.value.shape)

@@ -1,0 +1,167 @@
+r"""`Inside`: heads, feed-forwards, flow and graph of one target, together, as a record and as a page.
+
+What a head read of token j, over all tokens where it wrote:
+
+    r_{h,j} = Σ_i A_{h,ij} ⟨λ_{h,i}, v_{h,j}⟩,   Σ_j r_{h,j} = e_h
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError, MethodError
+from tensorlens.freezing.observe import mixings
+from tensorlens.inside.component_graph import ComponentGraph
+from tensorlens.inside.component_map import Component, ComponentMap
+from tensorlens.inside.components import Cotangents, Found, direct, total
+from tensorlens.inside.graph import Growth
+from tensorlens.inside.target import Pass, pass_to, weights_of
+from tensorlens.inside.walk import kinds, told_apart
+from tensorlens.maps.files import replace_file
+from tensorlens.maps.targets import Classes, Target
+from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.strict_json import to_json
+from tensorlens.views.inside_page import inside_page
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "tensorlens.inside/1"
+MOST_READ = 1024
+"""Up to how many tokens it is said what heads read: that needs their attention matrices."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inside:
+    """The inside of a model at one input, for one target.
+
+    Attributes:
+        total: Total effects of all components.
+        direct: Direct effects of all components.
+        graph: Nodes and edges grown from the target.
+        reads: For each head, what it read of each token; none where attention cannot be told apart, or is too large.
+    """
+
+    total: ComponentMap
+    direct: ComponentMap
+    graph: ComponentGraph
+    reads: dict[Component, Tensor]
+
+    def show(self, console: Console | None = None, k: int = 10) -> None:
+        """Print the strongest components and the heaviest edges; without a console, to standard output."""
+        self.total.show(console, k)
+        self.graph.show(console, k)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a .html page that needs nothing else, or a .json file; whole or not at all."""
+        path = Path(path)
+        if path.suffix not in (".json", ".html"):
+            raise InputError(f"Expected a name ending in .html or .json; got {path.name!r}.")
+        replace_file(path, self._write_page if path.suffix == ".html" else self._write_json)
+        return path
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the JSON file holds: the three records, and what heads read by their names."""
+        records = {name: getattr(self, name).as_dict() for name in ("total", "direct", "graph")}
+        return {"format": FORMAT, **records, "reads": {str(head): row.tolist() for head, row in self.reads.items()}}
+
+    def _write_json(self, path: Path) -> None:
+        path.write_text(to_json(self.as_dict()), encoding="utf-8")
+
+    def _write_page(self, path: Path) -> None:
+        path.write_text(inside_page(self.payload(), f"Inside: {self.total.target}"), encoding="utf-8")
+
+    def payload(self) -> dict[str, Any]:
+        """What the page takes, as plain values."""
+        blocks = sorted({label.block for label in self.total.labels if label.block is not None})
+        columns = _columns(self.total)
+        cells = {(label.block, label.column): label for label in self.total.labels if label.column is not None}
+        sums = {
+            effect: dict(zip(found.labels, found.scores.sum(1).tolist(), strict=True))
+            for effect, found in (("total", self.total), ("direct", self.direct))
+        }
+        tables = {
+            effect: [[values.get(cells[n, c], 0.0) if (n, c) in cells else None for c in columns] for n in blocks]
+            for effect, values in sums.items()
+        }
+        details = [[self._detail(cells.get((n, column)), sums) for column in columns] for n in blocks]
+        return {
+            **self.graph.payload(),
+            "title": f"Inside {self.total.meta.get('model') or 'the model'}",
+            "components": {
+                "blocks": blocks, "columns": columns, **tables, "flow": self.total.flow().tolist(), "details": details
+            },
+        }  # fmt: skip
+
+    def _detail(self, label: Component | None, sums: dict[str, dict[Component, float]]) -> dict[str, Any] | None:
+        if label is None:
+            return None
+        wrote = self.total.scores[self.total.labels.index(label)].tolist()
+        read = self.reads[label].tolist() if label in self.reads else None
+        return {"wrote": wrote, "read": read} | {effect: values.get(label, 0.0) for effect, values in sums.items()}
+
+
+def _columns(found: ComponentMap) -> list[str]:
+    """Heads by number, then the others as they come."""
+    columns = dict.fromkeys(column for label in found.labels if (column := label.column) is not None)
+    heads = sorted((column for column in columns if column.isdigit()), key=int)
+    return heads + [column for column in columns if not column.isdigit()]
+
+
+# Looking -------------------------------------------------------------------------------------------------------------
+
+
+def look_inside(
+    operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, share: float,
+    max_nodes: int, *, tokens: tuple[str, ...], meta: dict[str, Any],
+) -> Inside:  # fmt: skip
+    """Everything about one target, from one replay."""
+    weights = weights_of(operator, classes, target, out_token)
+    assert classes is not None, "a target has classes"
+    name = " − ".join(classes.name(index) for index in weights)
+    with pass_to(operator, weights, out_token) as run:
+        maps = {"total": total(run), "direct": direct(run)}
+        grown = Growth(run).grow(share, max_nodes)
+        reads = head_reads(run)
+        value = float(run.t.detach())
+    graph = ComponentGraph(
+        nodes=tuple(grown.nodes), edges=tuple(grown.edges), tokens=tokens, target=name, value=value,
+        share=grown.covered / grown.magnitude if grown.magnitude else 1.0,
+        meta=meta | {"asked_share": share, "max_nodes": max_nodes},
+    )  # fmt: skip
+    made = {effect: _map(found, effect, tokens, name, value, meta) for effect, found in maps.items()}
+    return Inside(total=made["total"], direct=made["direct"], graph=graph, reads=reads)
+
+
+def _map(found: Found, effect: str, tokens: tuple[str, ...], target: str, value: float, meta: Any) -> ComponentMap:
+    return ComponentMap(
+        scores=torch.stack([row.scores for row in found.rows]), labels=tuple(row.component for row in found.rows),
+        tokens=tokens, effect=effect, target=target, value=value, depths=torch.stack(found.flow), meta=meta,
+    )  # fmt: skip
+
+
+def head_reads(run: Pass) -> dict[Component, Tensor]:
+    """What each head read of each token, over all tokens where it wrote."""
+    if run.x.shape[1] > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.operator.span.start:
+        return {}
+    try:
+        mixed = mixings(run.recording)
+    except MethodError:
+        return {}
+    writes = [
+        (n, told[0]) for n, sums in run.sums.items() for write, kind in kinds(run, n, sums or [])
+        if kind == "attention" and (told := told_apart(run, n, write))
+    ]  # fmt: skip
+    at = Cotangents(run, [mixture.edge for _, mixture in writes])
+    found = {}
+    for n, mixture in writes:
+        cotangent = at.times(mixture.edge, torch.ones_like(mixture.value)).reshape(-1, *mixture.value.shape[-2:])
+        by_pair = mixed[n].attention * torch.einsum("hic,hjc->hij", cotangent, mixed[n].values)
+        for head, row in enumerate(by_pair.sum(1).detach().cpu()):
+            found[Component(block=n, kind="attention head", head=head)] = row
+    return found

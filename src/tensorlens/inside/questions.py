@@ -1,0 +1,129 @@
+"""What can be asked of the inside of a model: the part of `AttentionTensor` that knows components."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from tensorlens.inside.ablation import Ablation, Named, Question, Replacement, ablation
+from tensorlens.inside.component_graph import ComponentGraph
+from tensorlens.inside.component_map import ComponentMap
+from tensorlens.inside.components import Effect, component_map
+from tensorlens.inside.graph import component_graph
+from tensorlens.inside.inside_record import Inside, look_inside
+from tensorlens.inside.score import score_map
+from tensorlens.maps.context import Context
+from tensorlens.maps.targets import Target
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.plain_pass import own_modes
+from tensorlens.operators.base import TensorOperator, check_token
+from tensorlens.operators.matrix_free import FrozenOperator
+
+
+class InsideQuestions(TensorOperator):
+    """Questions about components. Abstract: `AttentionTensor` is the one that answers them."""
+
+    operator: FrozenOperator
+    context: Context
+
+    @abstractmethod
+    def meta(self) -> dict[str, Any]:
+        """What a map says of where it came from."""
+
+    @own_modes
+    def components(
+        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total"
+    ) -> ComponentMap:  # fmt: skip
+        r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
+
+        Args:
+            out_token: The output to explain; a head that reads the whole input at once has only one.
+            target: As for `map`; None explains the model's own prediction.
+            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
+                ``"direct"``: the way along the residual stream alone; these sum to the target.
+        """
+        i, meta = self._output(out_token)
+        return component_map(
+            self.operator, self.context.classes, i, target, effect, tokens=self.context.tokens, meta=meta
+        )
+
+    @own_modes
+    def graph(
+        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
+    ) -> ComponentGraph:
+        r"""What flowed from the input to a target, by which components and tokens: nodes and signed edges.
+
+        The edge from b to c is $⟨λ^c, y_b⟩$ with $λ^c$ the cotangent of c where it reads the stream, pulled along the
+        stream alone; what enters a node sums to its total effect. The graph grows from the target, the heaviest edge
+        first.
+
+        Args:
+            out_token: The output to explain.
+            target: As for `map`; None explains the model's own prediction.
+            share: Stop when the edges carry this part of the magnitude of all that flows into the nodes.
+            max_nodes: Add no more nodes than this; the record says which share was reached.
+        """
+        i, meta = self._output(out_token)
+        return component_graph(
+            self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
+        )
+
+    @own_modes
+    def inside(
+        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
+    ) -> Inside:
+        """Components, flow, what heads read, and the graph of one target, together; `.save("inside.html")` is a page.
+
+        Args:
+            out_token: The output to explain.
+            target: As for `map`; None explains the model's own prediction.
+            share: Of the graph.
+            max_nodes: Of the graph.
+        """
+        i, meta = self._output(out_token)
+        return look_inside(
+            self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
+        )
+
+    @own_modes
+    def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
+        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
+
+        Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
+        what the model adds to it in the last corner.
+
+        Args:
+            block: Which one.
+            head: Counts query heads.
+            query: The token that looks.
+            key: The token it looks at, or a pair of them for the difference of two scores.
+        """
+        own = ("model", "versions")
+        meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
+        return score_map(self.operator, block, head, query, key, tokens=self.context.tokens, meta=meta)
+
+    @own_modes
+    def ablate(
+        self, components: Sequence[Named] | Named, out_token: int = -1, target: Target | None = None, *,
+        to: Replacement = "zero", over: Sequence[InsideQuestions] = (),
+    ) -> Ablation:  # fmt: skip
+        """Run the *model* with components switched off, and put what T says of it beside the truth.
+
+        Args:
+            components: Heads as (block, head), components of `components`, or their names; all of them at once.
+            out_token: The output to measure.
+            target: As for `map`; None measures the model's own prediction.
+            to: What stands in their place at every token: ``"zero"``, or their ``"mean"`` over tokens.
+            over: Attention tensors of other inputs, over which the mean is taken instead of this one's.
+        """
+        i, meta = self._output(out_token)
+        asked = Question(
+            operator=self.operator, classes=self.context.classes, out_token=i, target=target, components=components,
+            to=to, over=[one.operator for one in over],
+        )  # fmt: skip
+        return ablation(asked, meta)
+
+    def _output(self, out_token: int) -> tuple[int, dict[str, Any]]:
+        i = 0 if self.operator.recording.pools else check_token(out_token, self.shape[0])
+        return i, self.meta() | {"out_positions": [i]}

@@ -1,0 +1,1 @@
+"""Judges that know the answer: known evidence, compiled programs, needles, patching, single tokens."""

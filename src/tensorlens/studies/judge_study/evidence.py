@@ -1,0 +1,115 @@
+"""Known evidence: a prefix, two continuations, and the word that decides between them.
+
+A set is a .csv file with a head line or a .jsonl file with one object per line. Columns:
+
+| column                | holds                                                                    |
+|-----------------------|--------------------------------------------------------------------------|
+| `prefix`              | the text that is continued                                               |
+| `target` (or `good`)  | the right continuation                                                   |
+| `against` (or `bad`)  | the wrong one; may be left out, and the right one is then explained alone |
+| `evidence`            | the words of the prefix that decide; several with ; between them         |
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.lens import Lens
+from tensorlens.strict_json import from_json
+from tensorlens.studies.judge_study.items import Item, Judge
+from tensorlens.studies.judge_study.prompts import Prompt, whole_words
+
+MEASURES = ("reciprocal_rank", "top_1", "reciprocal_rank_by_magnitude")
+OTHER_NAMES = {"good": "target", "bad": "against"}
+SUFFIXES = (".csv", ".jsonl")
+
+
+def evidence(lens: Lens, folder: Path, *, limit: int | None = None) -> Judge:
+    """The judge of a folder of sets.
+
+    Args:
+        lens: The model, with its tokenizer.
+        folder: Where the sets are; each file is one.
+        limit: Rows that can be used, of each set, at most.
+    """
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    if not files:
+        raise InputError(f"Expected .csv or .jsonl files in {str(folder)!r}; there are none.")
+    items: list[Item] = []
+    problems: list[str] = []
+    for path in files:
+        n_before = len(items)
+        for row, values in _rows(path, problems):
+            if limit is not None and len(items) - n_before >= limit:
+                break
+            try:
+                items.append(_item(lens, path.stem, row, values))
+            except TensorLensError as error:
+                problems.append(f"{path.name}, row {row}: {error}")
+    return Judge(
+        name="evidence", question="word", measures=MEASURES, items=tuple(items), problems=tuple(problems)
+    )  # fmt: skip
+
+
+def _rows(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of a file with their numbers, the first row of data being 1; what is no row is a problem."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{path.name}: cannot be read as UTF-8 text ({error}).")
+        return
+    if path.suffix == ".csv":
+        try:
+            yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 1)
+        except csv.Error as error:
+            problems.append(f"{path.name}: no csv from some row on ({error}).")
+        return
+    for row, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            values = from_json(line)
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{path.name}, row {row}: no JSON object ({error}).")
+            continue
+        if isinstance(values, dict):
+            yield row, values
+        else:
+            problems.append(f"{path.name}, row {row}: no JSON object, but {type(values).__name__}.")
+
+
+def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
+    cells = {OTHER_NAMES.get(key, key): value for key, value in values.items() if isinstance(key, str)}
+    prefix, target, wanted = (_cell(cells, column) for column in ("prefix", "target", "evidence"))
+    prompt = Prompt(lens, prefix)
+    good, against = prompt.next_token(target), cells.get("against")
+    bad = prompt.next_token(_cell(cells, "against")) if against not in (None, "") else None
+    if good == bad:
+        raise InputError(f"{target!r} and {against!r} begin with the same token, so that nothing decides between them.")
+    spans = []
+    for words in (part.strip() for part in wanted.split(";")):
+        found = whole_words(prefix, words)
+        if not words or not found:
+            raise InputError(f"The evidence {words!r} does not stand in the prefix {prefix!r:.80}.")
+        spans += found
+    units, labels = prompt.groups("words")
+    tokens = prompt.tokens_at(spans)
+    truth = tuple(float(bool(tokens & set(unit))) for unit in units)
+    if len(units) < 2:
+        raise InputError("A prefix of one word leaves nothing to decide.")
+    return Item(
+        judge="evidence", set=name, name=f"{name}:{row}", ids=prompt.ids, target=good if bad is None else (good, bad),
+        units=units, labels=labels, truth=truth, right="first" if bad is None else "contrast", overlap=target,
+    )  # fmt: skip
+
+
+def _cell(cells: Mapping[str, Any], column: str) -> str:
+    value = cells.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"Expected text in `{column}`; got {'nothing' if value in (None, '') else repr(value)}.")
+    return value.strip()

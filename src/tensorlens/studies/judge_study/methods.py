@@ -1,0 +1,67 @@
+"""What is judged: the maps of `METHODS` under the paper's rules, In+Class and In+Out under other rules, controls.
+
+A name is that of a map, and behind an @ the member of the family of rules: ``tensor.in_class@attn_lrp``. A map that
+does not come from T has no member. `gradient.times_input` is ``tensor.in_class@jacobian``, CP-LRP is
+`tensor.in_class`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tensorlens.errors import MethodError
+from tensorlens.freezing.conventions import Rules
+from tensorlens.maps.methods import METHODS, check_question
+
+MEMBERS: dict[str, Rules] = {
+    "paper": Rules.paper(),
+    "half_gate": Rules(gate="half"),
+    "attn_lrp": Rules.attn_lrp(),
+    "jacobian": Rules.jacobian(),
+}
+"""The members of the family that are compared."""
+
+WORD_OVERLAP = "control.word_overlap"
+SAME_AS_A_MEMBER = {"gradient.times_input": "tensor.in_class@jacobian"}
+EXACTLY_KNOWN = "control.random"
+"""What chance gets is computed for each item, and needs no draw."""
+LONG = ("tensor.in_class", "tensor.in_out", "mean.attn", "rollout.attn", "control.recency", "control.position",
+        "control.embedding_norm")  # fmt: skip
+"""Maps whose cost does not grow with the square of the input, and the attention that everybody looks at."""
+
+
+def default_methods(*, long: bool = False) -> tuple[str, ...]:
+    """Every method; of long inputs those that are affordable."""
+    base = LONG if long else tuple(name for name in METHODS if name not in (*SAME_AS_A_MEMBER, EXACTLY_KNOWN))
+    members = [
+        f"{name}@{member}" for name in ("tensor.in_class", "tensor.in_out") for member in MEMBERS if member != "paper"
+    ]
+    return (*base, *members, WORD_OVERLAP)
+
+
+def check_methods(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once.
+
+    Raises:
+        MethodError: There is no such map or member.
+    """
+    for name in names:
+        base, member = split(name)
+        if name == WORD_OVERLAP:
+            continue
+        check_question(base)
+        if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
+            raise MethodError(f"There is no method {name!r}. Behind an @, maps of T take one of {', '.join(MEMBERS)}.")
+    return tuple(dict.fromkeys(names))
+
+
+def split(name: str) -> tuple[str, str]:
+    """The map and the member of a name."""
+    base, _, member = name.partition("@")
+    return base, member or "paper"
+
+
+def rules_of(member: str, like: Rules) -> Rules:
+    """The rules of a member, with the user's choice of the output."""
+    return replace(MEMBERS[member], include_final_norm=like.include_final_norm)

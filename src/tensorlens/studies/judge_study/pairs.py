@@ -1,0 +1,135 @@
+"""Patching: what the target does when a component's output is taken from another prompt, predicted and true.
+
+Two sets are known by their columns: `ioi` (clean, corrupted, corrupted_hard: the indirect object against the subject)
+and `greater_than` (clean, corrupted, label: the mean logit of larger first digits less that of smaller ones).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.inside.patching import Patching, patching
+from tensorlens.lens import Lens
+from tensorlens.studies.judge_study.items import Item, Judge
+from tensorlens.studies.judge_study.methods import MEMBERS, rules_of
+from tensorlens.studies.judge_study.prompts import Prompt
+from tensorlens.studies.judge_study.scoring import _now, _reason, _short
+
+MEASURES = ("pearson", "spearman")
+
+
+def patching_pairs(lens: Lens, folder: Path, *, limit: int | None = None) -> Judge:
+    """The judge of a folder of pairs.
+
+    Args:
+        lens: The model, with its tokenizer.
+        folder: .csv files.
+        limit: Pairs of each file that can be used, at most.
+    """
+    items: list[Item] = []
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.csv")):
+        n_before = len(items)
+        with path.open(encoding="utf-8", newline="") as file:
+            for row, values in enumerate(csv.DictReader(file), 1):
+                if limit is not None and len(items) - n_before >= limit:
+                    break
+                try:
+                    items.append(_item(lens, path.stem, row, values))
+                except (TensorLensError, KeyError) as error:
+                    problems.append(f"{path.name}, row {row}: {error}")
+    return Judge(
+        name="patching", question="component", measures=MEASURES, items=tuple(items), problems=tuple(problems)
+    )  # fmt: skip
+
+
+def _item(lens: Lens, name: str, row: int, values: dict[str, Any]) -> Item:
+    clean, corrupted = Prompt(lens, values["clean"]), Prompt(lens, values["corrupted"])
+    if len(clean.ids) != len(corrupted.ids):
+        raise InputError(f"The two prompts have {len(clean.ids)} and {len(corrupted.ids)} tokens; expected as many.")
+    weights = _object_weights(clean, values) if "corrupted_hard" in values else _digit_weights(clean, values["label"])
+    return Item(
+        judge="patching", set=name, name=f"{name}:{row}", ids=clean.ids, target=None, units=(), labels=(), truth=None,
+        extra={"corrupted": corrupted.ids, "weights": weights},
+    )  # fmt: skip
+
+
+def _object_weights(clean: Prompt, values: dict[str, Any]) -> dict[int, float]:
+    """The indirect object less the subject: of the words that the two other prompts change, theirs and ours."""
+    words, others = clean.text.split(), values["corrupted_hard"].split()
+    changed = [(ours, theirs) for ours, theirs in zip(words, others, strict=False) if ours != theirs]
+    if len(changed) != 1 or len(words) != len(others):
+        raise InputError("Expected `clean` and `corrupted_hard` to differ in one word.")
+    subject, object_ = (clean.next_token(word) for word in changed[0])
+    if subject == object_:
+        raise InputError(f"{changed[0][0]!r} and {changed[0][1]!r} begin with the same token.")
+    return {object_: 1.0, subject: -1.0}
+
+
+def _digit_weights(clean: Prompt, label: str) -> dict[int, float]:
+    """The mean of the digits above the first digit of the label, less that of those below it."""
+    tokens = [clean.next_token(str(digit), apart=False) for digit in range(10)]
+    first = int(label[0])
+    above, below = tokens[first + 1 :], tokens[:first]
+    if len({*tokens}) < 10 or not above or not below:
+        raise InputError(f"The first digit of {label!r} has no digits above and below it that are tokens of their own.")
+    return {token: 1 / len(above) for token in above} | {token: -1 / len(below) for token in below}
+
+
+class Patcher:
+    """Predicted effects by every member, and the true ones once."""
+
+    def __init__(self, lens: Lens, members: Sequence[str]) -> None:
+        self.lenses = {
+            member: Lens(lens.model, lens.processor, rules=rules_of(member, lens.rules), name=lens.name)
+            for member in members
+        }
+
+    def record(self, item: Item) -> dict[str, Any]:
+        """Predicted effects by member over the components whose true effect is known."""
+        found: dict[str, Any] = {"scores": {}, "seconds": {}, "missing": {}}
+        truth: Patching | None = None
+        for member, lens in self.lenses.items():
+            name = f"patching@{member}"
+            try:
+                began = _now()
+                made = self._patching(lens, item, verify=False)
+                found["seconds"][name] = _short(_now() - began)
+                truth = truth or self._patching(lens, item, verify=True)
+            except (TensorLensError, torch.OutOfMemoryError) as error:
+                found["missing"][name] = _reason(error)
+                continue
+            known = _known(truth)
+            found["scores"][name] = [_short(one) for one in made.predicted[known].tolist()]
+        if truth is None:
+            return {"left_out": next(iter(found["missing"].values()))}
+        if truth.clean <= 0:
+            return {"left_out": "the model is wrong"}
+        known = _known(truth)
+        assert truth.true is not None, "asked for"
+        found["truth"] = [_short(one) for one in truth.true[known].tolist()]
+        found["labels"] = [str(truth.labels[k]) for k in np.flatnonzero(known.numpy())]
+        return found
+
+    def _patching(self, lens: Lens, item: Item, *, verify: bool) -> Patching:
+        return patching(
+            lens, list(item.ids), list(item.extra["corrupted"]), item.extra["weights"], verify=verify
+        )  # fmt: skip
+
+
+def _known(truth: Patching) -> torch.Tensor:
+    assert truth.true is not None, "asked for"
+    return ~truth.true.isnan()
+
+
+def members_of(methods: Sequence[str]) -> list[str]:
+    """The members that are named anywhere among the methods."""
+    named = {name.partition("@")[2] for name in methods if "@" in name} | {"paper"}
+    return [member for member in MEMBERS if member in named]

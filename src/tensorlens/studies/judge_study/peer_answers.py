@@ -1,0 +1,62 @@
+"""The answers of the peers, put beside our own: the same weights, tokens, targets and units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tensorlens.lens import Lens
+from tensorlens.studies.judge_study.items import Item
+from tensorlens.studies.judge_study.options import JudgeOptions
+from tensorlens.studies.judge_study.peers import Peer, save_model
+from tensorlens.studies.judge_study.scoring import unit_sums
+from tensorlens.studies.runs import Run
+
+
+def ask_peers(
+    lens: Lens, run: Run, items: Sequence[Item], records: list[dict[str, Any]], options: JudgeOptions
+) -> dict[str, Any]:
+    """Ask every peer about the items that the model gets right, and put its scores into the records.
+
+    Returns:
+        For each peer its version, what its own example gave, how many items it answered, and its error.
+    """
+    if not options.peers:
+        return {}
+    questions = _questions(items, records, options.peer_limit)
+    model = run.folder / "peers" / "model"
+    save_model(lens, model)
+    about: dict[str, Any] = {}
+    for name in options.peers:
+        peer = Peer(name, run.folder / "peers", options.peer_python, options.peer_seconds)
+        found = peer.run(model, questions)
+        about[name] = found["about"] | {"n": len(found["answers"])}
+        for record in records:
+            answer = found["answers"].get(record["index"] + 1)
+            if answer is None:
+                continue
+            if "error" in answer:
+                record["missing"][name] = answer["error"]
+            else:
+                record["scores"][name] = unit_sums(items[record["index"]], answer["scores"])
+                record["seconds"][name] = answer["seconds"]
+    return about
+
+
+def _questions(
+    items: Sequence[Item], records: Sequence[dict[str, Any]], limit: int | None
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What peers are asked; index 0 is theirs to speak about themselves."""
+    taken: Counter[str] = Counter()
+    found = []
+    for record in records:
+        item = items[record["index"]]
+        is_ours = item.model == "" and item.judge != "patching" and "left_out" not in record
+        if not is_ours or limit is not None and taken[f"{item.judge}/{item.set}"] >= limit:
+            continue
+        taken[f"{item.judge}/{item.set}"] += 1
+        target = record["target"]
+        target = list(target) if isinstance(target, (tuple, list)) else [target]
+        found.append({"index": record["index"] + 1, "ids": item.ids, "target": target, "units": item.units})
+    return found

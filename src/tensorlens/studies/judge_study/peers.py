@@ -1,0 +1,119 @@
+"""Peers: other packages asked the same questions, each in a process of its own.
+
+A peer never shares our process: some change the classes of transformers for good, others need other versions. The
+process is given a folder with the model and a file of items (tokens, target, units) and writes one line per item. A
+peer that is missing, hangs or crashes is listed with its error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorlens.cancel import check as check_cancelled
+from tensorlens.lens import Lens
+from tensorlens.models.inputs import tokenizer_of
+from tensorlens.strict_json import to_json, write_text
+from tensorlens.studies.sample_lines import read_record, whole_lines
+
+PEERS = (
+    "lxt.attn_lrp", "lxt.cp_lrp", "captum.integrated_gradients", "captum.feature_ablation", "inseq.input_x_gradient",
+    "flashtrace", "context_cite", "gim",
+)  # fmt: skip
+"""Every peer by name: the package, and its method where it has several."""
+
+START_SECONDS = 300.0
+"""How long a peer may take to load and to check itself."""
+SCRIPT = Path(__file__).with_name("peer_process.py")
+
+
+def save_model(lens: Lens, folder: Path) -> None:
+    """The model and its tokenizer as files that transformers reads, for other processes."""
+    if not (folder / "config.json").is_file():
+        lens.model.save_pretrained(folder)  # type: ignore[operator]
+        tokenizer: Any = tokenizer_of(lens.processor)
+        tokenizer.save_pretrained(folder)
+
+
+class Peer:
+    """One peer on one run's items.
+
+    Args:
+        name: A name in `PEERS`.
+        folder: Where its files go.
+        python: Interpreter of its environment; this one's if None.
+        seconds: How long it may take for one item.
+    """
+
+    def __init__(self, name: str, folder: Path, python: str | None = None, seconds: float = 60.0) -> None:
+        self.name, self.folder, self.seconds = name, folder, seconds
+        self.python = python or sys.executable
+        self.output = folder / f"{name}.jsonl"
+
+    def run(self, model: Path, questions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Ask for what is not answered yet.
+
+        Returns:
+            `answers` by index (`scores` of units, `seconds`), and `about`: version, check, error.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        done = self._answers()["answers"]
+        wanted = [one for one in questions if one["index"] not in done]
+        if wanted:
+            asked = self.folder / f"{self.name}.questions.jsonl"
+            write_text(asked, "".join(to_json(one, ascii_only=True) + "\n" for one in wanted))
+            error = self._process(model, asked)
+            found = self._answers()
+            return found if error is None else found | {"about": found["about"] | {"error": error}}
+        return self._answers()
+
+    def _process(self, model: Path, asked: Path) -> str | None:
+        """Run the peer's process; the reason if it did not end well."""
+        log = self.folder / f"{self.name}.log"
+        command = [self.python, "-W", "ignore", str(SCRIPT), self.name, str(model), str(asked), str(self.output)]
+        try:
+            with log.open("wb") as said:
+                process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        except OSError as error:
+            return f"could not be started: {error}"
+        try:
+            return self._watch(process, log)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _watch(self, process: subprocess.Popen, log: Path) -> str | None:
+        size, deadline = self._size(), time.monotonic() + START_SECONDS
+        while process.poll() is None:
+            check_cancelled()
+            if self._size() != size:
+                size, deadline = self._size(), time.monotonic() + self.seconds
+            if time.monotonic() > deadline:
+                return f"gave nothing for {self.seconds:g} seconds and was ended"
+            time.sleep(0.1)
+        if process.returncode == 0:
+            return None
+        lines = log.read_text("utf-8", "replace").strip().splitlines()
+        return lines[-1][:300] if lines else f"ended with exit code {process.returncode}"
+
+    def _size(self) -> int:
+        return self.output.stat().st_size if self.output.is_file() else 0
+
+    def _answers(self) -> dict[str, Any]:
+        answers: dict[int, dict[str, Any]] = {}
+        about: dict[str, Any] = {}
+        for _, line in whole_lines(self.output):
+            try:
+                record = read_record(line, None)
+            except ValueError:
+                continue
+            if record["index"] == 0 and "about" in record:
+                about = record["about"]
+            else:
+                answers[record["index"]] = record
+        return {"answers": answers, "about": about}

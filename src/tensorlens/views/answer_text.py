@@ -1,0 +1,94 @@
+"""`AnswerText`: prompt and answer as running text, cut where the inputs and outputs of a map begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+Spans = Sequence[tuple[int, int] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerText:
+    """What the page of an answer shows as text. Each piece knows the input and the output that it is, or None.
+
+    Attributes:
+        prompt: Pieces of the prompt: text and input.
+        answer: Pieces of the answer: text, output and input.
+        values: What each output's row explains, or None where rows sum to nothing exact.
+        bias: What the biases give of each, or None.
+        against: The other answer of a contrast, or None.
+    """
+
+    prompt: tuple[tuple[str, int | None], ...]
+    answer: tuple[tuple[str, int | None, int | None], ...]
+    values: tuple[float, ...] | None
+    bias: tuple[float, ...] | None
+    against: str | None
+
+
+def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.ndarray) -> AnswerText | None:
+    """The text of an answer, of what its map says of itself; None for a map that is of no answer, or says it wrongly.
+
+    Args:
+        meta: `text` is prompt and answer, `offsets` where each input stands in it, `answer` the answer, `answer_parts`
+            where each output stands in that.
+        n_out: How many outputs.
+        n_in: How many inputs.
+        bias_share: Of each output.
+    """
+    text, answer, against = (meta.get(name) for name in ("text", "answer", "against"))
+    if not isinstance(text, str) or not isinstance(answer, str) or not answer or not text.endswith(answer):
+        return None
+    border = len(text) - len(answer)
+    inputs, outputs = _spans(meta.get("offsets"), n_in, len(text)), _spans(meta.get("answer_parts"), n_out, len(answer))
+    if inputs is None or outputs is None:
+        return None
+    within = [pair if pair is None or pair[1] <= border else None for pair in inputs]
+    own = [(pair[0] - border, pair[1] - border) if pair and pair[0] >= border else None for pair in inputs]
+    values = _numbers(meta.get("logit"), n_out)
+    is_known = values is not None and bool(np.isfinite(bias_share).all())
+    return AnswerText(
+        prompt=tuple((piece, j) for piece, j, _ in _pieces(text[:border], within, ())),
+        answer=tuple((piece, i, j) for piece, i, j in _pieces(answer, outputs, own)),
+        values=values,
+        bias=tuple(float(b * v) for b, v in zip(bias_share, values, strict=True)) if values and is_known else None,
+        against=against if isinstance(against, str) else None,
+    )
+
+
+def _pieces(text: str, first: Spans, second: Spans) -> list[tuple[str, int | None, int | None]]:
+    """The text cut wherever a span begins or ends, each piece with the span of either kind that it lies in."""
+    bounds = sorted({0, len(text), *(bound for pair in (*first, *second) if pair for bound in pair)})
+    return [(text[a:b], _holder(first, a, b), _holder(second, a, b)) for a, b in pairwise(bounds)]
+
+
+def _holder(spans: Spans, start: int, stop: int) -> int | None:
+    return next((k for k, pair in enumerate(spans) if pair and pair[0] <= start and stop <= pair[1]), None)
+
+
+def _spans(value: Any, n: int, length: int) -> list[tuple[int, int] | None] | None:
+    """Bounds within a text, one pair or None for each; None for anything else, since files come from strangers."""
+    if not isinstance(value, (list, tuple)) or len(value) != n:
+        return None
+    spans: list[tuple[int, int] | None] = []
+    for pair in value:
+        if pair is None:
+            spans.append(None)
+            continue
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(bound) is int for bound in pair)
+        if not is_pair or not 0 <= pair[0] < pair[1] <= length:
+            return None
+        spans.append((pair[0], pair[1]))
+    return spans
+
+
+def _numbers(value: Any, n: int) -> tuple[float, ...] | None:
+    is_list = isinstance(value, list) and len(value) == n
+    if not is_list or not all(isinstance(one, (int, float)) and np.isfinite(one) for one in value):
+        return None
+    return tuple(float(one) for one in value)

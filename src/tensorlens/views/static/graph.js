@@ -1,0 +1,229 @@
+// The graph of a target: tokens from left to right, blocks from below to above, with pan, zoom and click.
+
+const STEP_X = 54;
+const STEP_Y = 26;
+const REACH = 12;
+
+class GraphView {
+  constructor(data, onChoose, say) {
+    Object.assign(this, { data, onChoose, say, view: { x: 0, y: 0, scale: 1, stretch: 1 }, shade: "light" });
+    const { graph, tokens } = data;
+    this.canvas = element("canvas", { class: "graph", tabindex: "0", role: "img", "aria-label": "Graph of components: drag to move, scroll to zoom, click a node" });
+    const share = `${Math.round(100 * graph.share)} % of what flows into the ${graph.nodes.length} nodes shown; the rest is cut off`;
+    const fit = element("button", { type: "button", text: "Fit" });
+    fit.addEventListener("click", () => this.fit());
+    this.slider = element("input", { type: "range", min: "1", max: String(graph.edges.length || 1), value: String(Math.min(400, graph.edges.length)), "aria-label": "How many edges are drawn" });
+    this.slider.addEventListener("input", () => this.draw());
+    this.list = element("ul", { class: "edges" });
+    const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), element("span", { class: "size", text: share })]);
+    this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each gave to which" }), tools, this.canvas, this.list]);
+    this.edges = [...graph.edges].sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
+    this.heaviest = Math.abs(this.edges[0]?.[2] ?? 1);
+    this.worth = Math.max(...graph.nodes.map(({ value }) => Math.abs(value))) || 1;
+    this.place(graph.nodes, tokens.length);
+    this.listen();
+  }
+
+  // Nodes of one token and block stand beside each other; a step is as wide as the fullest of its places.
+  place(nodes) {
+    const taken = new Map();
+    const widths = new Map();
+    const last = Math.max(0, ...nodes.map(({ block }) => block ?? 0));
+    nodes.forEach((node) => {
+      const level = node.kind === "target" ? last + 2 : node.block === null ? -1 : node.block + (node.kind === "feed-forward" ? 0.5 : 0);
+      const key = `${node.token} ${level}`;
+      node.slot = taken.get(key) ?? 0;
+      taken.set(key, node.slot + 1);
+      node.level = level;
+      widths.set(node.token, Math.max(widths.get(node.token) ?? 1, node.slot + 1));
+    });
+    this.columns = new Map();
+    let x = 0;
+    [...widths.keys()].sort((a, b) => a - b).forEach((token) => {
+      this.columns.set(token, x);
+      x += STEP_X * 0.4 * (widths.get(token) - 1) + STEP_X;
+    });
+    nodes.forEach((node) => {
+      node.x = this.columns.get(node.token) + node.slot * STEP_X * 0.4;
+      node.y = -node.level * STEP_Y;
+    });
+  }
+
+  listen() {
+    const { canvas } = this;
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      this.zoom(Math.exp(-event.deltaY / 400), event.offsetX, event.offsetY);
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => {
+      this.drag = { x: event.offsetX, y: event.offsetY, isMoved: false };
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => this.move(event));
+    canvas.addEventListener("pointerup", (event) => {
+      if (this.drag && !this.drag.isMoved) this.pick(this.under(event));
+      this.drag = null;
+    });
+    canvas.addEventListener("keydown", (event) => {
+      const factor = { "+": 1.25, "=": 1.25, "-": 0.8 }[event.key];
+      if (factor) this.zoom(factor, canvas.clientWidth / 2, canvas.clientHeight / 2);
+    });
+    new ResizeObserver(() => (this.isFitted ? this.draw() : this.fit())).observe(canvas);
+  }
+
+  move(event) {
+    if (!this.drag) {
+      const node = this.under(event);
+      if (node) this.say(this.describe(node));
+      return;
+    }
+    this.view.x += event.offsetX - this.drag.x;
+    this.view.y += event.offsetY - this.drag.y;
+    this.drag = { x: event.offsetX, y: event.offsetY, isMoved: this.drag.isMoved || Math.abs(event.offsetX - this.drag.x) + Math.abs(event.offsetY - this.drag.y) > 2 };
+    this.draw();
+  }
+
+  describe(node) {
+    return `${node.name} at ${node.token} ${visible(this.data.tokens[node.token])}: ${formatNumber(node.value, true)}`;
+  }
+
+  zoom(factor, x, y) {
+    const { view } = this;
+    const scale = Math.min(6, Math.max(0.05, view.scale * factor));
+    view.x = x - ((x - view.x) * scale) / view.scale;
+    view.y = y - ((y - view.y) * scale) / view.scale;
+    view.scale = scale;
+    this.draw();
+  }
+
+  fit() {
+    const { nodes } = this.data.graph;
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    if (!width || !nodes.length) return;
+    const xs = nodes.map((node) => node.x);
+    const ys = nodes.map((node) => node.y);
+    const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+    const scale = Math.min(2, (width - 80) / (right - left || 1), (height - 90) / (bottom - top || 1));
+    const stretch = Math.min(4, Math.max(1, (width - 120) / (scale * (right - left || 1))));
+    this.view = { scale, stretch, x: width / 2 - (stretch * scale * (left + right)) / 2, y: (height - 40) / 2 - (scale * (top + bottom)) / 2 };
+    this.isFitted = true;
+    this.draw();
+  }
+
+  at(node) {
+    return [node.x * this.view.stretch * this.view.scale + this.view.x, node.y * this.view.scale + this.view.y];
+  }
+
+  under(event) {
+    let best = null;
+    let nearest = REACH;
+    for (const node of this.data.graph.nodes) {
+      const [x, y] = this.at(node);
+      const distance = Math.hypot(event.offsetX - x, event.offsetY - y);
+      if (distance < nearest) [best, nearest] = [node, distance];
+    }
+    return best;
+  }
+
+  pick(node) {
+    this.chosen = node;
+    this.showEdges();
+    this.draw();
+    if (node) this.onChoose(node);
+  }
+
+  choose(isIt) {
+    const found = this.data.graph.nodes.filter(isIt).sort((a, b) => Math.abs(b.value) - Math.abs(a.value))[0] ?? null;
+    this.chosen = found;
+    this.showEdges();
+    this.draw();
+  }
+
+  showEdges() {
+    const { nodes } = this.data.graph;
+    const at = nodes.indexOf(this.chosen);
+    const lines = this.edges.filter(([from, to]) => from === at || to === at).slice(0, 12).map(([from, to, weight]) => {
+      const other = nodes[from === at ? to : from];
+      return element("li", { text: `${formatNumber(weight, true)} ${from === at ? "to" : "from"} ${other.name} at ${other.token} ${visible(this.data.tokens[other.token])}` });
+    });
+    this.list.replaceChildren(...lines);
+  }
+
+  reshade(shade) {
+    this.shade = shade;
+    this.draw();
+  }
+
+  draw() {
+    const { canvas } = this;
+    const ratio = window.devicePixelRatio || 1;
+    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+    if (!width) return;
+    if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
+    if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
+    const pen = canvas.getContext("2d");
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    this.drawEdges(pen);
+    this.drawNodes(pen);
+    this.drawTokens(pen, height);
+  }
+
+  colour(value) {
+    const stops = PALETTES.signed[this.shade];
+    return value < 0 ? stops[2] : stops[stops.length - 3];
+  }
+
+  drawEdges(pen) {
+    const { nodes } = this.data.graph;
+    const at = nodes.indexOf(this.chosen);
+    this.edges.slice(0, Number(this.slider.value)).forEach(([from, to, weight]) => {
+      const isOfChosen = at >= 0 && (from === at || to === at);
+      const [a, b] = [this.at(nodes[from]), this.at(nodes[to])];
+      pen.strokeStyle = this.colour(weight);
+      pen.globalAlpha = at < 0 || isOfChosen ? 0.75 : 0.15;
+      pen.lineWidth = Math.max(0.4, 5 * Math.sqrt(Math.abs(weight) / this.heaviest));
+      pen.beginPath();
+      pen.moveTo(...a);
+      const middle = (a[1] + b[1]) / 2;
+      pen.bezierCurveTo(a[0], middle, b[0], middle, ...b);
+      pen.stroke();
+    });
+    pen.globalAlpha = 1;
+  }
+
+  drawNodes(pen) {
+    const isDark = this.shade === "dark";
+    pen.font = "10px system-ui, sans-serif";
+    pen.textAlign = "left";
+    for (const node of this.data.graph.nodes) {
+      const [x, y] = this.at(node);
+      const size = 2.5 + 6 * Math.sqrt(Math.abs(node.value) / this.worth);
+      pen.beginPath();
+      pen.arc(x, y, size, 0, 2 * Math.PI);
+      pen.fillStyle = this.colour(node.value);
+      pen.fill();
+      pen.lineWidth = node === this.chosen ? 3 : 1;
+      pen.strokeStyle = node === this.chosen ? (isDark ? "#6cb6ff" : "#0b6bcb") : isDark ? "#111417" : "#ffffff";
+      pen.stroke();
+      if (this.view.scale > 0.9 || node === this.chosen || node.kind === "target") {
+        pen.fillStyle = isDark ? "#eef1f4" : "#14181d";
+        pen.fillText(node.short, x + size + 2, y + 3);
+      }
+    }
+  }
+
+  drawTokens(pen, height) {
+    pen.fillStyle = this.shade === "dark" ? "#c9d0d8" : "#333a42";
+    pen.textAlign = "center";
+    let end = -Infinity;
+    for (const [token, x] of this.columns) {
+      const place = x * this.view.stretch * this.view.scale + this.view.x;
+      const text = shorten(visible(this.data.tokens[token]), 10);
+      const half = pen.measureText(text).width / 2;
+      if (place - half < end + 4) continue;
+      pen.fillText(text, place, height - 8);
+      end = place + half;
+    }
+  }
+}

@@ -1,0 +1,226 @@
+// The inside of a model at one input: block × head, the flow over depth and tokens, and the graph.
+
+const CELL = 22;
+
+class Inside {
+  constructor(host, data) {
+    this.host = host;
+    this.data = data;
+    this.root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
+    this.shade = shadeAround();
+    this.effect = "total";
+    this.build();
+    onShadeChange(() => this.reshade());
+    this.reshade();
+  }
+
+  build() {
+    const { data } = this;
+    const style = element("style", { text: STYLE + INSIDE_STYLE });
+    const shade = element("button", { class: "shade", type: "button", "aria-label": "Switch between light and dark", text: "◐" });
+    shade.addEventListener("click", () => chooseShade(shadeAround() === "dark" ? "light" : "dark"));
+    const value = `${visible(data.target)} = ${formatNumber(data.value, false)}`;
+    const header = element("header", {}, [element("h2", { text: data.title }), element("span", { class: "size", text: value }), shade]);
+    this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite", text: "Point at a cell; click one to see what it read and where it wrote." });
+    this.about = element("section", { class: "about", "aria-label": "Component" });
+    this.pictures = element("div", { class: "pictures" });
+    if (data.components) this.pictures.append(this.buildHeads(), this.buildFlow());
+    const parts = [header, this.pictures, this.tip, this.about];
+    if (data.graph) {
+      this.graph = new GraphView(data, (node) => this.chooseNode(node), (text) => (this.tip.textContent = text));
+      parts.push(this.graph.node);
+    }
+    const caption = element("dl", { class: "caption" }, data.caption.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: text })]));
+    this.root.replaceChildren(style, element("div", { class: "lens inside" }, [...parts, caption]));
+    if (data.components) this.choose(this.strongest());
+  }
+
+  // Columns: the heads of each block, then its feed-forward and whatever else it has.
+  buildHeads() {
+    const { blocks, columns } = this.data.components;
+    const canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": "Effect of each head and feed-forward by block" });
+    this.heads = new Grid(canvas, { rows: blocks.map((n) => `${n}`), columns, isFlipped: true });
+    this.heads.onPoint = (row, column) => (this.tip.textContent = this.describe(row, column));
+    this.heads.onPick = (row, column) => this.choose([row, column]);
+    const choose = element("select", { "aria-label": "Effects" }, ["total", "direct"].map((name) => element("option", { value: name, text: `${name} effects` })));
+    choose.addEventListener("change", () => {
+      this.effect = choose.value;
+      this.paint();
+    });
+    return element("section", { class: "figure" }, [element("h3", { text: "Block × head" }), choose, canvas]);
+  }
+
+  buildFlow() {
+    const { flow } = this.data.components;
+    const canvas = element("canvas", { role: "img", "aria-label": "Flow over depth and tokens" });
+    this.flow = new Grid(canvas, { rows: flow.map((_, n) => `${n}`), columns: this.data.tokens.map(visible), isFlipped: true, isSlanted: true });
+    this.flow.onPoint = (row, column) => {
+      const score = formatNumber(flow[row][column], true);
+      this.tip.textContent = `Entering block ${row}, token ${column} ${visible(this.data.tokens[column])}: carries ${score}`;
+    };
+    return element("section", { class: "figure wide" }, [element("h3", { text: "Flow: what each token carries of the target, by depth" }), canvas]);
+  }
+
+  cells() {
+    return this.data.components[this.effect];
+  }
+
+  describe(row, column) {
+    const score = this.cells()[row][column];
+    return score === null ? "" : `${this.label(row, column)}: ${formatNumber(score, true)} (${this.effect} effect, over all tokens)`;
+  }
+
+  label(row, column) {
+    const { blocks, columns } = this.data.components;
+    return `block ${blocks[row]}, ${/^\d+$/.test(columns[column]) ? `attention head ${columns[column]}` : columns[column]}`;
+  }
+
+  // The strongest head, which has something to tell of what it read; of anything else where there are no heads.
+  strongest() {
+    let best = [0, 0];
+    const { total: cells, columns } = this.data.components;
+    const isHead = columns.map((name) => /^\d+$/.test(name));
+    cells.forEach((line, row) => line.forEach((score, column) => {
+      if (isHead.includes(true) && !isHead[column]) return;
+      if (Math.abs(score ?? 0) > Math.abs(cells[best[0]][best[1]] ?? 0)) best = [row, column];
+    }));
+    return best;
+  }
+
+  choose([row, column]) {
+    const one = this.data.components.details[row]?.[column];
+    this.heads.mark = [row, column];
+    this.chosen = { row, column };
+    this.showAbout(this.label(row, column), one);
+    this.graph?.choose((node) => node.name === this.label(row, column));
+    this.paint();
+  }
+
+  chooseNode(node) {
+    this.tip.textContent = `${node.name} at ${node.token} ${visible(this.data.tokens[node.token])}: ${formatNumber(node.value, true)}; constant ${formatNumber(node.constant, true)}; cut off ${formatNumber(node.cut, true)}`;
+    if (!this.data.components) return;
+    const { blocks, columns } = this.data.components;
+    const row = blocks.indexOf(node.block);
+    const column = columns.indexOf(node.column);
+    if (row < 0 || column < 0) return;
+    this.heads.mark = [row, column];
+    this.chosen = { row, column };
+    this.showAbout(this.label(row, column), this.data.components.details[row]?.[column]);
+    this.paint();
+  }
+
+  showAbout(name, one) {
+    const parts = [element("h3", { text: name })];
+    if (one?.wrote) parts.push(this.text("Wrote at (total effect by token)", one.wrote));
+    if (one?.read) parts.push(this.text("Read from (its effect by the token it took it from)", one.read));
+    if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, of which direct ${formatNumber(one.direct, true)}` }));
+    this.about.replaceChildren(...parts);
+    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about } }));
+  }
+
+  text(title, scores) {
+    const limit = Math.max(...scores.map(Math.abs)) || 1;
+    const colours = new Colours(true, this.shade);
+    const tokens = this.data.tokens.map((token, j) => {
+      const share = scores[j] / limit;
+      const node = element("span", { class: "token", text: visible(token), title: formatNumber(scores[j], true) });
+      node.style.background = colours.css(share);
+      node.style.color = colours.inkOn(share);
+      return node;
+    });
+    return element("div", { class: "reads" }, [element("span", { class: "name", text: title }), element("p", { class: "tokens", dir: directionOf(this.data.tokens) }, tokens)]);
+  }
+
+  reshade() {
+    this.shade = shadeAround();
+    this.host.dataset.shade = this.shade;
+    this.paint();
+    if (this.chosen) this.showAbout(this.label(this.chosen.row, this.chosen.column), this.data.components.details[this.chosen.row]?.[this.chosen.column]);
+    this.graph?.reshade(this.shade);
+  }
+
+  paint() {
+    if (!this.data.components) return;
+    this.heads.draw(this.cells(), this.shade);
+    this.flow.draw(this.data.components.flow, this.shade);
+  }
+}
+
+// A small heat map with labels, drawn whole: blocks and heads are few, and tokens scroll.
+class Grid {
+  constructor(canvas, { rows, columns, isFlipped = false, isSlanted = false }) {
+    Object.assign(this, { canvas, rows, columns, isFlipped, isSlanted });
+    this.left = 34;
+    this.bottom = isSlanted ? 74 : 22;
+    this.cell = Math.max(4, Math.min(CELL, Math.floor((isSlanted ? 900 : 420) / columns.length)));
+    this.height = Math.min(CELL, Math.max(9, Math.floor(420 / rows.length)));
+    canvas.addEventListener("pointermove", (event) => this.at(event, this.onPoint));
+    canvas.addEventListener("click", (event) => this.at(event, this.onPick));
+    canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  at(event, act) {
+    const column = Math.floor((event.offsetX - this.left) / this.cell);
+    const place = Math.floor(event.offsetY / this.height);
+    const row = this.isFlipped ? this.rows.length - 1 - place : place;
+    if (act && row >= 0 && row < this.rows.length && column >= 0 && column < this.columns.length) act(row, column);
+  }
+
+  key(event) {
+    const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!step || !this.mark || !this.onPick) return;
+    const row = this.mark[0] + step[0];
+    const column = this.mark[1] + step[1];
+    if (row < 0 || row >= this.rows.length || column < 0 || column >= this.columns.length) return;
+    event.preventDefault();
+    this.onPick(row, column);
+    this.onPoint?.(row, column);
+  }
+
+  draw(cells, shade) {
+    const { canvas, rows, columns, cell, height, left, bottom } = this;
+    const ratio = window.devicePixelRatio || 1;
+    const [w, h] = [left + cell * columns.length + 8, height * rows.length + bottom];
+    Object.assign(canvas, { width: w * ratio, height: h * ratio });
+    Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
+    const pen = canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    const limit = Math.max(...cells.flat().map((score) => Math.abs(score ?? 0))) || 1;
+    const colours = new Colours(true, shade);
+    const ink = shade === "dark" ? "#c9d0d8" : "#333a42";
+    pen.font = "10px system-ui, sans-serif";
+    rows.forEach((name, row) => {
+      const y = (this.isFlipped ? rows.length - 1 - row : row) * height;
+      cells[row].forEach((score, column) => {
+        pen.fillStyle = score === null ? "transparent" : colours.css(score / limit);
+        pen.fillRect(left + column * cell, y, cell - 0.5, height - 0.5);
+      });
+      if (height >= 10 || row % 5 === 0) {
+        pen.fillStyle = ink;
+        pen.textAlign = "right";
+        pen.fillText(name, left - 5, y + height / 2 + 3.5);
+      }
+    });
+    this.names(pen, ink, height * rows.length);
+    if (this.mark) {
+      const y = (this.isFlipped ? rows.length - 1 - this.mark[0] : this.mark[0]) * height;
+      pen.strokeStyle = shade === "dark" ? "#6cb6ff" : "#0b6bcb";
+      pen.lineWidth = 2;
+      pen.strokeRect(left + this.mark[1] * cell, y, cell, height);
+    }
+  }
+
+  names(pen, ink, y) {
+    pen.fillStyle = ink;
+    const every = Math.ceil(11 / this.cell);
+    this.columns.forEach((name, column) => {
+      if (column % every) return;
+      pen.save();
+      pen.translate(this.left + (column + 0.5) * this.cell, y + 6);
+      if (this.isSlanted || name.length > 2) pen.rotate(this.isSlanted ? -Math.PI / 3 : 0);
+      pen.textAlign = this.isSlanted ? "right" : "center";
+      pen.fillText(shorten(name === "feed-forward" ? "ff" : name, 12), 0, 8);
+      pen.restore();
+    });
+  }
+}

@@ -1,0 +1,79 @@
+"""`tensorlens inside`, and the inside in the explorer: the same numbers as Python gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from explorer_samples import SENTENCE, events, load, make_client
+from playwright.sync_api import expect
+from test_explorer_browser import open_tab, server  # noqa: F401
+from tiny_language import tiny_lens, tokenizer
+from typer.testing import CliRunner
+
+import tensorlens as tl
+from tensorlens.app import cli
+
+runner = CliRunner()
+PROMPT = "The cat sat. Who sat there?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_lens().model.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def test_the_command_prints_writes_a_page_and_switches_heads_off(folder, tmp_path):
+    page = tmp_path / "inside.html"
+    shown = runner.invoke(
+        cli.app, ["inside", folder, PROMPT, "--out", str(page), "--without", "0:1", "--max-nodes", "9"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "total effects" in shown.stdout and "ComponentGraph" in shown.stdout and "true" in shown.stdout
+    text = page.read_text("utf-8")
+    assert "script-src 'sha256-" in text and 'data-tensorlens="inside"' in text
+    found = runner.invoke(cli.app, ["inside", folder, PROMPT, "--json", "--without", "0:1", "--max-nodes", "9"])
+    content = json.loads(found.stdout)
+    T = tl.load(folder)(PROMPT)
+    assert content["total"]["scores"] == T.components().as_dict()["scores"]
+    assert content["without"]["true"] == pytest.approx(T.ablate((0, 1)).true, rel=1e-5)
+    assert len(content["graph"]["nodes"]) == 9
+
+
+def test_wrong_options_are_refused(folder, tmp_path):
+    for options in (["--out", str(tmp_path / "x.csv")], ["--without", "a"], ["--against", "b"]):
+        assert runner.invoke(cli.app, ["inside", folder, PROMPT, *options]).exit_code != 0
+
+
+# The explorer --------------------------------------------------------------------------------------------------------
+
+
+def test_the_explorer_gives_the_page_and_the_model_without_a_head(unchecked):
+    with make_client() as client:
+        question = {"model": "gpt2", "text": SENTENCE}
+        made = events(client.post("/api/inside", json=question))[-1]
+        assert made["type"] == "done", made
+        T = load("gpt2")(SENTENCE)
+        assert made["inside"]["value"] == pytest.approx(T.components().value)
+        assert len(made["inside"]["components"]["total"]) == 3
+        one = events(client.post("/api/ablate", json=question | {"component": "block 1, attention head 2"}))[-1]
+        assert one["ablation"]["true"] == pytest.approx(T.ablate((1, 2)).true)
+        for component in (None, "", "x" * 200, "block 9, attention head 0"):
+            refused = client.post("/api/ablate", json=question | {"component": component})
+            assert events(refused)[-1]["type"] == "error"
+        assert "TensorLensInside" in client.get("/inside.js").text
+
+
+@pytest.mark.browser
+def test_from_a_map_to_the_inside_and_a_head_switched_off(open_tab, unchecked):  # noqa: F811
+    tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat&method=tensor.in_class&only=1")
+    tab.get_by_role("button", name="Look inside").click()
+    inside = tab.locator(".card.inside")
+    expect(inside.locator(".about h3")).to_contain_text("attention head")
+    expect(inside.locator("canvas.graph")).to_be_visible()
+    inside.get_by_role("button", name="Switch it off").click()
+    expect(inside.locator(".said")).to_contain_text("the model gives")
+    expect(inside.locator(".said")).to_contain_text("without it, it says")

@@ -1,0 +1,69 @@
+"""The record and page of a whole inside: what heads read sums to what they carry, and a label is never markup."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+from test_components import FAMILIES, OUT, TARGET, family, found, tolerance
+
+import tensorlens as tl
+from tensorlens.strict_json import from_json
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_head_read_sums_to_its_effect_and_maps_are_those_of_components(name: str) -> None:
+    _, T = family(name)
+    record = T.inside(OUT, TARGET, max_nodes=12)
+    c = found(name)
+    assert (record.total.scores - c.scores).abs().max() < tolerance(name)
+    assert (record.direct.scores - found(name, "direct").scores).abs().max() < tolerance(name)
+    sums = dict(zip(c.labels, c.scores.sum(1).tolist(), strict=True))
+    assert len(record.reads) == 12
+    for head, row in record.reads.items():
+        assert float(row.sum()) == pytest.approx(sums[head], rel=1e-6, abs=1e-7)
+
+
+def test_a_head_reads_only_what_its_attention_lets_it(tmp_path: Any) -> None:
+    _, T = family("gpt2")
+    record = T.inside(OUT, TARGET, max_nodes=12)
+    assert max(float(row[OUT + 1 :].abs().max()) for row in record.reads.values()) == 0.0  # later than the output
+    path = record.save(tmp_path / "inside.json")
+    content = from_json(path.read_text("utf-8"))
+    assert content["total"]["scores"] == record.total.scores.tolist()
+    assert len(content["graph"]["nodes"]) == len(record.graph.nodes)
+    with pytest.raises(tl.InputError, match="html"):
+        record.save(tmp_path / "inside.txt")
+
+
+@pytest.mark.browser
+def test_the_page_in_a_browser(browser: Any, tmp_path: Any) -> None:
+    _, T = family("gpt2")
+    hostile = ("<img src=x onerror=window.hacked=1>", "</script><script>window.hacked=1</script>", *"abcde")
+    record = T.inside(OUT, TARGET, max_nodes=20)
+    graph = replace(record.graph, tokens=hostile)
+    record = replace(record, graph=graph, total=replace(record.total, tokens=hostile))
+    problems: list[str] = []
+    tab = browser.new_page()
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    tab.goto(record.save(tmp_path / "inside.html").as_uri())
+    expect(tab.locator(".about h3")).to_contain_text("attention head")
+    first = tab.locator(".about h3").text_content()
+    tab.locator(".figure canvas").first.click(position={"x": 40, "y": 4})  # head 0 of the last block
+    expect(tab.locator(".about h3")).to_have_text("block 2, attention head 0")
+    assert first is not None
+    graph_canvas = tab.locator("canvas.graph")
+    before = tab.evaluate("document.querySelector('[data-tensorlens]').tensorlens.graph.view.scale")
+    graph_canvas.hover()
+    tab.mouse.wheel(0, -300)
+    after = tab.evaluate("document.querySelector('[data-tensorlens]').tensorlens.graph.view.scale")
+    assert after > before
+    tab.evaluate(
+        "const g = document.querySelector('[data-tensorlens]').tensorlens.graph; g.pick(g.data.graph.nodes[1])"
+    )
+    expect(tab.locator(".edges li").first).to_contain_text(" at ")
+    assert tab.evaluate("window.hacked") is None and not problems
+    tab.close()

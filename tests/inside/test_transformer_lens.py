@@ -1,0 +1,60 @@
+"""TransformerLens as a witness, in a place of its own: direct logit attribution, and the J-lens.
+
+The packages lie in a folder that `make test-all` fills and that no other test sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_language import tiny_lens, tokenizer
+
+import tensorlens as tl
+
+TEXT, POSITIVE, NEGATIVE = "The cat sat there. Who", 40, 41
+PACKAGES = Path(os.environ.get("TRANSFORMER_LENS", Path(sys.prefix) / "transformer-lens"))
+pytestmark = [
+    pytest.mark.large,
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="TransformerLens is not there; `make test-all` installs it"),
+]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_lens().model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    script = Path(__file__).with_name("transformer_lens_says.py")
+    command = [sys.executable, str(script), str(folder), TEXT, str(POSITIVE), str(NEGATIVE)]
+    environment = os.environ | {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_direct_effects_are_its_direct_logit_attribution(said: dict[str, Any]) -> None:
+    d = tiny_lens()(said["ids"]).components(-1, (POSITIVE, NEGATIVE), "direct")
+    ours = dict(zip(map(str, d.labels), d.scores[:, -1].tolist(), strict=True))
+    theirs = dict(zip(said["labels"], said["values"], strict=True))
+    assert len(theirs) == 16
+    for n in range(3):
+        for h in range(4):
+            assert ours[f"block {n}, attention head {h}"] == pytest.approx(theirs[f"L{n}H{h}"], rel=1e-4, abs=1e-5)
+        assert ours[f"block {n}, feed-forward"] == pytest.approx(theirs[f"{n}_mlp_out"], rel=1e-4, abs=1e-5)
+    assert ours["embedding"] == pytest.approx(theirs["embed"], rel=1e-4, abs=1e-5)
+
+
+def test_by_the_jacobian_the_operator_of_a_corpus_is_its_j_lens(said: dict[str, Any]) -> None:
+    model = tiny_lens().model
+    lens = tl.Lens(model, tokenizer(), rules=tl.Rules.jacobian(include_final_norm=False))
+    fitted = tl.CorpusTensor.fit(lens, [said["ids"]], outputs="later", skip_first=2, skip_last=1, progress=False)
+    assert set(said["jacobians"]) == {"0", "1"}
+    for layer, rows in said["jacobians"].items():  # the state that leaves a block enters the next
+        torch.testing.assert_close(fitted.matrices[int(layer) + 1], torch.tensor(rows), rtol=1e-3, atol=1e-4)

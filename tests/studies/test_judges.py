@@ -1,0 +1,310 @@
+"""Judges: what a perfect and a random ranking get, rows that cannot be used, runs that go on, peers that fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+import zoo
+from tiny_study import WORDS, lens_on, tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import tensorlens as tl
+from tensorlens.app.judge_command import JUDGES as COMMAND_JUDGES
+from tensorlens.errors import InputError, MethodError
+from tensorlens.studies import JudgeOptions, judge
+from tensorlens.studies.judge_study import peers
+from tensorlens.studies.judge_study.compiled import CompiledModel
+from tensorlens.studies.judge_study.measures import MEASURES, reciprocal_rank, spearman
+from tensorlens.studies.judge_study.needles import needles
+from tensorlens.studies.judge_study.options import JUDGES
+from tensorlens.studies.judge_study.pairs import Patcher, patching_pairs
+from tensorlens.studies.judge_study.scoring import last_logits
+from tensorlens.studies.judge_study.summary import summarise, value_of
+
+ROOT = Path(__file__).parents[2]
+FEW = ("tensor.in_class", "tensor.in_class@attn_lrp", "mean.attn", "control.recency", "control.word_overlap")
+GOOD_ROWS = "the cat sat on a,mat,birds,cat\nseven tall grey,houses,fly,seven\nred green birds fly,over,while,birds\n"
+
+
+def write_sets(folder: Path, rows: str = GOOD_ROWS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "animals.csv").write_text("prefix,good,bad,evidence\n" + rows)
+    return folder
+
+
+def judged(tmp_path: Path, **options):
+    folder = options.pop("folder", None) or write_sets(tmp_path / "data")
+    settings = {"methods": FEW, "group_size": 2} | options
+    return judge(lens_on("llama"), folder, tmp_path / "run", progress=False, **settings)
+
+
+# Measures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_perfect_ranking_gets_the_perfect_value(name):
+    truth = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0] if "spearman" not in name and name != "pearson" else [1.0, -2.0, 3.0, 0.5]
+    assert MEASURES[name].compute(truth, truth) == pytest.approx(MEASURES[name].perfect)
+
+
+@pytest.mark.parametrize("name", ["reciprocal_rank", "top_1", "recall_at_5"])
+@pytest.mark.parametrize("n_evidence", [1, 2, 3])
+def test_chance_is_the_mean_over_random_rankings(name, n_evidence):
+    truth = [1.0] * n_evidence + [0.0] * (9 - n_evidence)
+    random = np.random.default_rng(0)
+    drawn = [MEASURES[name].compute(random.permutation(9).tolist(), truth) for _ in range(4000)]
+    assert MEASURES[name].random(truth) == pytest.approx(np.mean(drawn), abs=0.02)
+
+
+def test_ties_are_worth_what_chance_makes_of_them():
+    assert reciprocal_rank([3, 2, 1], [0, 1, 0]) == 0.5
+    assert reciprocal_rank([3, 3, 1], [0, 1, 0]) == pytest.approx((1 + 1 / 2) / 2)
+    assert reciprocal_rank([5, 3, 3, 3], [0, 1, 0, 1]) == pytest.approx((2 / 3) / 2 + (1 / 3) / 3)
+    assert reciprocal_rank([None, math.nan, 0.0], [1, 0, 0]) == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.8660254)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_every_method_and_can_be_recomputed_from_its_rows(tmp_path):
+    result = judged(tmp_path)
+    found = result["judges"]["evidence"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if "left_out" not in row]
+    assert measured and found["n_measured"] == len(measured)
+    assert found["n_items"] == 3 == len(measured) + found["sets"]["animals"]["left_out"].get("the model is wrong", 0)
+    ranks = found["measures"]["reciprocal_rank"]
+    assert set(ranks["methods"]) == set(FEW)
+    for name in FEW:
+        mean = np.mean([value_of(row, name, "reciprocal_rank") for row in measured])
+        assert ranks["methods"][name]["mean"] == pytest.approx(mean, rel=1e-5)
+    for row in measured:  # recency knows the order, and the answer is known
+        n_words, place = len(row["truth"]), row["truth"].index(1.0)
+        assert value_of(row, "control.recency", "reciprocal_rank") == pytest.approx(1 / (n_words - place))
+    assert result.report.is_file() and "evidence" in result.report.read_text()
+
+
+def test_scores_are_those_of_the_map_alone(tmp_path):
+    judged(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    row = next(row for row in rows if "left_out" not in row)
+    text = GOOD_ROWS.splitlines()[int(row["item"].split(":")[1]) - 1].split(",")[0]
+    lens = lens_on("llama")
+    for name, rules in (("tensor.in_class", tl.Rules.paper()), ("tensor.in_class@attn_lrp", tl.Rules.attn_lrp())):
+        alone = tl.Lens(lens.model, lens.processor, rules=rules)(text)
+        found = alone.map("tensor.in_class", out_token=-1, target=tuple(row["target"])).scores[0]
+        assert row["scores"][name] == pytest.approx(found.tolist(), rel=1e-3, abs=1e-5)
+
+
+def test_items_the_model_gets_wrong_are_left_out(tmp_path):
+    lens = lens_on("llama")
+    words = lens.processor("the cat sat on a")["input_ids"]
+    known = last_logits(lens, [words])[0][5 : 5 + len(WORDS)]
+    best, worst = (WORDS[int(k)] for k in (known.argmax(), known.argmin()))
+    folder = write_sets(
+        tmp_path / "data", f"the cat sat on a,{best},{worst},cat\nthe cat sat on a,{worst},{best},cat\n"
+    )
+    found = judged(tmp_path, folder=folder)["judges"]["evidence"]
+    assert found["sets"]["animals"] == {"n": 2, "n_measured": 1, "left_out": {"the model is wrong": 1}}
+
+
+def test_rows_that_cannot_be_used_are_named_and_the_rest_goes_on(tmp_path):
+    folder = write_sets(
+        tmp_path / "data",
+        GOOD_ROWS + "the cat,mat,mat,cat\nthe cat sat,mat,birds,dog\n,mat,birds,cat\nthe cat sat,mat\n",
+    )
+    (folder / "lines.jsonl").write_text(
+        '{"prefix": "the cat sat", "target": "on", "evidence": "cat"}\n[1]\n{"prefix"\n'
+    )
+    (folder / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    problems = judged(tmp_path, folder=folder)["judges"]["evidence"]["problems"]
+    said = "\n".join(problems)
+    assert len(problems) == 7
+    for expected in (
+        "animals.csv, row 4: 'mat' and 'mat' begin with the same token",
+        "animals.csv, row 5: The evidence 'dog' does not stand in the prefix",
+        "animals.csv, row 6: Expected text in `prefix`; got nothing",
+        "animals.csv, row 7: Expected text in `evidence`",
+        "lines.jsonl, row 2: no JSON object, but list",
+        "lines.jsonl, row 3: no JSON object",
+        "bytes.csv: cannot be read as UTF-8",
+    ):
+        assert expected in said
+
+
+def test_a_run_goes_on_and_refuses_other_items(tmp_path):
+    first = judged(tmp_path)
+    rows = tmp_path / "run" / "samples.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:1]))
+    again = judged(tmp_path)
+    assert again["judges"]["evidence"]["measures"] == first["judges"]["evidence"]["measures"]
+    other = write_sets(tmp_path / "other", GOOD_ROWS.replace("seven tall", "seven red"))
+    with pytest.raises(InputError, match=r"judges\.evidence\.items is .* there and .* here"):
+        judged(tmp_path, folder=other)
+
+
+def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
+    for changes, message in (
+        ({"judges": "evidense"}, "Did you mean 'evidence'"),
+        ({"methods": ["tensor.in_class@attnlrp"]}, "Behind an @"),
+        ({"methods": ["tensor.in_clas"]}, "There is no method"),
+        ({"peers": ["lxd"]}, "Expected `peers` among"),
+    ):
+        with pytest.raises((InputError, MethodError), match=message):
+            judged(tmp_path, **changes)
+    with pytest.raises(InputError, match="No row could be used; the first: animals.csv, row 1"):
+        judged(tmp_path, folder=write_sets(tmp_path / "none", "the cat sat,mat,mat,cat\n"))
+    with pytest.raises(InputError, match="needs .*tracr"):
+        judged(tmp_path, judges="tracr")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_knows_the_judges():
+    assert COMMAND_JUDGES == JUDGES == tuple(dict.fromkeys(JUDGES))
+    assert JudgeOptions(judges="tracr").judges == ("tracr",)
+
+
+def test_the_example_of_the_how_to_runs(tmp_path):
+    """With a tokenizer that knows its words; a random model is right about some of them."""
+    folder = ROOT / "examples" / "judge"
+    text = " ".join(path.read_text() for path in sorted(folder.iterdir()))
+    words = sorted(set(re.findall(r"\w+|[^\w\s]", text)))
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0} | {word: i for i, word in enumerate(words, 1)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
+    sizes = zoo.TEXT | {"vocab_size": len(words) + 1}
+    model = zoo.randomise(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2)), seed=1).eval()
+    lens = tl.Lens(model, hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]"), name="tiny")
+    found = judge(lens, folder, tmp_path / "run", methods=FEW, progress=False)["judges"]["evidence"]
+    assert found["n_problems"] == 0 and found["n_items"] == 6
+    assert set(found["sets"]) == {"capitals", "opposites"} and found["n_measured"] >= 1
+
+
+def test_single_tokens_compare_with_the_true_change(tmp_path):
+    text = " ".join(WORDS * 6)
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "valid.txt").write_text(text + "\n")
+    found = judge(
+        lens_on("llama"), tmp_path, tmp_path / "run", judges="single_tokens", n_tokens=8, limit=3, methods=FEW,
+        progress=False,
+    )  # fmt: skip
+    row = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    lens = lens_on("llama")
+    ids = lens.processor(" ".join((WORDS * 6)[:8]))["input_ids"]
+    clean = last_logits(lens, [ids])[0]
+    assert row["target"] == int(clean.argmax()) and len(row["truth"]) == 8
+    assert found["judges"]["single_tokens"]["n_measured"] == 3
+    assert np.std(row["truth"]) > 0
+
+
+def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatch):
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "name, _, asked, answers = sys.argv[1:]\n"
+        "file = open(answers, 'a')\n"
+        "print(json.dumps({'index': 0, 'about': {'version': '1.0', 'check': 'fine'}}), file=file, flush=True)\n"
+        "for line in open(asked):\n"
+        "    one = json.loads(line)\n"
+        "    if name == 'gim': time.sleep(60)\n"
+        "    if name == 'flashtrace': sys.exit('flashtrace: no such thing')\n"
+        "    scores = list(range(len(one['ids'])))\n"
+        "    answer = {'index': one['index'], 'scores': scores, 'seconds': 0.1}\n"
+        "    print(json.dumps(answer), file=file, flush=True)\n"
+    )
+    monkeypatch.setattr(peers, "SCRIPT", script)
+    names = ["lxt.attn_lrp", "gim", "flashtrace"]
+    result = judged(tmp_path, peers=names, peer_seconds=1.0)
+    about = result["peers"]
+    assert about["gim"]["error"] == "gave nothing for 1 seconds and was ended"
+    assert about["flashtrace"]["error"] == "flashtrace: no such thing"
+    assert "error" not in about["lxt.attn_lrp"] and about["lxt.attn_lrp"]["version"] == "1.0"
+    ranks = result["judges"]["evidence"]["measures"]["reciprocal_rank"]["methods"]
+    assert ranks["lxt.attn_lrp"]["mean"] == pytest.approx(ranks["control.recency"]["mean"])
+    assert "gim" not in ranks
+    missing = judged(tmp_path / "other", peers=["gim"], peer_python=str(tmp_path / "nowhere"))
+    assert "could not be started" in missing["peers"]["gim"]["error"]
+
+
+# Compiled programs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_block_reads_what_it_is_told_to():
+    """A hand-made program: every token reads the first one, by the value way alone."""
+    width, one = 4, 30.0
+    zeros = {
+        f"transformer/layer_0/{part}": (width, width)
+        for part in ("attn/query", "attn/key", "attn/value", "attn/linear")
+    }
+    weights = {f"{name}/w": np.zeros(shape) for name, shape in zeros.items()}
+    weights |= {f"{name}/b": np.zeros(width) for name in zeros}
+    mlp = "transformer/layer_0/mlp/linear"
+    weights |= {f"{mlp}_1/w": np.zeros((width, 1)), f"{mlp}_1/b": np.zeros(1), f"{mlp}_2/w": np.zeros((1, width)),
+                f"{mlp}_2/b": np.zeros(width), "token_embed/embeddings": np.eye(3, width),
+                "pos_embed/embeddings": np.zeros((5, width))}  # fmt: skip
+    weights["transformer/layer_0/attn/query/b"][0] = one
+    weights["transformer/layer_0/attn/key/w"][0, 0] = one  # token 0 is looked at
+    weights["transformer/layer_0/attn/value/w"] = np.eye(width)
+    weights["transformer/layer_0/attn/linear/w"] = np.roll(np.eye(width), 3, 1)  # channel 0 into channel 3
+    lens = tl.Lens(CompiledModel(weights, {"heads": 1, "layers": 1}))
+    found = lens([1, 0, 2, 1])
+    assert float(found.output[3, 3]) == pytest.approx(1.0)
+    scores = found.map("tensor.in_class", out_token=3, target=3).scores[0]
+    assert torch.allclose(scores, torch.tensor([0.0, 1, 0, 0], dtype=scores.dtype), atol=1e-9)
+
+
+def test_sets_count_alike_whatever_their_size():
+    rows = [{"judge": "evidence", "set": "a", "truth": [1.0, 0.0], "scores": {"m": [1.0, 0.0]}, "seconds": {}}] * 9
+    rows += [{"judge": "evidence", "set": "b", "truth": [1.0, 0.0], "scores": {"m": [0.0, 1.0]}, "seconds": {}}]
+    about = {"question": "word", "measures": ["reciprocal_rank"], "problems": []}
+    found = summarise(rows, {"seed": 0, "judges": {"evidence": about}})["judges"]["evidence"]
+    assert found["measures"]["reciprocal_rank"]["methods"]["m"]["mean"] == pytest.approx(0.75)
+
+
+def test_needles_are_found_where_they_were_hidden(tmp_path):
+    sizes = zoo.TEXT | {"max_position_embeddings": 400}
+    lens = tl.Lens(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2)).eval(), tokenizer(wrapped=False))
+    hay = ". ".join(" ".join(WORDS[k % len(WORDS)] for k in range(i, i + 9)) for i in range(40)) + ".\n"
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "valid.txt").write_text(hay)
+    (tmp_path / "needles").mkdir()
+    needle = {"question": "where sat the cat?", "needles": ["the cat sat on houses."], "gt_answers": ["houses"]}
+    bad = [{"question": "where?"}, needle | {"gt_answers": ["nowhere"]}, 3]
+    (tmp_path / "needles" / "single.json").write_text(json.dumps([needle, *bad]))
+    (tmp_path / "needles" / "torn.json").write_text("[")
+    found = needles(lens, tmp_path / "needles", tmp_path / "wikitext-2" / "valid.txt", lengths=(120,))
+    (item,) = found.items
+    assert [item.labels[k] for k, one in enumerate(item.truth or ()) if one] == ["the cat sat on houses."]
+    assert 100 <= len(item.ids) <= 150 and len(item.units) >= 4
+    assert item.target == lens.processor("houses")["input_ids"][0]
+    said = "\n".join(found.problems)
+    for expected in ("single.json, row 2, 120 tokens", "row 3, 120 tokens: The answer 'nowhere'", "row 4", "torn.json"):
+        assert expected in said
+
+
+def test_patching_judges_components(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    rows = [
+        "the cat and a mat saw the cat,the cat and a mat saw the red,the cat and a mat saw the mat",
+        "the cat and a mat saw,the cat and a,the cat and a mat saw",
+    ]
+    (tmp_path / "pairs" / "ioi.csv").write_text("clean,corrupted,corrupted_hard\n" + "\n".join(rows) + "\n")
+    lens = lens_on("llama")
+    judge_of = patching_pairs(lens, tmp_path / "pairs")
+    (item,) = judge_of.items
+    assert "ioi.csv, row 2: The two prompts have 6 and 4 tokens" in judge_of.problems[0]
+    mat, cat = (lens.processor(word)["input_ids"][0] for word in ("mat", "cat"))
+    assert item.extra["weights"] == {mat: 1.0, cat: -1.0}
+    flipped = replace(item, extra=item.extra | {"weights": {mat: -1.0, cat: 1.0}})
+    records = [Patcher(lens, ["paper", "jacobian"]).record(one) for one in (item, flipped)]
+    left, kept = sorted(records, key=lambda record: "truth" in record)
+    assert left == {"left_out": "the model is wrong"}
+    assert len(kept["truth"]) == len(kept["labels"]) == len(kept["scores"]["patching@jacobian"]) == 6  # of three blocks
