@@ -16,6 +16,7 @@ from tensorlens.inside.edits import Edit, Part, edited_logits, logits_of_model, 
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
 from tensorlens.maps.files import replace_file
 from tensorlens.maps.targets import Classes, Target
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.strict_json import from_json, to_json
 
@@ -169,7 +170,7 @@ def ablation(asked: Question, meta: dict[str, Any]) -> Ablation:
 
 
 def _said(logits: Tensor, classes: Classes, k: int = 5) -> tuple[Said, ...]:
-    best = logits.double().softmax(-1).topk(min(k, len(logits)))
+    best = in_float64(logits).softmax(-1).topk(min(k, len(logits)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return tuple(Said(classes.name(index), index, probability) for index, probability in pairs)
 
