@@ -113,7 +113,7 @@ def map_() -> None:
     T = tl.load("smollm2-135m")(SENTENCE)
     T.certificate()
     with tempfile.TemporaryDirectory() as folder, _browser() as browser:
-        found = T.map("tensor.in_class", out_token=-1, target=(" Paris", " London"))
+        found = T.map("tensor.in_class", out_token=-1, target=(" Paris", " London")).words().set_aside(0)
         path = found.save(Path(folder) / "map.html")
         tab = browser.new_page(viewport={"width": 1100, "height": 470})
         tab.goto(path.as_uri())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -23,6 +22,9 @@ SHARE = 0.5
 ALWAYS_FITS = 2**28
 """Bytes that are taken without asking how much memory is free: asking takes longer than small work does."""
 
+UNKNOWN = 2**32
+"""Bytes that are taken to be free on a system that does not say."""
+
 Result = TypeVar("Result")
 
 
@@ -31,18 +33,31 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
+    if device.type == "xpu":
+        return torch.xpu.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     try:
         with open("/proc/meminfo") as lines:  # noqa: PTH123
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return _free_elsewhere()
+
+
+def _free_elsewhere() -> int:
+    """Where no file says it: asked of psutil, which is there with accelerate; else a guess."""
+    try:
+        import psutil  # pyright: ignore[reportMissingModuleSource]
+    except ImportError:
+        return UNKNOWN
+    return int(psutil.virtual_memory().available)
 
 
 def clear_memory() -> None:
     """Let go of what nobody uses, after memory ran out. To be called outside the handler, which holds the tensors."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE) -> int:

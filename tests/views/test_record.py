@@ -139,3 +139,8 @@ def test_colours_differ_in_lightness_alone(name, shade):
 
 def _channels(stop: str) -> list[float]:
     return [(int(stop[k : k + 2], 16) / 255) ** 2.2 for k in (1, 3, 5)]
+
+
+def test_a_contrast_sums_to_a_difference():
+    said = sum_lines(np.array([2.0]), np.array([0.0]), {"logit": [2.0], "target": " Paris −  London"})
+    assert said == ("inputs sum to 2.00; the bias gives 0.00; the logit difference is 2.00",)

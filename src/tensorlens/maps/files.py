@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import reprlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -123,20 +124,20 @@ def _check_format(path: Path, found: object) -> None:
     family, _, version = found.rpartition("/") if isinstance(found, str) else ("", "", "")
     if family != _FAMILY:
         raise InputError(
-            f"Expected a token map ({FORMAT!r}) in {path.name!r}, got {found!r} as its format. "
+            f"Expected a token map ({FORMAT!r}) in {path.name!r}, got {reprlib.repr(found)} as its format. "
             "Pass a file that TokenMap.save wrote."
         )
     if version != _VERSION:
         raise InputError(
-            f"Expected token map format {_VERSION} in {path.name!r}, got format {version}, which a newer TensorLens "
-            "wrote. Upgrade with: pip install --upgrade attention-tensorlens"
+            f"Expected token map format {_VERSION} in {path.name!r}, got format {version[:20]}, which a newer "
+            "TensorLens wrote. Upgrade with: pip install --upgrade attention-tensorlens"
         )
 
 
 def _damaged(path: Path, error: Exception) -> InputError:
     return InputError(
         f"Expected a complete token map in {path.name!r}, got a file that cannot be read "
-        f"({type(error).__name__}: {error}). It may be cut short or of another kind; save the map again."
+        f"({type(error).__name__}: {str(error)[:300]}). It may be cut short or of another kind; save the map again."
     )
 
 

@@ -254,7 +254,7 @@ class TokenMap:
         try:
             return cls(**read(path))
         except InputError as error:
-            raise InputError(f"Could not load {path.name!r}. {error}") from error
+            raise InputError(f"Could not load {path.name!r}. {str(error)[:1000]}") from error  # it may quote the file
 
     def _out_positions(self) -> tuple[int, ...] | None:
         positions: Any = self.meta.get("out_positions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -141,16 +142,22 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
     return called
 
 
+_COMPILER = "torch._dynamo.eval_frame"
+
+
 class _TorchState:
     """What contexts of torch change, whose entering and leaving are ordinary code that an interrupt can cut short."""
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.n_modes = torch._C._len_torch_dispatch_stack()
+        self.stance = getattr(sys.modules.get(_COMPILER), "_stance", None)
 
     def put_back(self) -> None:
         """As it was found."""
         torch._C._set_grad_enabled(self.grad)
+        if self.stance is not None:
+            sys.modules[_COMPILER]._set_stance(self.stance)
         while (top := torch._C._len_torch_dispatch_stack()) > self.n_modes:
             try:
                 torch._C._get_dispatch_stack_at(top - 1).__exit__(None, None, None)

@@ -19,6 +19,7 @@ from tensorlens.freezing.places import Span
 from tensorlens.freezing.replay import replayed
 from tensorlens.freezing.traced import Traced, constant, plain, raw
 from tensorlens.models.evidence import main_tensor
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
 
 NOTHING = 1e-6
@@ -85,7 +86,7 @@ class _Squares:
         """Of what was made of the input, live or held."""
         state = main_tensor(output)
         if isinstance(state, Traced) and run.place.block >= 0:
-            square = constant(state).abs().double().square().sum()
+            square = in_float64(constant(state).abs()).square().sum()
             self.squares[run.module] = self.squares.get(run.module, 0.0) + square  # type: ignore[operator]
 
 

@@ -156,7 +156,8 @@ def sum_lines(sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any])
     logits: Any = meta.get("logit")
     if not is_by_output("logit", logits, len(sums)) or not all(isinstance(logit, (int, float)) for logit in logits):
         return ()
-    lines, what = [], meta["sums_to"] if isinstance(meta.get("sums_to"), str) else "the logit"
+    explained = "the logit difference" if " − " in str(meta.get("target")) else "the logit"
+    lines, what = [], meta["sums_to"] if isinstance(meta.get("sums_to"), str) else explained
     for total, share, logit in zip(sums, bias_share, logits, strict=True):
         bias = share * logit
         line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; {what} is {_fixed(logit)}"
