@@ -105,7 +105,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     ),
     "the bias not taken off": (
         "gpt2", "tensor.contribution",
-        method(FactorReplay, "push", lambda w: lambda s, x, *a: w(s, x, *a) * (x.any() or len(x) == 1)),
+        function("_pushed_by_graph", lambda w: lambda q: [row + 1 for row in w(q)]),
     ),
     "probes of another seed": (
         "gpt2", "tensor.norm",
@@ -113,7 +113,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     ),
     "the root not taken": (
         "gpt2", "tensor.norm",
-        function("norm", lambda w: lambda q: [replace(a, scores=a.scores.square()) for a in w(q)]),
+        function("norm", lambda w: lambda q: lambda: [replace(a, scores=a.scores.square()) for a in w(q)()]),
     ),
 }  # fmt: skip
 

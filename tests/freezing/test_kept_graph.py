@@ -354,4 +354,4 @@ def test_the_certificate_sees_a_graph_that_is_wrong(monkeypatch):
     gradients = replaying.gradients
     monkeypatch.setattr(replaying, "gradients", lambda *arguments: 1.01 * gradients(*arguments))
     certificate = tensor_of("gpt2").certificate()
-    assert certificate.failures == ("adjoint", "recorded graph")
+    assert certificate.failures == ("adjoint", "logits", "recorded graph")

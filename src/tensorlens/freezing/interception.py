@@ -25,7 +25,7 @@ from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
 from tensorlens.models.module_tree import walk
-from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, original_of, put_back
+from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, put_back
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -225,10 +225,10 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
     }
     data = [key for key, value in own.items() if isinstance(value, Tensor) and is_data(value)]
     replaced |= {key: copy_once(own[key], copies) for key in data}
-    wrapping.found |= {key: original_of(own.get(key, ABSENT)) for key in replaced}
-    wrapping.before |= own | {key: wrapping.found[key] for key in data}
+    wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
+    wrapping.before |= own
     buffers = {key: value for key, value in module._buffers.items() if is_data(value)}
-    wrapping.buffers |= {key: original_of(buffer) for key, buffer in buffers.items()}
+    wrapping.buffers |= buffers
     own.update(replaced)
     for key, buffer in buffers.items():
         module._buffers[key] = copy_once(buffer, copies)
@@ -267,7 +267,8 @@ def _stop_reporting(module: nn.Module, wrapping: _Wrapping) -> None:
             module.__dict__.pop(key, None)
         else:
             module.__dict__[key] = value
-    put_back(module, wrapping.before)
+    if wrapping.before:  # which is empty if an interrupt came before anything was replaced
+        put_back(module, wrapping.before)
     module._buffers.update(wrapping.buffers)
 
 

@@ -13,58 +13,56 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.models.fingerprint import in_this_thread
+from tensorlens.models.module_tree import walk
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 ModuleHooks = Iterable[tuple[nn.Module, Any]]
-Data = list[tuple[dict[str, Any], str, Tensor]]
-"""Tensors of a module's own: where each is, under what name, and which."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model without dropout; afterwards each module is in the mode it was in, and its data are what they were.
 
-    Meanwhile its buffers are copies: a model may write into them, and the next pass is to find what this one found.
+    A model may write into its buffers, and the next pass is to find what this one found.
     """
-    training = [module for module in model.modules() if module.training]
-    kept = [(module, _data_of(module), _attributes_of(module)) for module in model.modules()]
-    copies: dict[int, Tensor] = {}
+    training = [module for module in walk(model) if module.training]
+    kept = [_Kept(module) for module in walk(model)]
     try:
         try:
             for module in training:
                 module.training = False
-            for _, data, _ in kept:
-                for place, key, value in data:
-                    place[key] = copy_once(value, copies)
-                    _originals[id(place[key])] = place[key], value
             with callers_defaults():
                 yield
         finally:
             _restore(kept, training)
     finally:  # once more: an interrupt may have cut the first time short, and undoing twice does no harm
         _restore(kept, training)
-        for copy in copies.values():
-            _originals.pop(id(copy), None)
 
 
-_originals: dict[int, tuple[Tensor, Tensor]] = {}
-"""Copies that stand for a model's data while a pass runs in some thread, by identity, and what they are copies of."""
+class _Kept:
+    """A module's own data before a pass. The tensors stay where they are: another thread may be at work with them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.attributes, self.buffers = module, dict(module.__dict__), dict(module._buffers)
+        data = [value for value in (*self.attributes.values(), *self.buffers.values()) if is_data(value)]
+        self.copies = [(value, value._version, value.clone()) for value in data if not value.is_inference()]
+
+    def put_back(self) -> None:
+        """Undo what the pass wrote or replaced."""
+        put_back(self.module, self.attributes)
+        for name, buffer in self.buffers.items():
+            if self.module._buffers.get(name) is not buffer:
+                self.module._buffers[name] = buffer
+        for value, version, copy in self.copies:
+            if value._version != version:
+                value.copy_(copy)
 
 
-def original_of(value: Any) -> Any:
-    """The user's own tensor, of one that may be a copy for a pass in another thread."""
-    while id(value) in _originals and _originals[id(value)][0] is value:
-        value = _originals[id(value)][1]
-    return value
-
-
-def _restore(kept: list[tuple[nn.Module, Data, dict[str, Any]]], training: list[nn.Module]) -> None:
-    for module, data, before in kept:
-        for place, key, value in data:
-            if is_data(place.get(key)):
-                place[key] = value
-        put_back(module, before)
+def _restore(kept: list[_Kept], training: list[nn.Module]) -> None:
+    with torch.no_grad():
+        for one in kept:
+            one.put_back()
     for module in training:
         module.training = True
 
@@ -251,14 +249,3 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
             own[key] = before[key]
         else:
             del own[key]
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    own = module.__dict__
-    return own | {key: original_of(value) for key, value in own.items() if is_data(value)}
-
-
-def _data_of(module: nn.Module) -> Data:
-    """Where a module has tensors of its own: among its buffers and its attributes."""
-    places: tuple[dict[str, Any], ...] = (module._buffers, module.__dict__)
-    return [(place, key, original_of(value)) for place in places for key, value in place.items() if is_data(value)]
