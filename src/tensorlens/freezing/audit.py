@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.traced import raw, traced_in
+from tensorlens.models.module_tree import named_modules
 
 
 class LeakAudit(TorchDispatchMode):
@@ -135,3 +136,13 @@ def input_kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
         (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
         for name, value in sorted(inputs.items())
     )
+
+
+def refuse_scripts(model: nn.Module) -> None:
+    """Raise for a module that torch compiled to code of its own, which no rule sees into."""
+    for path, module in named_modules(model).items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotLinearError(
+                f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
+                "Give the lens the module that it was made from."
+            )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, NotLinearError
-from tensorlens.freezing.audit import LeakAudit, input_kind, is_audited, note_audit, refuse_custom_nodes
+from tensorlens.freezing.audit import LeakAudit, input_kind, is_audited, note_audit, refuse_custom_nodes, refuse_scripts
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
@@ -24,8 +24,7 @@ from tensorlens.freezing.recording import Graph, Reached, Recording
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.fingerprint import Samples, fingerprint, moved, sets_attributes
-from tensorlens.models.module_tree import parameters
+from tensorlens.models.fingerprint import fingerprint, moved, samples_of, sets_attributes
 from tensorlens.models.plain_pass import random_state
 
 GRAPH_SHARE = 0.02
@@ -118,7 +117,7 @@ class Recorder:
 
     def go(self) -> Recording | None:
         """Run the model and give what was learnt; None if no block ran."""
-        self._refuse_scripts()
+        refuse_scripts(self.anatomy.model)
         self.found = current_fingerprint(self.anatomy.model)
         audit_key = (self.found, self.rules, input_kind(self.inputs))
         if self.found is not None and not is_audited(audit_key):
@@ -143,14 +142,6 @@ class Recorder:
         self.is_refused = False
         note_audit(audit_key)
         return recording
-
-    def _refuse_scripts(self) -> None:
-        for path, module in self.anatomy.model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise NotLinearError(
-                    f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
-                    "Give the lens the module that it was made from."
-                )
 
     def _run(self) -> Tensor:
         """The readout: what enters the unembedding, or what the model gave."""
@@ -195,14 +186,8 @@ class Recorder:
             side_channels=tuple(self.side_channels), readout=constant(readout) if self.anatomy.has_head else None,
             n_heads=run.n_heads, rules_applied=run.rules_applied, signature=run.signature, graph=graph,
             fingerprint=fingerprint(self.anatomy.model, ignored) if ignored else now, ignored=ignored,
-            samples=self._samples(),
+            samples=samples_of(self.anatomy.model) if self.options.keeps_factors and self.found is not None else None,
         )  # fmt: skip
-
-    def _samples(self) -> Samples | None:
-        if not self.options.keeps_factors or self.found is None:
-            return None
-        is_near = all(weight.device.type == "cpu" for weight in parameters(self.anatomy.model))
-        return Samples(self.anatomy.model) if is_near else None
 
     # The route --------------------------------------------------------------------------------------------------------
 

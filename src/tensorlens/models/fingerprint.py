@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from tensorlens.models.module_tree import named_modules, walk
+from tensorlens.models.module_tree import named_modules, parameters, walk
 
 MOST_ITEMS = 64
 """Containers of at most so many items are compared by what is in them, longer ones by their length and identity."""
@@ -268,3 +268,8 @@ class Samples:
     def same(self) -> bool:
         """Whether the elements are what they were."""
         return all(map(torch.equal, self._before, self._read()))
+
+
+def samples_of(model: nn.Module) -> Samples | None:
+    """A checksum of a model whose parameters are all on the CPU; to read a few of a GPU would wait for all its work."""
+    return Samples(model) if all(weight.device.type == "cpu" for weight in parameters(model)) else None
