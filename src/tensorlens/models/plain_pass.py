@@ -82,7 +82,8 @@ def hooked(before: ModuleHooks = (), after: ModuleHooks = ()) -> Iterator[None]:
                 module.register_forward_pre_hook(hook, with_kwargs=True)
             for module, hook in others:
                 module.register_forward_hook(hook)
-            yield
+            with torch.compiler.set_stance("force_eager"):  # a compiler would trace the hooks
+                yield
         finally:
             _unhook(pairs, others)
     finally:  # once more, as above
