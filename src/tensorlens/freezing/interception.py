@@ -184,7 +184,7 @@ def _exit_inference_mode(mode: Any, *error: Any) -> None:
 
 def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     run = active()
-    if run is None or not traced_in(args):
+    if run is None or not traced_in(args) and not _holds_modules(args):
         return _APPLY.__func__(cls, *args, **kwargs)
     try:
         return unrolled(run, cls, args)
@@ -192,6 +192,13 @@ def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any)
         if run.audit is None or run.audit.leak is None:
             raise
         raise NotLinearError(f"The custom autograd function `{cls.__name__}` hides a step: {error}") from error
+
+
+def _holds_modules(values: Any) -> bool:
+    """Whether a function is given modules to run, among which a block may be where something live enters."""
+    if isinstance(values, (tuple, list)):
+        return any(map(_holds_modules, values))
+    return isinstance(values, nn.Module)
 
 
 def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:

@@ -70,7 +70,7 @@ def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None,
         # One vector for the whole input, or a sequence without a batch axis.
         return AxisLayout(shape, 0 if shape[0] == n_samples else None, (1,))
     batch = next((axis for axis in (0, 1) if shape[axis] == n_samples and axis != channel), None)
-    token = _text_axis(shape, batch, channel, n_tokens) if len(shape) > 3 else None
+    token = _text_axis(shape, batch, channel, n_tokens) if len(shape) > 3 or channel is None else None
     if token is not None:
         return AxisLayout(shape, batch, tuple(axis for axis in range(len(shape)) if axis not in (batch, token)))
     return AxisLayout(shape, batch, (last if channel is None else channel,))

@@ -42,7 +42,7 @@ def plain_output(recording: Recording) -> Tensor:
             seen.append(state_of(output, anatomy.state_place))
 
     def leave_body(module: nn.Module, args: Any, output: Any) -> None:
-        if n_left["blocks"] == recording.n_blocks:
+        if n_left["blocks"] in (0, recording.n_blocks):  # none was seen to be left where code calls `forward` itself
             seen.append(state_of(output))
 
     def read(module: nn.Module, args: Any, kwargs: Any) -> None:

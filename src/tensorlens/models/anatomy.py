@@ -154,7 +154,7 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         if calls:
             return _with_ending(candidate, calls, evidence)
         if _is_entered_directly(candidate, evidence):
-            return candidate
+            return _by_body(candidate)
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     if named is None:
@@ -163,6 +163,14 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
         "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
     )
+
+
+def _by_body(anatomy: Anatomy) -> Anatomy:
+    """Where the body ends by the tree alone, for blocks whose calls were not seen."""
+    if not _is_known_type(anatomy.model):
+        return anatomy
+    path = next((path for path, module in named_modules(anatomy.model).items() if module is anatomy.body), "")
+    return replace(anatomy, body_end=path, has_head=bool(path) or anatomy.unembedding is not None)
 
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
