@@ -310,4 +310,5 @@ def test_patching_judges_components(tmp_path):
     records = [Patcher(lens, ["paper", "jacobian"]).record(one) for one in (item, flipped)]
     left, kept = sorted(records, key=lambda record: "truth" in record)
     assert left == {"left_out": "the model is wrong"}
-    assert len(kept["truth"]) == len(kept["labels"]) == len(kept["scores"]["patching@jacobian"]) == 6  # of three blocks
+    # Three blocks: attention, feed-forward and four heads each.
+    assert len(kept["truth"]) == len(kept["labels"]) == len(kept["scores"]["patching@jacobian"]) == 18
