@@ -238,7 +238,7 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
         before: Its own attributes before the pass.
     """
     own = module.__dict__
-    changed = [(key, value) for key, value in own.items() if value is not before.get(key)]
+    changed = [(key, value) for key, value in own.copy().items() if value is not before.get(key)]
     for key in [key for key, value in changed if isinstance(value, Tensor) or type(value) in (int, float)]:
         if key in before:
             own[key] = before[key]
@@ -247,11 +247,13 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    own = module.__dict__
+    own = module.__dict__.copy()  # another thread may begin or end a pass meanwhile
     return own | {key: original_of(value) for key, value in own.items() if is_data(value)}
 
 
 def _data_of(module: nn.Module) -> Data:
     """Where a module has tensors of its own: among its buffers and its attributes."""
     places: tuple[dict[str, Any], ...] = (module._buffers, module.__dict__)
-    return [(place, key, original_of(value)) for place in places for key, value in place.items() if is_data(value)]
+    return [
+        (place, key, original_of(value)) for place in places for key, value in place.copy().items() if is_data(value)
+    ]
