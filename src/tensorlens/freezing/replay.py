@@ -333,7 +333,8 @@ class _ReplayRoute:
         n, self.n_entered = self.n_entered, self.n_entered + 1
         state = find_state(args, kwargs, run.module)
         if n == self.span.stop and not self.to_logits:
-            raise Reached(self._joined(n, plain(state)))
+            with torch.set_grad_enabled(run.grad):  # a block may begin where the model switches gradients off
+                raise Reached(self._joined(n, plain(state)))
         if n < self.span.start:
             return self.recording.block_outputs[n]
         if self._begins(n):
