@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,6 +109,16 @@ def refuse_custom_nodes(*ends: Tensor | None) -> None:
                 "with `tensorlens.adapter`."
             )
         waiting += [parent for parent, _ in node.next_functions]
+
+
+def refuse_scripts(model: nn.Module) -> None:
+    """Raise for a model with a part that `torch.jit` made."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotLinearError(
+                f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
+                "Give the lens the module that it was made from."
+            )
 
 
 _audited: dict[tuple[Any, ...], None] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, NotLinearError
-from tensorlens.freezing.audit import LeakAudit, input_kind, is_audited, note_audit, refuse_custom_nodes
+from tensorlens.freezing.audit import LeakAudit, input_kind, is_audited, note_audit, refuse_custom_nodes, refuse_scripts
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
@@ -118,7 +118,7 @@ class Recorder:
 
     def go(self) -> Recording | None:
         """Run the model and give what was learnt; None if no block ran."""
-        self._refuse_scripts()
+        refuse_scripts(self.anatomy.model)
         self.found = current_fingerprint(self.anatomy.model)
         audit_key = (self.found, self.rules, input_kind(self.inputs))
         if self.found is not None and not is_audited(audit_key):
@@ -143,14 +143,6 @@ class Recorder:
         self.is_refused = False
         note_audit(audit_key)
         return recording
-
-    def _refuse_scripts(self) -> None:
-        for path, module in self.anatomy.model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise NotLinearError(
-                    f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
-                    "Give the lens the module that it was made from."
-                )
 
     def _run(self) -> Tensor:
         """The readout: what enters the unembedding, or what the model gave."""

@@ -215,23 +215,9 @@ def read_logits(recording: Recording, state: Tensor, out_token: int, classes: Te
         weight, bias = head_weights(unembedding, state)
         if classes is not None:
             weight, bias = weight[classes], None if bias is None else bias[classes]
-        return torch.nn.functional.linear(state[:, _place_read(recording, out_token)], weight, bias)
+        return torch.nn.functional.linear(state[:, recording.place_read(out_token)], weight, bias)
     logits = state if state.dim() == 2 else state[:, out_token]
     return logits if classes is None else logits[:, classes]
-
-
-def _place_read(recording: Recording, out_token: int) -> int:
-    """Where the head reads an output: some models hand it the last token alone."""
-    readout, end = recording.readout, recording.states[-1]
-    if readout is None or readout.dim() < 3 or readout.shape[1] == end.shape[1]:
-        return out_token
-    for place, row in enumerate(readout[0]):
-        if row.shape == end[0, out_token].shape and torch.equal(row, end[0, out_token].to(row)):
-            return place
-    raise InputError(
-        f"The head of `{type(recording.model).__name__}` reads {readout.shape[1]} of {end.shape[1]} tokens, and token "
-        f"{out_token} is none of them. Ask for one that it reads, such as the last."
-    )
 
 
 def logits_at(recording: Recording, out_token: int, classes: Tensor | None = None) -> Tensor:
