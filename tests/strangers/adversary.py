@@ -457,19 +457,6 @@ class ComplexFeedForward(FeedForward):
         return self.down(y.real + 0.5 * y.imag)
 
 
-class Cached(FeedForward):
-    """Remembers results by the identity of what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if id(x) not in self.known:
-            self.known[id(x)] = super().forward(x)
-        return self.known[id(x)]
-
-
 def by_condition(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > -1e9, lambda v: F.gelu(v), lambda v: v, (x,))
 
@@ -554,7 +541,6 @@ STRANGERS = [
     activated("torch.cond", by_condition, F.gelu, expect="either"),
     feeding("experts by a mask", Experts, expect="either"),
     feeding("complex numbers", ComplexFeedForward, expect="either"),
-    feeding("results by identity", Cached, expect="either"),
     mixing("sigmoid", SigmoidAttention),
     mixing("linear attention", LinearAttention),
     mixing("Fourier", FourierMixing, expect="either"),

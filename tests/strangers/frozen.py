@@ -28,6 +28,10 @@ ACTIVATIONS = {
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
 MATRIX_PRODUCTS = {"matmul", "__matmul__", "bmm", "mm"}
+SHAPES = {
+    "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "__getitem__",
+}  # fmt: skip
+"""After which what came out of an activation still did."""
 ARITHMETIC = {
     "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "neg", "div",
     "__truediv__",
@@ -71,6 +75,9 @@ class Frozen(TorchFunctionMode):
             ratio = func(*args, **kwargs) / args[0]
             return args[0] * torch.where(args[0] == 0, 0.0, ratio).detach()
         result = func(*args, **kwargs)
+        if name in SHAPES and self._strength(args[0]):
+            for part in (result,) if isinstance(result, Tensor) else result:
+                self.gates[id(part)] = part, self._strength(args[0])
         if name in ARITHMETIC and sum(is_live(one) for one in args) == 1 and any(id(one) in self.gates for one in args):
             strength = max(self._strength(one) for one in args)
             self.gates[id(result)] = result, strength  # 1 + erf(z) is a gate as erf(z) is

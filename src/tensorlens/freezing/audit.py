@@ -112,6 +112,16 @@ def refuse_custom_nodes(*ends: Tensor | None) -> None:
         waiting += [parent for parent, _ in node.next_functions]
 
 
+def refuse_scripts(model: nn.Module) -> None:
+    """Raise for a model with a part that `torch.jit` made."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotLinearError(
+                f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
+                "Give the lens the module that it was made from."
+            )
+
+
 _audited: dict[tuple[Any, ...], None] = {}
 """States of models whose recording was audited, with the rules and the shapes of their inputs; the newest last."""
 

@@ -184,7 +184,9 @@ def _exit_inference_mode(mode: Any, *error: Any) -> None:
 
 def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     run = active()
-    if run is None or not traced_in(args) and not _holds_modules(args):
+    # What is given modules, or a function to run again, may be where the first block begins and something becomes live.
+    is_checkpoint = cls is torch.utils.checkpoint.CheckpointFunction
+    if run is None or not (is_checkpoint or traced_in(args) or _holds_modules(args)):
         return _APPLY.__func__(cls, *args, **kwargs)
     try:
         return unrolled(run, cls, args)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from tensorlens.errors import InputError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.layouts import (
     AxisLayout,
@@ -123,6 +124,19 @@ class Recording:
     def has_head(self) -> bool:
         """Whether the model goes on after $X^N$, to logits."""
         return self.readout is not None
+
+    def place_read(self, out_token: int) -> int:
+        """Where the head reads an output: some models hand it the last token alone."""
+        readout, end = self.readout, self.states[-1]
+        if readout is None or readout.dim() < 3 or readout.shape[1] == end.shape[1]:
+            return out_token
+        for place, row in enumerate(readout[0]):
+            if row.shape == end[0, out_token].shape and row.equal(end[0, out_token].to(row)):
+                return place
+        raise InputError(
+            f"The head of `{type(self.model).__name__}` reads {readout.shape[1]} of {end.shape[1]} tokens, and token "
+            f"{out_token} is none of them. Ask for one that it reads, such as the last."
+        )
 
     @property
     def pools(self) -> bool:

@@ -215,7 +215,7 @@ def read_logits(recording: Recording, state: Tensor, out_token: int, classes: Te
         weight, bias = head_weights(unembedding, state)
         if classes is not None:
             weight, bias = weight[classes], None if bias is None else bias[classes]
-        return torch.nn.functional.linear(state[:, out_token], weight, bias)
+        return torch.nn.functional.linear(state[:, recording.place_read(out_token)], weight, bias)
     logits = state if state.dim() == 2 else state[:, out_token]
     return logits if classes is None else logits[:, classes]
 
@@ -319,7 +319,8 @@ class _ReplayRoute:
         n, self.n_entered = self.n_entered, self.n_entered + 1
         state = find_state(args, kwargs, run.module)
         if n == self.span.stop and not self.to_logits:
-            raise Reached(self._joined(n, plain(state)))
+            with torch.set_grad_enabled(run.grad):  # a block may begin where the model switches gradients off
+                raise Reached(self._joined(n, plain(state)))
         if n < self.span.start:
             return self.recording.block_outputs[n]
         if self._begins(n):

@@ -44,7 +44,8 @@ class _Kept:
     """A module's own data before a pass. The tensors stay where they are: another thread may be at work with them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.attributes, self.buffers = module, dict(module.__dict__), dict(module._buffers)
+        # Copies, since another thread may begin or end a pass meanwhile.
+        self.module, self.attributes, self.buffers = module, module.__dict__.copy(), module._buffers.copy()
         data = [value for value in (*self.attributes.values(), *self.buffers.values()) if is_data(value)]
         self.copies = [(value, value._version, value.clone()) for value in data if not value.is_inference()]
 
@@ -244,7 +245,7 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
         before: Its own attributes before the pass.
     """
     own = module.__dict__
-    changed = [(key, value) for key, value in own.items() if value is not before.get(key)]
+    changed = [(key, value) for key, value in own.copy().items() if value is not before.get(key)]
     for key in [key for key, value in changed if isinstance(value, Tensor) or type(value) in (int, float)]:
         if key in before:
             own[key] = before[key]

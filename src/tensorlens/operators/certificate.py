@@ -171,7 +171,8 @@ def certify(
     }
     if not recording.side_channels:  # else a range in the middle is no function of its state alone
         errors["composition"] = probes.composition()
-    if recording.has_head and operator.span.stop == recording.n_blocks:
+    has_logits = recording.readout is not None and recording.readout.dim() < 4  # a picture has none
+    if has_logits and operator.span.stop == recording.n_blocks:
         errors["logits"] = probes.logits()
     errors, rounded, reservations = _without_rounding(operator, errors)
     moves, by_block = relative(of_v, probes.v), passing(operator, torch.Generator().manual_seed(seed))

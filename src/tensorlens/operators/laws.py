@@ -68,9 +68,7 @@ class Probes:
         By the way that maps of a logit go: the recording's own graph, where it is kept.
         """
         operator, (start, _) = self.operator, self.operator.span
-        readout = operator.recording.readout
-        assert readout is not None, "asked of a model with a head"
-        out_token = readout.shape[1] - 1 if readout.dim() > 2 else 0  # a head may read the last token alone
+        out_token = operator.shape[0] - 1
         of_v, of_zero = (
             operator.replay.push_logits(x[None], out_token, start, operator.heads)[0]
             for x in (self.v, torch.zeros_like(self.v))
