@@ -68,12 +68,17 @@ def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = N
             cells = {model: value(values[model].get(method)) for model in models}
             cost = next((runs[model][name]["seconds"].get(method) for model in models), None)
             label = f"`{method}`" if only is None else f"{only[method]}"
-            rows.append({"method": label} | cells | {"ms an item": "–" if cost is None else f"{1000 * cost:.2g}"})
+            rows.append({"method": label} | cells | {"ms an item": "–" if cost is None else f"{1000 * cost:.0f}"})
         chance = {model: f"{runs[model][name]['measures'][measure]['random']:.3f}" for model in models}
         rows.append({"method": "chance"} | chance | {"ms an item": ""})
-        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {len(runs[models[0]][name]['sets'])} sets, "
+        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {_sets(runs[models[0]][name])}, "
                      f"95 % intervals\n\n{as_markdown(rows)}")  # fmt: skip
     return "\n\n".join(parts) or "No run yet."
+
+
+def _sets(found: dict[str, Any]) -> str:
+    n = len(found["sets"])
+    return "one set" if n == 1 else f"{n} sets"
 
 
 def value(one: dict[str, Any] | None) -> str:
@@ -117,9 +122,10 @@ def way_table(ways: dict[str, Any]) -> str:
         rows = [{"weights (value, query, key)": name} | {half: f"{one[half]:.3f}" for half in one}
                 for name, one in sorted(found["points"].items(), key=lambda pair: -pair[1]["chosen on"])]  # fmt: skip
         less = found["best less attn_lrp, reported on"]
-        parts.append(f"**{model}**: best on the half that chooses is *{found['best']}*; on the other half it is "
-                     f"{less['mean']:+.3f} [{less['interval'][0]:+.3f}, {less['interval'][1]:+.3f}] from AttnLRP.\n\n"
-                     f"{as_markdown(rows)}")  # fmt: skip
+        sets = ", ".join(f"{one} {n}" for one, n in found["sets"].items())
+        parts.append(f"**{model}**, {found['n']} items ({sets}): best on the half that chooses is *{found['best']}*; on the "
+                     f"other half it is {less['mean']:+.3f} [{less['interval'][0]:+.3f}, {less['interval'][1]:+.3f}] from "
+                     f"AttnLRP.\n\n{as_markdown(rows)}")  # fmt: skip
     return "\n\n".join(parts) or "No run yet."
 
 
