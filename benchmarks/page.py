@@ -1,6 +1,7 @@
 """`python -m benchmarks.page`: docs/performance.md and its picture from the JSON in benchmarks/results.
 
-Every number comes from the files; where two hold the same part, the one written by `benchmarks.tune` wins.
+Every number comes from the files; where two hold the same part, the one written by `benchmarks.tune` wins. Files named
+after a device hold parts; answers.json, data_sets.json and inside.json are what the scripts of those names wrote.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ Frobenius norm. `T.estimate("norm")` and its like say the cost of a computation 
     python -m benchmarks.tune                                # a GPU: checks, chooses the constants, measures
     python -m benchmarks.real_weights --data FOLDER          # small models with real weights, on the CPU
     python -m benchmarks scaling                             # exponents over tokens, channels and blocks
+    python -m benchmarks.answers --out FILE                  # a GPU: whole answers, in passes of the model
+    python -m benchmarks.data_sets --out FILE                # a GPU: maps of a data set, long inputs
+    python -m benchmarks.inside                              # a GPU: components, pair maps, graphs; prints a table
     python -m benchmarks.page                                # this page
 """
 
@@ -68,7 +72,7 @@ def main() -> None:
     parts: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}
     peaks: dict[str, float] = {}
-    for path in sorted(FOLDER.glob("*.json"), key=lambda path: ("tune" in path.name, path.name)):
+    for path in sorted(FOLDER.glob("*-*.json"), key=lambda path: ("tune" in path.name, path.name)):
         content = json.loads(path.read_text())
         parts |= {name: rows for name, rows in content["parts"].items() if rows}
         settings[path.name.split("-")[0]] = content["setting"]
@@ -83,6 +87,10 @@ def main() -> None:
         _norms(parts, peaks),
         _sketches(parts),
         _long(parts),
+        _answers(_read("answers")),
+        _data_sets(_read("data_sets")),
+        _long_maps(_read("data_sets")),
+        _inside(_read("inside")),
         _in_class(parts),
         _errors(parts),
         FLOOR,
@@ -93,6 +101,11 @@ def main() -> None:
         REMAINING,
     ]
     PAGE.write_text("\n".join(section for section in sections if section))
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _setting(settings: dict[str, dict[str, Any]], peaks: dict[str, float]) -> str:
@@ -202,6 +215,94 @@ def _long(parts: dict[str, Any]) -> str:
     return _table("Long inputs: Llama-8B configuration, bfloat16", heads, rows, before)
 
 
+def _answers(found: dict[str, Any]) -> str:
+    if not found:
+        return ""
+    rows = [
+        [name, row["engine"], _spread(row), f"**{row['passes']:.1f}**", f"{row['bar']:.0f}",
+         f"{row['extra_bytes'] / 2**30:.1f} GiB", f"{row['error']:.0e}"]
+        for name, row in found["rows"].items()
+    ]  # fmt: skip
+    plain = found["plain"]
+    before = (
+        f"{found['device']}, Llama-8B's shape, random weights, bfloat16: {found['prompt']:,} tokens of prompt in 20 "
+        f"passages and {found['answer']} of an answer in 10 sentences, from token ids to the map. A forward pass of "
+        f"the model left to itself takes {_spread(plain['forward'])}, forward and backward "
+        f"{_spread(plain['forward and backward'])}, the recording {_spread(found['recording'])}. The first row is "
+        "counted in forward and backward passes, the second in forward passes; the bar was set before. One run, each "
+        "work timed three times. The error is of a row's sum against its target, of the largest target."
+    )
+    heads = ["map", "by", "time", "plain passes", "bar", "memory beside the weights", "error of sums"]
+    return _table("Whole answers", heads, rows, before)
+
+
+BARS = {"128 tokens, in_class": 0.6, "256 tokens, in_class": 0.5, "in_out": 0.4, "sketch, 16 probes": 0.04,
+        "contribution": 0.1}  # fmt: skip
+"""What a map of a data set was to reach, by how its name ends."""
+
+
+def _data_sets(found: dict[str, Any]) -> str:
+    runs = [run["batches"] for run in found.get("runs", []) if "batches" in run]
+    names = list(dict.fromkeys(name for run in runs for name in run))
+    rows = []
+    for name in names:
+        ratios = [run[name]["ratio"] for run in runs if name in run]
+        rates = [run[name]["samples a second"] for run in runs if "samples a second" in run.get(name, {})]
+        each = [f"{run[name]['ratio']:.3f}" if name in run else "–" for run in runs]
+        slowest, fastest = min(map(min, rates)), max(map(max, rates))
+        bar = next(bar for end, bar in BARS.items() if name.endswith(end))
+        each.append(f"{bar:g}" + (", missed" if ratios[-1] < bar else ""))
+        rows.append([name, *each, f"{min(ratios):.3f}–{max(ratios):.3f}", f"{slowest:,.0f}–{fastest:,.0f}"])
+    heads = [
+        "samples and map",
+        *(f"run {k + 1}" for k in range(len(runs))),
+        "bar, by the last run",
+        "spread",
+        "samples a second",
+    ]
+    before = (
+        f"{found.get('device', '')}. `lens.maps` with the batch size that it chooses, over plain input × gradient of "
+        "the same samples at the better of batch sizes 128 and 256: 1 is as fast. Random weights; 2,048 samples, a "
+        "quarter of them for sketches and an eighth for contributions. The runs are of successive states of the code "
+        "on the same kind of machine, so that the spread is of both; samples a second, slowest to fastest, are of the "
+        "runs that kept them (all but the last, where input × gradient made 1,119 and 3,263). As fast as input × "
+        "gradient it is not: In+Out of the decoder comes closest, and BERT's maps stay well below."
+    )
+    return _table("Maps of a data set", heads, rows, before)
+
+
+def _long_maps(found: dict[str, Any]) -> str:
+    runs = [run["long"] for run in found.get("runs", []) if "long" in run]
+    names = list(dict.fromkeys(name for run in runs[::-1] for name in run))
+    rows = [
+        [name, ", ".join(_time(run[name]) if "seconds" in name else f"{run[name]:.2f}×" for run in runs if name in run)]
+        for name in names
+    ]
+    before = (
+        "Llama-8B's shape, bfloat16, 8,192 tokens, over plain passes of the same run; where there are two numbers they "
+        "are of two runs. The first push of an input is dearer than those after it; a further output is one backward "
+        "pass."
+    )
+    return _table("In+Class and pushes of a long input", ["work", "measured"], rows, before)
+
+
+def _inside(found: dict[str, Any]) -> str:
+    if not found:
+        return ""
+    seconds = found["seconds"]
+    rows = [[name, _time(one)] for name, one in seconds.items()]
+    ids, recorded = (
+        seconds[f"components, 128 tokens, {when}"] / seconds[f"map, 128 tokens, {when}"]
+        for when in ("from ids", "recorded")
+    )
+    before = (
+        f"{found['device']}, SmolLM2's shape, random weights, float32; medians of one run, whose spread was "
+        "not kept. A recorded input has its recording behind it. All components of a target take "
+        f"{ids:.1f} times a map of it from ids, where the bar was 2, and {recorded:.1f} times once it is recorded."
+    )
+    return _table("Components, pair maps, graphs", ["work", "time"], rows, before)
+
+
 def _in_class(parts: dict[str, Any]) -> str:
     rows = []
     for row in parts.get("in-class", []):
@@ -214,7 +315,7 @@ def _in_class(parts: dict[str, Any]) -> str:
         ]
     before = (
         "One target, 64 tokens of a review, one thread of a CPU. A first map pays for the recording and a backward "
-        "pass through its graph; a further one for a replay and a backward pass."
+        "pass through its graph; a further one for a backward pass through the graph that was kept."
     )
     heads = ["In+Class, SmolLM2-135M with its real weights", "time", "difference to ours"]
     return _table("In+Class", heads, rows, before)

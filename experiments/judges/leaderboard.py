@@ -123,9 +123,9 @@ def way_table(ways: dict[str, Any]) -> str:
                 for name, one in sorted(found["points"].items(), key=lambda pair: -pair[1]["chosen on"])]  # fmt: skip
         less = found["best less attn_lrp, reported on"]
         sets = ", ".join(f"{one} {n}" for one, n in found["sets"].items())
-        parts.append(f"**{model}**, {found['n']} items ({sets}): best on the half that chooses is *{found['best']}*; on the "
-                     f"other half it is {less['mean']:+.3f} [{less['interval'][0]:+.3f}, {less['interval'][1]:+.3f}] from "
-                     f"AttnLRP.\n\n{as_markdown(rows)}")  # fmt: skip
+        parts.append(f"**{model}**, {found['n']} items ({sets}): best on the half that chooses is *{found['best']}*; "
+                     f"on the other half it is {less['mean']:+.3f} [{less['interval'][0]:+.3f}, "
+                     f"{less['interval'][1]:+.3f}] from AttnLRP.\n\n{as_markdown(rows)}")  # fmt: skip
     return "\n\n".join(parts) or "No run yet."
 
 
