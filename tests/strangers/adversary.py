@@ -9,8 +9,40 @@ from typing import Any, NamedTuple
 
 import torch
 from strangers.cases import Stranger, ids, plainly
-from strangers.frozen import held
-from strangers.models import DEPTH, Attention, Block, D, FeedForward, H, Plain, randomised
+from strangers.models import DEPTH, Block, D, FeedForward, Plain, randomised
+from strangers.odd_functions import (
+    ComplexFeedForward,
+    ConvolutionalMixing,
+    Experts,
+    FourierMixing,
+    LinearAttention,
+    PlainSparse,
+    Scanning,
+    SigmoidAttention,
+    Sparse,
+    as_strided,
+    by_condition,
+    masked_in_place,
+    masked_plainly,
+    scattered,
+    set_by_data,
+    shared_storage,
+    through_unbind,
+    turned_in_place,
+)
+from strangers.odd_state import (
+    Averaging,
+    Branching,
+    Counting,
+    DroppingOut,
+    HookedGradient,
+    Looping,
+    Noisy,
+    Remembering,
+    Reversal,
+    backward_hooks,
+    without_trace,
+)
 from strangers.oracle import Places
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -206,259 +238,6 @@ def traced_blocks() -> nn.Module:
         warnings.simplefilter("ignore")
         model.blocks = nn.ModuleList([torch.jit.trace(block, x) for block in model.blocks])  # type: ignore[union-attr]
     return model
-
-
-# Gradients that lie --------------------------------------------------------------------------------------------------
-
-
-class HookedGradient(Block):
-    """The gradient is changed on its way back."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: 2 * gradient)
-        return y
-
-
-def backward_hooks() -> nn.Module:
-    model = Plain()
-    for block in model.blocks:
-        block.register_full_backward_hook(lambda module, taken, given: tuple(2 * one for one in taken))
-    return model
-
-
-class Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return -gradients[0]
-
-
-# State that stays, and branches --------------------------------------------------------------------------------------
-
-
-def without_trace(model: nn.Module) -> Any:
-    """Call a model and leave it as it was."""
-    kept = [
-        (m, dict(m.__dict__), {k: v.clone() for k, v in m._buffers.items() if v is not None}) for m in model.modules()
-    ]
-    try:
-        return model(ids())
-    finally:
-        for module, attributes, buffers in kept:
-            for name in {"n_calls", "last"} & module.__dict__.keys():
-                module.__dict__.pop(name)
-            module.__dict__.update({k: v for k, v in attributes.items() if k in ("n_calls", "last")})
-            for name, value in buffers.items():
-                module._buffers[name] = value
-
-
-class Counting(Block):
-    """Every call scales a little more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.n_calls += 1
-        return super().forward(x) * (1 + 0.1 * self.n_calls)
-
-
-class Remembering(Block):
-    """Mixes with what it saw in the call before."""
-
-    last: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        y = y if self.last is None else y + 0.5 * self.last
-        self.last = y.detach()
-        return y
-
-
-class Averaging(Block):
-    """A buffer follows the mean of what it sees, in evaluation too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(D))
-        self.mean: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 1))
-        return super().forward(x - self.mean)
-
-
-class Branching(Block):
-    """Two ways, by the sign of a mean."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.mean() > -5 else x.flip(-1)
-
-
-class Looping(Block):
-    """As many rounds as the state says."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(1 + int(x[0, 0].argmax()) % 3):
-            x = super().forward(x)
-        return x
-
-
-class Noisy(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + 0.1 * torch.randn_like(x))
-
-
-class DroppingOut(Block):
-    """Dropout that is never switched off."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.dropout(x, 0.3, training=True))
-
-
-# Writing in place ----------------------------------------------------------------------------------------------------
-
-
-def masked_in_place(x: Tensor) -> Tensor:
-    y = F.gelu(x).clone()
-    y[:, 1] = 0
-    y[..., ::2] += 0.5 * x[..., ::2]
-    y.masked_fill_(torch.arange(y.shape[-1]) == 3, 0.7)
-    return y.index_add_(1, torch.tensor([0, 2]), x[:, :2])
-
-
-def masked_plainly(x: Tensor) -> Tensor:
-    rows, columns = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[2])
-    y = F.gelu(x) * (rows != 1) + 0.5 * x * (columns % 2 == 0)
-    y = torch.where(columns == 3, 0.7, y)
-    moved = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
-    moved[0, 0] = moved[2, 1] = 1
-    return y + moved @ x
-
-
-def turned_in_place(x: Tensor) -> Tensor:
-    y = x.clone().transpose_(1, 2).mul_(2).transpose_(1, 2)
-    return y.relu_().sub_(0.1)
-
-
-def scattered(x: Tensor) -> Tensor:
-    order = torch.arange(x.shape[-1]).flip(0).expand_as(x)
-    return torch.zeros_like(x).scatter_(-1, order, x)
-
-
-def shared_storage(x: Tensor) -> Tensor:
-    room = torch.empty(2, *x.shape, dtype=x.dtype)
-    room[0], room[1] = x, 2 * x
-    room[0].add_(room[1])
-    return room.view(2, -1)[0].view(x.shape)
-
-
-def as_strided(x: Tensor) -> Tensor:
-    return x.contiguous().as_strided(x.shape, x.stride()) * 1.5
-
-
-def set_by_data(x: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    y.data = x * 2
-    return y
-
-
-def through_unbind(x: Tensor) -> Tensor:
-    return torch.stack([row + 0.3 * rows[0] for rows in [x.unbind(1)] for row in rows], 1)
-
-
-# Ways to mix ---------------------------------------------------------------------------------------------------------
-
-
-def heads_of(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (H, -1)).transpose(-3, -2)
-
-
-class SigmoidAttention(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads_of(t) for t in self.qkv(x).chunk(3, -1))
-        scores = held(torch.sigmoid(q @ k.transpose(-1, -2) - 1))
-        return self.proj((scores @ v).transpose(-3, -2).flatten(-2))
-
-
-class LinearAttention(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads_of(t) for t in self.qkv(x).chunk(3, -1))
-        q, k = held(F.elu(q) + 1), held(F.elu(k) + 1)
-        mixed = q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(-2)[..., None])
-        return self.proj(mixed.transpose(-3, -2).flatten(-2))
-
-
-class FourierMixing(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(torch.fft.fft2(x, dim=(1, 2)).real)
-
-
-class ConvolutionalMixing(Attention):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(D, D, 3, padding=2, groups=D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.mix(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
-
-
-class Scanning(Attention):
-    """A recurrence over tokens with a gate of the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        _, gate, v = self.qkv(x).chunk(3, -1)
-        gate, h, rows = held(torch.sigmoid(gate)), torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            h = gate[:, t] * h + v[:, t]
-            rows.append(h)
-        return self.proj(torch.stack(rows, 1))
-
-
-class Sparse(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        neighbours = (
-            torch.eye(x.shape[1], dtype=x.dtype) + torch.eye(x.shape[1], dtype=x.dtype).roll(1, 0)
-        ).to_sparse()
-        return self.proj(torch.sparse.mm(neighbours, x[0])[None])
-
-
-class PlainSparse(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x + x.roll(1, 1))
-
-
-class Experts(FeedForward):
-    """Each token goes to the expert with the larger score, by a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(D, 2)
-        self.experts = nn.ModuleList([FeedForward(), FeedForward()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        chosen, out = weights.argmax(-1), torch.zeros_like(x)
-        for n, expert in enumerate(self.experts):
-            mask = chosen == n
-            out[mask] = held(weights[mask][:, n : n + 1]) * expert(x[mask])
-        return out
-
-
-class ComplexFeedForward(FeedForward):
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.complex(self.up(x), self.up(x.flip(-1))) * torch.tensor(0.6 + 0.8j)
-        return self.down(y.real + 0.5 * y.imag)
-
-
-def by_condition(x: Tensor) -> Tensor:
-    return torch.cond(x.sum() > -1e9, lambda v: F.gelu(v), lambda v: v, (x,))
 
 
 # The list ------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def refuse_custom_nodes(*ends: Tensor | None) -> None:
 
 def refuse_scripts(model: nn.Module) -> None:
     """Raise for a model with a part that `torch.jit` made."""
-    for path, module in model.named_modules():
+    for path, module in named_modules(model).items():
         if isinstance(module, torch.jit.ScriptModule):
             raise NotLinearError(
                 f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
@@ -146,13 +146,3 @@ def input_kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
         (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
         for name, value in sorted(inputs.items())
     )
-
-
-def refuse_scripts(model: nn.Module) -> None:
-    """Raise for a module that torch compiled to code of its own, which no rule sees into."""
-    for path, module in named_modules(model).items():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise NotLinearError(
-                f"`{path or 'the model'}` is scripted or traced by `torch.jit`, so that no rule sees what it does. "
-                "Give the lens the module that it was made from."
-            )

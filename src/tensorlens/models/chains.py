@@ -18,6 +18,8 @@ CUT = 0.3
 """And if the whole state passes through this part of its members: around attention and its like goes a residual."""
 STEM = 0.001
 """A first block with a smaller part of the chain's weights belongs to what comes before."""
+SMALL = 0.2
+"""Modules of a list of their own with a smaller part of the blocks' weights, in among them, are no blocks."""
 
 Chain = list[ModuleCall]
 
@@ -102,7 +104,7 @@ class _Search:
         everything = parts = self._repeated([kid for kid in kids if all(b.taken and b.given for b in kid.blocks)])
         while True:
             series = self._series(parts)
-            lonely = self._lonely(series, everything)
+            lonely = self._lonely(series, everything) or self._between(series)
             if not lonely:
                 return [block for part in series for block in part.blocks]
             parts = [part for part in parts if part not in lonely]
@@ -144,6 +146,22 @@ class _Search:
             for part in series
             if not part.is_stage and of_all[self._signature(part.call)] > kinds[self._signature(part.call)] == 1
         ]
+
+    def _between(self, series: list[_Part]) -> list[_Part]:
+        """Small modules of a list of their own that stand between the blocks of another, such as adapters."""
+        by_list: dict[str | None, list[_Part]] = {}
+        for part in series:
+            by_list.setdefault(None if part.is_stage else self._list_of(part.call), []).append(part)
+        weights = {path: self._size([part.call for part in some]) for path, some in by_list.items()}
+        largest = max(weights, key=lambda path: weights[path], default=None)
+        places = [n for n, part in enumerate(series) if part in by_list.get(largest, [])]
+
+        def is_between(path: str | None) -> bool:
+            others = [n for n, part in enumerate(series) if part in by_list[path]]
+            is_mixed = sum(places[0] < n < places[-1] for n in others) > 1
+            return is_mixed and weights[path] < SMALL * weights[largest]
+
+        return [part for path in by_list if path not in (None, largest) and is_between(path) for part in by_list[path]]
 
     def _flows(self, a: _Part, b: _Part) -> bool:
         last, first = a.blocks[-1], b.blocks[0]

@@ -66,7 +66,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
             if not _is_like(given, state):
                 return end, state, True
             end, state = holder.path, given
-        elif _is_norm(follower.module) and _is_like(given, state):
+        elif _is_norm(follower, state, evidence) and _is_like(given, state):
             end, state = follower.path, given
         elif not (_n_matrices(follower.module) and is_in_list(follower, evidence)) and _begins_head(follower, state):
             return end, state, True
@@ -94,12 +94,22 @@ def _is_like(given: Seen, state: Seen) -> bool:
     return sorted(given.shape) == sorted(state.shape) or given.shape[-1] == state.shape[-1]
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module only scales and shifts: its weights have one axis."""
-    weights = list(module.parameters())
+def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
+    """Whether a module only scales and shifts the state: its weights have one axis, or read something else.
+
+    Such as a condition, of which a norm's gain and shift are made.
+    """
+    weights = list(call.module.parameters())
     if not weights:
-        return "norm" in type(module).__name__.lower()
-    return all(max(weight.shape, default=1) == weight.numel() for weight in weights)
+        return "norm" in type(call.module).__name__.lower()
+    if all(max(weight.shape, default=1) == weight.numel() for weight in weights):
+        return True
+    inside = [part for part in call.walk() if part is not call]
+    mixing = [part for part in inside if any(p.dim() > 1 for p in part.module.parameters(recurse=False))]
+    reading = [part for part in inside if _reads(part, state, evidence)]
+    has_own = any(p.dim() > 1 for p in call.module.parameters(recurse=False))
+    is_conditional = bool(reading) and not has_own and not any(part in reading for part in mixing)
+    return is_conditional and any("norm" in type(part.module).__name__.lower() for part in reading)
 
 
 def _begins_head(call: ModuleCall, state: Seen) -> bool:

@@ -1,7 +1,7 @@
 """Relations from files: one JSON a relation, read so that a bad file never stops the good ones.
 
 The format is that of the relations data set (Hernandez et al. 2024): `name`, `prompt_templates` with ``{}`` for the
-subject, `samples` of `subject` and `object`. Tokens and models are the business of `relations_prompts`.
+subject, `samples` of `subject` and `object`. Tokens and models are the business of `prompts`.
 """
 
 from __future__ import annotations
