@@ -35,7 +35,7 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + reserved
     if device.type == "xpu":
         return torch.xpu.mem_get_info(device)[0]
-    if device.type == "mps":
+    if device.type == "mps" and torch.backends.mps.is_available():
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     try:
         with open("/proc/meminfo") as lines:  # noqa: PTH123
