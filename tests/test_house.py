@@ -22,7 +22,7 @@ LONG_FILES = {
 }  # fmt: skip
 """Files that are still too long. A line may only leave this list."""
 
-LONG_FUNCTIONS = {"src/tensorlens/app/map_command.py map_", "src/tensorlens/app/perturb_command.py perturb"}
+LONG_FUNCTIONS: set[str] = set()
 """Functions of the source that are still too long, as ``path name``. A line may only leave this list."""
 
 BARE_JSON = {

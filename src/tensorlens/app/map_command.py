@@ -16,46 +16,51 @@ if TYPE_CHECKING:
     from tensorlens.tensor import AttentionTensor
 
 
+MethodName = Annotated[
+    str | None,
+    typer.Option(
+        help="A method (see `tensorlens methods`). If left out: tensor.in_class for a model with a head, "
+        "tensor.in_out for others.",
+        show_default=False,
+    ),
+]
+TargetName = Annotated[
+    str | None,
+    typer.Option(help="The token, id or class to explain; the model's first choice if left out.", show_default=False),
+]
+OtherTarget = Annotated[
+    str | None, typer.Option(help="The other target of a contrast: why the one rather than the other?")
+]
+Position = Annotated[
+    int | None,
+    typer.Option(help="Position of the output to explain. If left out: the last; every one with --method."),
+]
+Heads = Annotated[
+    list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads, such as 3:0,2. Repeatable.")
+]
+WithoutHeads = Annotated[
+    list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out, such as 3:0,2. Repeatable.")
+]
+File = Annotated[
+    Path | None,
+    typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False),
+]
+
+
 def map_(
     model: Model,
     input: Input,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="A method (see `tensorlens methods`). If left out: tensor.in_class for a model with a head, "
-            "tensor.in_out for others.",
-            show_default=False,
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="The token, id or class to explain; the model's first choice if left out.", show_default=False
-        ),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="The other target of a contrast: why the one rather than the other?")
-    ] = None,
-    out_token: Annotated[
-        int | None,
-        typer.Option(help="Position of the output to explain. If left out: the last; every one with --method."),
-    ] = None,
+    method: MethodName = None,
+    target: TargetName = None,
+    against: OtherTarget = None,
+    out_token: Position = None,
     words: Annotated[bool, typer.Option("--words", help="One score a word instead of one a token.")] = False,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
-    heads: Annotated[
-        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads, such as 3:0,2. Repeatable.")
-    ] = None,
-    without_heads: Annotated[
-        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out, such as 3:0,2. Repeatable.")
-    ] = None,
+    heads: Heads = None,
+    without_heads: WithoutHeads = None,
     norm: Annotated[str, typer.Option(help="For tensor.norm: frobenius or spectral.")] = "frobenius",
     certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False
-        ),
-    ] = None,
+    out: File = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record

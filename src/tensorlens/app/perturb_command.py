@@ -17,34 +17,39 @@ if TYPE_CHECKING:
     from tensorlens.studies.results import StudyResult
 
 
+Data = Annotated[
+    str,
+    typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
+]
+Presets = Annotated[
+    list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
+]
+Replacements = Annotated[
+    list[str] | None,
+    typer.Option(help="Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."),
+]
+Grid = Annotated[
+    str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
+]
+Probes = Annotated[int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)]
+
+
 def perturb(
     model: Model,
-    data: Annotated[
-        str,
-        typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
-    ],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; all if not given.")] = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
-    ] = None,
-    replacement: Annotated[
-        list[str] | None,
-        typer.Option(help="Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."),
-    ] = None,
+    preset: Presets = None,
+    replacement: Replacements = None,
     tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128,
     min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1,
     windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
-    grid: Annotated[
-        str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
-    ] = None,
+    grid: Grid = None,
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
-    norm_probes: Annotated[
-        int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)
-    ] = None,
+    norm_probes: Probes = None,
     seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
     processes: NumberOfProcesses = 1,

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.traced import raw, traced_in
+from tensorlens.models.evidence import tensors_in
 from tensorlens.models.module_tree import named_modules
 
 
@@ -69,7 +70,7 @@ class LeakAudit(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
     def _reads_live(self, args: Any, kwargs: Any) -> bool:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             storage = _storage(tensor)
             if storage is not None and storage._cdata in self._live:
                 return True
@@ -81,17 +82,6 @@ def _storage(tensor: Tensor) -> Any:
         return raw(Tensor.untyped_storage, tensor)
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have none
         return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
 
 
 def refuse_custom_nodes(*ends: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +22,7 @@ from tensorlens.freezing.rules.modules import find_adapter
 from tensorlens.freezing.rules.recurrences import with_kernels
 from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of
 from tensorlens.freezing.traced import Traced, mark, raw, traced_in, unmark
+from tensorlens.models.evidence import tensors_in
 from tensorlens.models.module_tree import named_modules
 
 Forward = Callable[..., Any]
@@ -282,15 +283,3 @@ def _swap(values: Any, entries: dict[int, tuple[Tensor, Tensor]]) -> Any:
     if type(values) in (tuple, list):
         return type(values)(_swap(value, entries) for value in values)
     return values
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
