@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from strangers.cases import ids
 from strangers.models import Block, D, Plain
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -40,7 +40,7 @@ def inside(
 ) -> None:
     """Where in the model? Heads, feed-forwards, the flow over depth, and the graph, for one target.
 
-    Example: tensorlens inside smollm2-135m "When Mary and John went to the store, John gave a drink to"
+    Example: tensorlens inside smollm2-135m "The Eiffel Tower is in the city of"
     """
     reading.check(model)
     if out is not None and out.suffix not in SUFFIXES:

@@ -39,7 +39,7 @@ def judge(
 ) -> None:
     """Which method finds what is known to matter? Judges with answers, every method and peer on the same items.
 
-    Example: tensorlens judge smollm2-135m --data judges --out run --judges evidence --limit 50
+    Example: tensorlens judge smollm2-135m --data judges --out run --limit 50
     """
     reading.check(model)
     check_data(data)

@@ -44,16 +44,18 @@ class _Kept:
     """A module's own data before a pass. The tensors stay where they are: another thread may be at work with them."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Copies, since another thread may begin or end a pass meanwhile.
-        self.module, self.attributes, self.buffers = module, module.__dict__.copy(), module._buffers.copy()
+        # Copies of the dictionaries, since another thread may begin or end a pass meanwhile.
+        self.module, self.attributes, self.buffers = module, module.__dict__.copy(), dict(module._buffers.items())
         data = [value for value in (*self.attributes.values(), *self.buffers.values()) if is_data(value)]
-        self.copies = [(value, value._version, value.clone()) for value in data if not value.is_inference()]
+        own = [value for value in data if not value.is_inference() and not _stands_in(value)]
+        self.copies = [(value, value._version, value.clone()) for value in own]
 
     def put_back(self) -> None:
         """Undo what the pass wrote or replaced."""
         put_back(self.module, self.attributes)
         for name, buffer in self.buffers.items():
-            if self.module._buffers.get(name) is not buffer:
+            now = self.module._buffers.get(name)
+            if now is not buffer and not _stands_in(now) and not _stands_in(buffer):
                 self.module._buffers[name] = buffer
         for value, version, copy in self.copies:
             if value._version != version:
@@ -234,7 +236,13 @@ def copy_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
     if id(tensor) not in copies:
         with torch.inference_mode(False), torch.no_grad():
             copies[id(tensor)] = tensor.clone()
+        copies[id(tensor)].stands_in = True  # type: ignore[attr-defined]
     return copies[id(tensor)]
+
+
+def _stands_in(value: Any) -> bool:
+    """Whether a tensor is the copy that a pass in some thread works with: that pass takes it away again."""
+    return getattr(value, "stands_in", False)
 
 
 def put_back(module: nn.Module, before: dict[str, Any]) -> None:
@@ -246,7 +254,10 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
     """
     own = module.__dict__
     changed = [(key, value) for key, value in own.copy().items() if value is not before.get(key)]
-    for key in [key for key, value in changed if isinstance(value, Tensor) or type(value) in (int, float)]:
+    for key, value in changed:
+        is_data_or_count = isinstance(value, Tensor) and not _stands_in(value) or type(value) in (int, float)
+        if not is_data_or_count or _stands_in(before.get(key)):
+            continue
         if key in before:
             own[key] = before[key]
         else:
