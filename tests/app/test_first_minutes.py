@@ -156,6 +156,15 @@ def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
     assert found["predictions"][0]["index"] == best.index
 
 
+def test_another_member_is_recommended_where_it_ranks_words_better():
+    lens = tiny_lens()
+    asked = lens("Red apples").map("tensor.in_class", -1)
+    assert "--rules attn_lrp" in map_questions.recommendation(asked)
+    assert map_questions.recommendation(lens("Red apples").map("tensor.in_out", -1)) == ""
+    lens.rules = tl.Rules.attn_lrp()
+    assert map_questions.recommendation(lens("Red apples").map("tensor.in_class", -1)) == ""
+
+
 def test_the_sum_counts_the_bias_and_heads_left_out():
     lens = tiny_lens("neox")
     T = lens("Red")

@@ -90,7 +90,7 @@ def map_(
 
 
 def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | None, *, as_json: bool) -> None:
-    from tensorlens.app.map_questions import predictions, sum_line
+    from tensorlens.app.map_questions import predictions, recommendation, sum_line
 
     said = predictions(T, question)
     if out is not None:
@@ -106,6 +106,9 @@ def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | Non
     total = sum_line(found)
     if total:
         typer.echo(("\n" if out is None else "") + total)
+    advice = recommendation(found)
+    if advice:
+        typer.echo(advice)
     if out is not None:
         typer.echo(f"Wrote {out}")
 

@@ -166,6 +166,16 @@ def predictions(T: AttentionTensor, question: MapQuestion) -> list[Prediction]:
     return T.predictions(k=N_PREDICTIONS, out_token=-1 if question.out_token is None else question.out_token)
 
 
+def recommendation(found: TokenMap) -> str:
+    """Which member of the family ranks words better, for a map that asks about a word by the paper's."""
+    rules = found.meta.get("rules")
+    if found.method != IN_CLASS or found.shape[0] != 1 or not isinstance(rules, dict):
+        return ""
+    if (rules.get("attention"), rules.get("gate")) != ("hold", "freeze_gate"):
+        return ""
+    return "Which word decided? --rules attn_lrp ranked the deciding word higher on known evidence (docs/members.md)."
+
+
 def sum_line(found: TokenMap) -> str:
     """How the scores of one row of In+Class add up to what they explain."""
     logits = found.meta.get("logit")
