@@ -9,8 +9,8 @@ export class InsidePanel {
   constructor({ question, say, rest }) {
     Object.assign(this, { question, say, rest });
     this.opener = button("Look inside", "Look inside: heads, feed-forwards, the flow over depth, and the graph of this target", () => this.open());
-    this.problem = element("p", { class: "error", role: "alert", hidden: "" });
-    this.host = element("div", { class: "host embedded" });
+    this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
+    this.host = element("div", { class: "inside-host embedded" });
     this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.problem, this.host]);
     this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
   }
