@@ -278,7 +278,9 @@ def _outermost(modules: set[int], evidence: Evidence) -> Chain:
 def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     ending = find_ending(chain, evidence, _known_body(anatomy, chain))
     linear = ending.head_linear
-    unembedding = anatomy.unembedding or _as_unembedding(linear, ending, anatomy, evidence)
+    # One that never ran is none: some heads read its weight, joined to another, and make the logits themselves.
+    named = anatomy.unembedding if any(call.module is anatomy.unembedding for call in evidence.calls) else None
+    unembedding = named or _as_unembedding(linear, ending, anatomy, evidence)
     readout, ends_in = find_readout(evidence, linear)
     taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
     return replace(
