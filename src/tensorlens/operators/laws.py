@@ -68,7 +68,9 @@ class Probes:
         By the way that maps of a logit go: the recording's own graph, where it is kept.
         """
         operator, (start, _) = self.operator, self.operator.span
-        out_token = operator.shape[0] - 1
+        readout = operator.recording.readout
+        n_read = operator.shape[0] if readout is None or readout.dim() < 3 else readout.shape[1]
+        out_token = min(operator.shape[0], n_read) - 1  # a head may read fewer places than the body ends with
         of_v, of_zero = (
             operator.replay.push_logits(x[None], out_token, start, operator.heads)[0]
             for x in (self.v, torch.zeros_like(self.v))

@@ -60,7 +60,10 @@ def activate_from(run: Interpreter, name: str, z: Tensor, value: Elementwise, ro
     if run.recording and not run.grad:
         return mark(y0, live=True, role=role)
     wide = at_least_float32(z0)
-    y = at_least_float32(y0) + gains.secant(value, wide) * (at_least_float32(z) - wide)
+    # Where a model put −∞, such as at experts that were not chosen, nothing moves.
+    is_finite, none = wide.isfinite(), wide.new_zeros(())
+    moved = torch.where(is_finite, at_least_float32(z) - wide, none)
+    y = at_least_float32(y0) + torch.where(is_finite, gains.secant(value, wide), none) * moved
     return mark(y.to(y0.dtype), live=True, role=role)
 
 
