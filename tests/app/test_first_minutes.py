@@ -148,7 +148,7 @@ def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
     assert said.startswith(f"The model says {best.name!r} ({best.probability:.0%}".replace("%", " %"))
     assert "tensor.in_class   output 11" in said
     inputs, bias, logit = map(
-        float, re.search(r"sum to (\S+); the bias gives (\S+); the logit is (\S+)\.\n", said).groups()
+        float, re.search(r"sum to (\S+); the bias gives (\S+); the logit is (\S+)\s", said).groups()
     )
     assert inputs + bias == pytest.approx(logit, abs=0.02)
     found = strictly(asked("map", decoder, "Red and blue", "--no-certify", "--json"))
@@ -166,18 +166,21 @@ def test_another_member_is_recommended_where_it_ranks_words_better():
 
 
 def test_the_sum_counts_the_bias_and_heads_left_out():
-    lens = tiny_lens("neox")
-    T = lens("Red")
+    T = tiny_lens("neox")("Red")
     whole = T.map("tensor.in_class", -1)
-    share = float(whole.bias_share[0])
-    assert f"the bias gives {share * whole.meta['logit'][0]:.2f}; the logit is" in map_questions.sum_line(whole)
-    assert "the bias gives 0.00;" in map_questions.sum_line(tiny_lens()("Red").map("tensor.in_class", -1))
+    bias = f"{float(whole.bias_share[0]) * whole.meta['logit'][0]:.2f}".replace("-", "−")
+    assert f"the bias gives {bias}; the logit is" in whole.view().sums[0]
+    assert "the bias gives 0.00;" in tiny_lens()("Red").map("tensor.in_class", -1).view().sums[0]
     contrast = T.map("tensor.in_class", -1, target=(5, 9))
-    assert "the logit difference is" in map_questions.sum_line(contrast)
+    assert "the logit difference is" in contrast.view().sums[0]
     part = T.without_heads({0: [0, 1], 1: [0]}).map("tensor.in_class", -1)
-    assert "The whole model gives" in map_questions.sum_line(part)
-    assert map_questions.sum_line(T.map("tensor.in_out", -1)) == ""
-    assert map_questions.sum_line(T.map("tensor.in_class")) == ""
+    assert "with all heads" in part.view().sums[0] and "with those kept" in part.view().sums[0]
+    assert T.map("tensor.in_out", -1).view().sums == ()
+
+
+def test_the_sum_is_said_once(decoder, tmp_path):
+    for more in ((), ("--out", str(tmp_path / "map.html"))):
+        assert asked("map", decoder, "Red and blue", "--no-certify", *more).lower().count("inputs sum to") == 1
 
 
 def test_what_is_asked_without_a_method():

@@ -90,7 +90,7 @@ def map_(
 
 
 def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | None, *, as_json: bool) -> None:
-    from tensorlens.app.map_questions import predictions, recommendation, sum_line
+    from tensorlens.app.map_questions import predictions, recommendation
 
     said = predictions(T, question)
     if out is not None:
@@ -102,15 +102,14 @@ def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | Non
         first, *others = (f"{one.name!r} ({_percent(one.probability)})" for one in said)
         typer.echo(f"The model says {first}, then {' or '.join(others)}.\n" if others else f"The model says {first}.\n")
     if out is None:
-        found.show()
-    total = sum_line(found)
-    if total:
-        typer.echo(("\n" if out is None else "") + total)
+        found.show()  # and what it sums to
+    else:
+        for line in found.view().sums:
+            typer.echo(f"{line[:1].upper()}{line[1:]}.")
+        typer.echo(f"Wrote {out}")
     advice = recommendation(found)
     if advice:
-        typer.echo(advice)
-    if out is not None:
-        typer.echo(f"Wrote {out}")
+        typer.echo(("" if out is not None else "\n") + advice)
 
 
 def _percent(share: float) -> str:

@@ -20,8 +20,6 @@ NORMS = ("frobenius", "spectral")
 N_PREDICTIONS = 3
 N_RANKED = 200
 """How many of the model's choices are looked at for a word that was meant."""
-ROUNDING = 1e-3
-"""How far, as a part of all that is added up, a sum may be from a logit and still be called it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,18 +172,3 @@ def recommendation(found: TokenMap) -> str:
     if (rules.get("attention"), rules.get("gate")) != ("hold", "freeze_gate"):
         return ""
     return "Which word decided? --rules attn_lrp ranked the deciding word higher on known evidence (docs/members.md)."
-
-
-def sum_line(found: TokenMap) -> str:
-    """How the scores of one row of In+Class add up to what they explain."""
-    logits = found.meta.get("logit")
-    if found.method != IN_CLASS or found.shape[0] != 1 or not isinstance(logits, list):
-        return ""
-    logit, inputs = float(logits[0]), float(found.scores.sum())
-    bias = float(found.bias_share[0]) * logit
-    what = f"the logit{' difference' if ' − ' in str(found.meta.get('target')) else ''}"
-    line = f"The inputs sum to {inputs:.2f}; the bias gives {round(bias, 2) + 0.0:.2f}; "  # no minus before a zero
-    size = float(found.scores.abs().sum()) + abs(bias)
-    if abs(inputs + bias - logit) > ROUNDING * size:  # heads were left out
-        return f"{line}together {inputs + bias:.2f}. The whole model gives {logit:.2f} as {what}."
-    return f"{line}{what} is {logit:.2f}."
