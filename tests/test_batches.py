@@ -105,6 +105,25 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     assert order == ["begun 0", "finished 0", "begun 2", "begun 3", "finished 2", "finished 3"]  # the first is checked
 
 
+@pytest.mark.parametrize("method", ["tensor.in_class", "tensor.contribution"])
+def test_memory_that_runs_out_on_the_way_back_halves_the_batch(method, monkeypatch):
+    lens, inputs, grad, sizes = tl.Lens(zoo.build("llama", "eager")), ids((4,) * 6), torch.autograd.grad, []
+
+    def short(outputs, leaves, *arguments, **options):
+        n = len(leaves[0] if isinstance(leaves, tuple) else leaves)
+        sizes.append(n)
+        if n > 3:
+            raise torch.OutOfMemoryError("none left")
+        return grad(outputs, leaves, *arguments, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", short)
+    found = list(lens.maps(inputs, method))
+    monkeypatch.undo()
+    assert 6 in sizes and 3 in sizes
+    for value, one in zip(inputs, found, strict=True):
+        assert error(one, alone(lens, value, method)) < 1e-6  # Llama's norm is float32
+
+
 def test_pictures():
     lens = tl.Lens(zoo.build("vit"))
     inputs = [zoo.sample("vit", seed=seed) for seed in range(3)]

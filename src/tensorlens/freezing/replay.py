@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.prologue import Prologue
 from tensorlens.freezing.recording import Reached, Recording
 from tensorlens.freezing.traced import Traced, constant, mark, plain
+from tensorlens.memory import other_failures_passed_over
 from tensorlens.models.fingerprint import what_changed
 
 Read = Callable[[Tensor], Tensor]
@@ -134,7 +135,7 @@ class FactorReplay(Replay):
         if kept is not None:
             check_unchanged(self.recording)
             # On failure, such as a saved tensor written over since, replay.
-            with suppress(RuntimeError), own_precision(), torch.enable_grad():
+            with other_failures_passed_over(), own_precision(), torch.enable_grad():
                 return self._shaped(gradients(read(kept[1]), kept[0], cotangents, chunk))
         with self.graph(span, heads, to_logits=to_logits) as (x, y, _):
             return self._shaped(gradients(read(y), (x,), cotangents, chunk))

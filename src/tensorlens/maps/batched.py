@@ -7,7 +7,6 @@ the gradient of a sum over samples holds every sample's own row. Columns of padd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
 from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.memory import other_failures_passed_over
 from tensorlens.operators.norms import probe_vectors
 
 Notes = dict[str, Any]
@@ -189,7 +189,7 @@ def _pushed_by_graph(question: BatchQuestion) -> list[Tensor] | None:
     if recording.graph is None or recording.graph.end is None:
         return None
     x, n = recording.states[0], max(question.lengths)
-    with suppress(RuntimeError), torch.enable_grad():
+    with other_failures_passed_over(), torch.enable_grad():
         u = torch.zeros_like(question.rows(x), requires_grad=True)
         pulled = torch.autograd.grad(question.rows(recording.graph.end), recording.graph.leaves, u, create_graph=True)
         tokens = torch.cat(pulled, 1).unbind(1)
