@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_programs import Compiled
 
 import tensorlens as tl
+from tensorlens.studies.judge_study.compiled import load_compiled
 
 DATA = Path(os.environ.get("TENSORLENS_DATA", "data")) / "tracr"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no compiled programs; TENSORLENS_DATA names the folder")
@@ -30,15 +30,29 @@ WRITERS = {
 """What writes a variable of a program: an aggregate is a head's, a map of one token's values a feed-forward's."""
 
 
-def examples(model: Compiled) -> list[tuple[list[Any], torch.Tensor]]:
+class Program:
+    """A program's model, a lens on it, and what it calls its tokens and channels."""
+
+    def __init__(self, name: str) -> None:
+        model, self.about = load_compiled(DATA / f"{name}.json")
+        self.lens = tl.Lens(model, blocks="blocks")
+
+    def ids(self, tokens: list[Any]) -> list[int]:
+        return [self.about["encoding"][str(token)] for token in tokens]
+
+    def channel(self, name: str) -> int:
+        return self.about["residual_labels"].index(name)
+
+
+def examples(model: Program) -> list[tuple[list[Any], torch.Tensor]]:
     found = [one for one in model.about["examples"] if one["transformer_output"] is not None]
     return [(one["tokens"], torch.tensor(one["transformer_output"])) for one in found]
 
 
 @pytest.mark.parametrize(("program", "variable"), WRITERS)
 def test_the_component_that_the_program_names_comes_first(program: str, variable: str) -> None:
-    model = Compiled(DATA / f"{program}.json")
-    lens, n_asked = tl.Lens(model, blocks="blocks"), 0
+    model = Program(program)
+    lens, n_asked = model.lens, 0
     for tokens, output in examples(model)[:4]:
         T = lens(model.ids(tokens))
         assert (T.output - output).abs().max() < 1e-5  # the port is right
@@ -52,8 +66,8 @@ def test_the_component_that_the_program_names_comes_first(program: str, variable
 
 
 def test_what_the_last_head_of_a_reversal_reads_is_the_token_that_it_shows() -> None:
-    model = Compiled(DATA / "reverse.json")
-    lens = tl.Lens(model, blocks="blocks")
+    model = Program("reverse")
+    lens = model.lens
     for tokens, _ in examples(model)[:4]:
         T, n = lens(model.ids(tokens)), len(tokens) - 1
         for i in range(1, n + 1):
@@ -64,8 +78,8 @@ def test_what_the_last_head_of_a_reversal_reads_is_the_token_that_it_shows() -> 
 
 
 def test_the_pair_map_of_a_selector_is_on_the_pair_that_it_compares() -> None:
-    model = Compiled(DATA / "hist.json")  # select where the tokens at query and key are the same
-    lens = tl.Lens(model, blocks="blocks")
+    model = Program("hist")  # select where the tokens at query and key are the same
+    lens = model.lens
     for tokens, _ in examples(model)[:6]:
         T = lens(model.ids(tokens))
         for i in range(1, len(tokens)):
