@@ -73,7 +73,7 @@ def search(lens: tl.Lens, data: Path, out: Path, config: dict[str, Any]) -> dict
             prepared = [lens.prepare(list(item.ids)) for item in items]
             for name, weights in config["points"].items():
                 with ways(weights):
-                    maps = Batch(lens, prepared, for_method="tensor.in_class").maps(
+                    maps = Batch(lens, prepared, methods=("tensor.in_class",)).maps(
                         "tensor.in_class", targets=[item.target or 0 for item in items]
                     )
                 for item, one, made in zip(items, found, maps, strict=True):
