@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 from tensorlens.errors import MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at, read_logits, replayed
+from tensorlens.freezing.replay import logits_at, read_logits
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import plain
 from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
 from tensorlens.maps.targets import Classes, Target, no_head
