@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 from tensorlens.lens import Lens
@@ -27,23 +29,32 @@ def ask_peers(
     questions = _questions(items, records, options.peer_limit)
     model = run.folder / "peers" / "model"
     save_model(lens, model)
-    about: dict[str, Any] = {}
-    for name in options.peers:
-        peer = Peer(
-            name, run.folder / "peers", options.peer_python, options.peer_seconds, options.peer_total_seconds
-        )  # fmt: skip
-        found = peer.run(model, questions)
-        about[name] = found["about"] | {"n": len(found["answers"])}
+    peers = [
+        Peer(name, run.folder / "peers", options.peer_python, options.peer_seconds, options.peer_total_seconds)
+        for name in options.peers
+    ]
+    with ThreadPoolExecutor(options.peer_workers) as pool:  # each waits for a process
+        asked = [pool.submit(copy_context().run, peer.run, model, questions) for peer in peers]
+        found = {peer.name: one.result() for peer, one in zip(peers, asked, strict=True)}
+    for name, one in found.items():
         for record in records:
-            answer = found["answers"].get(record["index"] + 1)
-            if answer is None:
-                continue
-            if "error" in answer:
-                record["missing"][name] = answer["error"]
-            else:
-                record["scores"][name] = unit_sums(items[record["index"]], answer["scores"])
-                record["seconds"][name] = answer["seconds"]
-    return about
+            answer = one["answers"].get(record["index"] + 1)
+            if answer is not None:
+                _put(record, name, items[record["index"]], answer)
+    return {name: one["about"] | {"n": len(one["answers"])} for name, one in found.items()}
+
+
+def _put(record: dict[str, Any], name: str, item: Item, answer: dict[str, Any]) -> None:
+    """A peer's answer beside ours, or why there is none."""
+    scores = answer.get("scores")
+    if "error" in answer:
+        record["missing"][name] = answer["error"]
+    elif not isinstance(scores, list) or len(scores) != len(item.ids):
+        given = len(scores) if isinstance(scores, list) else "no"
+        record["missing"][name] = f"it gave {given} scores for {len(item.ids)} tokens"
+    else:
+        record["scores"][name] = unit_sums(item, scores)
+        record["seconds"][name] = answer["seconds"]
 
 
 def _questions(

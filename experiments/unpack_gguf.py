@@ -1,0 +1,33 @@
+"""A `.gguf` file, or its pieces in order, as a folder that transformers loads.
+
+    python experiments/unpack_gguf.py PIECE [PIECE …] --out FOLDER [--dtype bfloat16]
+
+Unpacked in float32, which is exact, and then rounded to --dtype.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tensorlens.models.gguf import convert_gguf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pieces", nargs="+", type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    arguments = parser.parse_args()
+    began = time.time()
+    folder = convert_gguf(arguments.out.name, arguments.pieces)
+    print(f"unpacked in {time.time() - began:.0f} s", flush=True)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype)).save_pretrained(arguments.out)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(arguments.out)
+    print(f"{arguments.out}, {time.time() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
