@@ -2,10 +2,13 @@
 
     python experiments/unpack_gguf.py PIECE [PIECE …] --out FOLDER [--dtype bfloat16]
 
-Unpacked in float32, which is exact, and then rounded to --dtype.
+Unpacked in float32, which is exact, into the cache of the library (TENSORLENS_CACHE, on the same disk as FOLDER), and
+then rounded to --dtype.
 """
 
 import argparse
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -24,6 +27,9 @@ def main() -> None:
     began = time.time()
     folder = convert_gguf(arguments.out.name, arguments.pieces)
     print(f"unpacked in {time.time() - began:.0f} s", flush=True)
+    if arguments.dtype == "float32":
+        shutil.copytree(folder, arguments.out, copy_function=os.link)  # no second copy of gigabytes
+        return
     AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype)).save_pretrained(arguments.out)
     AutoTokenizer.from_pretrained(folder).save_pretrained(arguments.out)
     print(f"{arguments.out}, {time.time() - began:.0f} s")

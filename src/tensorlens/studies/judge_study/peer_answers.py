@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from itertools import chain, zip_longest
 from typing import Any
 
 from tensorlens.lens import Lens
@@ -60,15 +60,17 @@ def _put(record: dict[str, Any], name: str, item: Item, answer: dict[str, Any]) 
 def _questions(
     items: Sequence[Item], records: Sequence[dict[str, Any]], limit: int | None
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What peers are asked; index 0 is theirs to speak about themselves."""
-    taken: Counter[str] = Counter()
-    found = []
+    """What peers are asked; index 0 is theirs to speak about themselves. The sets in turn: a peer may be ended."""
+    of_set: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         item = items[record["index"]]
-        is_ours = item.model == "" and item.judge != "patching" and "left_out" not in record
-        if not is_ours or limit is not None and taken[f"{item.judge}/{item.set}"] >= limit:
+        if item.model == "" and item.judge != "patching" and "left_out" not in record:
+            of_set.setdefault((item.judge, item.set), []).append(record)
+    found = []
+    for record in chain.from_iterable(zip_longest(*(some[:limit] for some in of_set.values()))):
+        if record is None:
             continue
-        taken[f"{item.judge}/{item.set}"] += 1
+        item = items[record["index"]]
         target = record["target"]
         target = list(target) if isinstance(target, (tuple, list)) else [target]
         found.append({"index": record["index"] + 1, "ids": item.ids, "target": target, "units": item.units})
