@@ -32,13 +32,17 @@ def command_line(description: str | None, n_items: int) -> argparse.ArgumentPars
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--leave-out", nargs="*", default=[], choices=SCORES, help="methods that would take too long")
     parser.add_argument("--peers", nargs="*", default=[], help="packages of others: flashtrace, context-cite")
+    parser.add_argument(
+        "--peers-alone", action="store_true", help="no methods but the peers; --show puts files together"
+    )
     parser.add_argument("--show", nargs="*", type=Path, help="only the table of these files")
     return parser
 
 
 def scores_of(arguments: argparse.Namespace) -> dict[str, Score]:
     """The methods asked for."""
-    found = {name: score for name, score in SCORES.items() if name not in arguments.leave_out}
+    left_out = SCORES if arguments.peers_alone else arguments.leave_out
+    found = {name: score for name, score in SCORES.items() if name not in left_out}
     if arguments.peers:
         from needle_peers import PEERS
 
@@ -65,7 +69,7 @@ def run(
 
 
 def read(files: Sequence[Path]) -> list[Row]:
-    """The rows of some files, each item once; a line that a stopped run cut off is left out."""
+    """The rows of some files, the methods of an item put together; a line that was cut off is left out."""
     found: dict[str, Row] = {}
     for file in files:
         for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
@@ -73,6 +77,9 @@ def read(files: Sequence[Path]) -> list[Row]:
                 row = json.loads(line)
             except ValueError:
                 continue
+            before = found.get(row["item"])
+            if before is not None and before["answer"] == row["answer"]:
+                row["methods"] = before["methods"] | row["methods"]
             found[row["item"]] = row
     return list(found.values())
 

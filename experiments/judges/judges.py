@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+BEFORE_PEERS = 90.0
+"""Seconds of --seconds that are kept for our own methods, so that peers are ended before the run is."""
 
 
 def main() -> None:
@@ -71,6 +73,7 @@ def start(
     command = [
         sys.executable, __file__, "--data", str(arguments.data), "--out", str(arguments.out), "--model", model,
         "--config", str(arguments.config), "--worker", name,
+        "--seconds", str(arguments.seconds),
         *(["--peer-python", arguments.peer_python] if arguments.peer_python else []),
     ]  # fmt: skip
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
@@ -97,6 +100,7 @@ def work(arguments: argparse.Namespace) -> None:
         print(json.dumps(search(lens, arguments.data, out, config["ways"]), indent=1))
         return
     options = config["runs"][arguments.worker]["options"] | {"peer_python": arguments.peer_python}
+    options["peer_total_seconds"] = max(30.0, arguments.seconds - BEFORE_PEERS)
     result = studies.judge(lens, arguments.data, out, progress=False, **options)
     if Processes.from_environment().is_first:
         for judge, found in result.summary["judges"].items():
