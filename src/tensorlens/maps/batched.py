@@ -30,7 +30,6 @@ from tensorlens.maps.controls import position_scores, random_scores, recency_sco
 from tensorlens.maps.gradients import jacobian_rules
 from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
 from tensorlens.maps.targets import no_head
-from tensorlens.memory import other_failures_passed_over
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import probe_vectors
@@ -88,27 +87,10 @@ def contribution(question: BatchQuestion) -> Pending:
     if "tensor.norm" in question.methods:
         scores = _by_rows(question)[1]
     else:
-        rows = _pushed_by_graph(question) or _pushed_by_factors(question)
+        pushed = question.replay.push_each_token(question.recording.states[0], question.rows)
+        rows = _pushed_by_factors(question) if pushed is None else pushed
         scores = torch.stack([row.norm(dim=-1) for row in rows], 1)
     return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
-
-
-def _pushed_by_graph(question: BatchQuestion) -> list[Tensor] | None:
-    r"""$T_{ij} x_j$ (sample, channel) for each input token j, without a replay.
-
-    $T v = ∂⟨T^\top u, v⟩/∂u$: the gradient of a pull through the kept graph is a push. None where no graph is kept, or
-    a fused kernel in it has no second derivative.
-    """
-    recording = question.recording
-    if recording.graph is None or recording.graph.end is None:
-        return None
-    x, n = recording.states[0], max(question.lengths)
-    with other_failures_passed_over(), torch.enable_grad():
-        u = torch.zeros_like(question.rows(x), requires_grad=True)
-        pulled = torch.autograd.grad(question.rows(recording.graph.end), recording.graph.leaves, u, create_graph=True)
-        tokens = torch.cat(pulled, 1).unbind(1)
-        return [torch.autograd.grad(tokens[j], u, x[:, j], retain_graph=True)[0] for j in range(n)]
-    return None
 
 
 def _pushed_by_factors(question: BatchQuestion) -> list[Tensor]:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from tensorlens.errors import MethodError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.layouts import put_state, state_of
-from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
+from tensorlens.freezing.replay_of import replay_of
 from tensorlens.maps.methods import METHODS, Answer, Question, method
 from tensorlens.memory import in_parts
 from tensorlens.models.plain_pass import evaluating, hooked
