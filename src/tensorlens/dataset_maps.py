@@ -223,7 +223,7 @@ class Work(ABC, Generic[Found]):
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            found = self._apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            found = self.apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
             return lambda: found
         check, self.n_batches = self.n_batches % CHECK_EVERY == 0, self.n_batches + 1
         if check:
@@ -236,7 +236,7 @@ class Work(ABC, Generic[Found]):
         shorter = [i for i, length in enumerate(lengths) if length < max(lengths)]
         i = self._random.choice(shorter or range(len(prepared)))
         if not self.agree(made[i], self.alone(prepared[i])) and not self._agree_strictly(prepared, i):
-            return self._apart(prepared, "together they give other numbers than alone")
+            return self.apart(prepared, "together they give other numbers than alone")
         return [self.noted(one) for one in made]
 
     def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
@@ -246,7 +246,7 @@ class Work(ABC, Generic[Found]):
         with tf32(False):
             return self.agree(self.begin_batch(prepared)()[i], self.alone(prepared[i]))
 
-    def _apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
+    def apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
         """The same samples with fewer of them together, from now on."""
         is_padded = len(set(map(length_of, prepared))) > 1
         self.together = NEXT[self.together] if self.together == "padded" and is_padded else "one by one"

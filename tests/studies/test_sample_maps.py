@@ -70,15 +70,17 @@ def test_a_member_behind_an_at_is_a_lens_with_its_rules():
 
 def test_samples_that_share_wrong_factors_are_noticed(monkeypatch):
     lens, samples = group("gpt2")
-    expected = SampleMaps(lens, ["tensor.norm"], out_token=-1).of(samples)
+    methods = ["tensor.norm", "tensor.in_out"]
+    expected = SampleMaps(lens, methods, out_token=-1).of(samples)
     whole = pull.fold_beside
     monkeypatch.setattr(pull, "fold_beside", lambda like, *rest: replace(whole(like, *rest), gain=like.gain))
-    maps = SampleMaps(lens, ["tensor.norm"], out_token=-1)
+    maps = SampleMaps(lens, methods, out_token=-1)
     found = maps.of(samples)
-    assert "together they give other numbers than alone" in maps.works[0].reason
+    assert maps.works[0].singly == {"tensor.norm"}
     for one, other in zip(found, expected, strict=True):
         assert difference(one["tensor.norm"], other["tensor.norm"])[0] < 1e-12
-        assert "samples go" in one["tensor.norm"].meta["batches"]
+        assert "samples go one by one" in one["tensor.norm"].meta["batches"]
+        assert one["tensor.in_out"].meta["engine"] == "batched" and "batches" not in one["tensor.in_out"].meta
 
 
 def test_a_sample_that_cannot_be_recorded_leaves_the_others(monkeypatch):

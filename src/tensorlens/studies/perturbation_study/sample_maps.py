@@ -7,7 +7,8 @@ for all of them at once where it can. That they are what they are alone is check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,8 @@ class _Together(Work[Maps | Missing]):
     def __init__(self, lens: Lens, names: Sequence[str], out_token: int, norm_probes: int | None, seed: int) -> None:
         super().__init__(lens, None, seed)
         self.out_token, self.norm_probes = out_token, norm_probes
+        self.singly: set[str] = set()
+        self.disagreed: set[str] = set()
         sketch = {} if norm_probes is None else {"probes": norm_probes, "seed": seed}
         self.options: dict[str, dict[str, Any]] = {
             name: sketch if split(name)[0] == "tensor.norm" else {} for name in names
@@ -101,7 +104,8 @@ class _Together(Work[Maps | Missing]):
         except TensorLensError:  # of which sample?
             found = [self.alone(one) for one in prepared]
             return lambda: found
-        pending = {name: self._begin_map(batch, name) for name in self.options}
+        tensors = [self.lens(one) for one in prepared] if self.singly else batch
+        pending = {name: self._begin_map(batch, tensors, name) for name in self.options}
         batch.release()
 
         def finish() -> list[Maps | Missing]:
@@ -110,15 +114,25 @@ class _Together(Work[Maps | Missing]):
 
         return finish
 
-    def _begin_map(self, batch: Batch, name: str) -> Callable[[], Sequence[TokenMap | Missing]]:
-        try:
-            pending = batch.begin_together(split(name)[0], self.out_token, **self.options[name])
-        except TensorLensError:
-            pending = None
+    def _begin_map(
+        self, batch: Batch, tensors: Iterable[AttentionTensor], name: str
+    ) -> Callable[[], Sequence[TokenMap | Missing]]:
+        pending = None
+        if name not in self.singly:
+            with suppress(TensorLensError):  # each sample says why
+                pending = batch.begin_together(split(name)[0], self.out_token, **self.options[name])
         if pending is not None:
             return pending
-        found = [self._map(tensor, name) for tensor in batch]
+        found = [self._map(tensor, name) for tensor in tensors]
         return lambda: found
+
+    def apart(self, prepared: list[ModelInput], reason: str) -> list[Maps | Missing]:
+        """Where some methods agree and others do not, these alone go one sample after the other."""
+        if self.disagreed and len(self.singly | self.disagreed) < len(self.options):
+            self.singly |= self.disagreed
+            self.n_batches = 0  # the next batch, which is this one once more, is checked again
+            return self._begin(prepared)()
+        return super().apart(prepared, reason)
 
     def alone(self, prepared: ModelInput) -> Maps | Missing:
         """One recording for all methods of the sample."""
@@ -138,9 +152,11 @@ class _Together(Work[Maps | Missing]):
 
     def agree(self, one: Maps | Missing, other: Maps | Missing) -> bool:
         """Map by map; where one says why there is none, so must the other."""
+        self.disagreed = set()
         if isinstance(one, str) or isinstance(other, str):
             return one == other
-        return all(self._same(one[name], other[name]) for name in self.options)
+        self.disagreed = {name for name in self.options if not self._same(one[name], other[name])}
+        return not self.disagreed
 
     def _same(self, one: TokenMap | Missing, other: TokenMap | Missing) -> bool:
         if isinstance(one, str) or isinstance(other, str):
@@ -149,9 +165,13 @@ class _Together(Work[Maps | Missing]):
 
     def noted(self, found: Maps | Missing) -> Maps | Missing:
         """In each map's `meta`."""
-        if not self.reason or isinstance(found, str):
+        if isinstance(found, str) or not (self.reason or self.singly):
             return found
-        said = {"batches": self.reason}
+        singly = "samples go one by one: together this method gives other numbers than alone"
+        said = {name: singly if name in self.singly else self.reason for name in found}
         return {
-            name: one if isinstance(one, str) else replace(one, meta=one.meta | said) for name, one in found.items()
+            name: one
+            if isinstance(one, str) or not said[name]
+            else replace(one, meta=one.meta | {"batches": said[name]})
+            for name, one in found.items()
         }
