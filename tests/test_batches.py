@@ -68,11 +68,25 @@ def test_batched_methods_of_mixed_lengths(name, attention):
             assert "batches" not in one.meta  # padding was silent
 
 
-@pytest.mark.parametrize("method", [name for name in tl.METHODS if name not in BATCHED])
-def test_other_methods_go_through_the_same_door(method):
+def test_every_method_goes_for_all_samples_at_once():
+    assert BATCHED.keys() == tl.METHODS.keys()
+
+
+@pytest.mark.parametrize("method", ["rollout.glob_enc", "mean.attn"])
+def test_a_method_without_such_a_way_goes_through_the_same_door(method, monkeypatch):
+    monkeypatch.delitem(BATCHED, method)
     lens, inputs = tl.Lens(zoo.build("gpt2")), ids((3, 3, 2))
     for value, one in zip(inputs, lens.maps(inputs, method), strict=True):
-        assert error(one, alone(lens, value, method)) < 1e-12
+        assert error(one, alone(lens, value, method)) < 1e-12 and "engine" not in one.meta
+
+
+def test_the_exact_norm_of_padded_samples_and_what_shares_its_rows():
+    lens, inputs = tl.Lens(zoo.build("bert")), ids()
+    batch = Batch(lens, [lens.prepare(one) for one in inputs], methods=("tensor.norm", "tensor.contribution"))
+    for method in ("tensor.norm", "tensor.contribution"):
+        pending = batch.begin_together(method, -1)
+        assert pending is not None
+        assert same(lens, inputs, pending(), method)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -95,7 +95,7 @@ def measured(lens: tl.Lens, items: Sequence[Item], points: dict[str, Sequence[fl
     prepared = [lens.prepare(list(items[k].ids)) for k in right]
     for name, weights in points.items() if right else ():
         with ways(weights):
-            maps = Batch(lens, prepared, for_method="tensor.in_class").maps(
+            maps = Batch(lens, prepared, methods=("tensor.in_class",)).maps(
                 "tensor.in_class", targets=[items[k].target or 0 for k in right]
             )
         for k, made in zip(right, maps, strict=True):
