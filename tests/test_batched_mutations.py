@@ -15,7 +15,7 @@ from torch import Tensor
 import tensorlens as tl
 from tensorlens import batch as batches
 from tensorlens.batch import Collated
-from tensorlens.folding import proof
+from tensorlens.freezing import proof
 from tensorlens.freezing import recording as recordings
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
@@ -105,7 +105,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     ),
     "the bias not taken off": (
         "gpt2", "tensor.contribution",
-        function("_pushed_by_graph", lambda w: lambda q: [row + 1 for row in w(q)]),
+        method(FactorReplay, "push_each_token", lambda w: lambda *a: [row + 1 for row in w(*a)]),
     ),
     "probes of another seed": (
         "gpt2", "tensor.norm",

@@ -14,6 +14,7 @@ import tensorlens as tl
 from tensorlens import batch as batches
 from tensorlens import dataset_maps
 from tensorlens.batch import Batch
+from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
 
@@ -87,7 +88,7 @@ def test_contributions_by_the_graph_of_a_pull_are_those_of_pushes(monkeypatch):
     monkeypatch.setattr(batched, "_pushed_by_factors", None)
     by_graph = list(lens.maps(inputs, "tensor.contribution"))
     monkeypatch.undo()
-    monkeypatch.setattr(batched, "_pushed_by_graph", lambda question: None)
+    monkeypatch.setattr(FactorReplay, "push_each_token", lambda *arguments: None)
     for one, other in zip(by_graph, lens.maps(inputs, "tensor.contribution"), strict=True):
         assert error(one, other) < 1e-12
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.folding.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recorder import RecordOptions
 from tensorlens.freezing.recording import Recording

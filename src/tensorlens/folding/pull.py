@@ -23,7 +23,7 @@ from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import check_unchanged
+from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.memory import free_bytes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
 

@@ -24,7 +24,7 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import check_unchanged, replayed
+from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import Traced, constant, is_live
 from tensorlens.models.plain_pass import evaluating, hooked
 

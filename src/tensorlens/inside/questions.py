@@ -13,7 +13,7 @@ from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
-from tensorlens.inside.score import score_map
+from tensorlens.inside.score import By, score_map
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -103,8 +103,11 @@ class InsideQuestions(TensorOperator):
         )
 
     @own_modes
-    def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
-        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
+    def score(
+        self, block: int, head: int, query: int, key: int | tuple[int, int], *, by: By = "token",
+        attention: int | None = None,
+    ) -> TokenMap:  # fmt: skip
+        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
 
         Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
         what the model adds to it in the last corner.
@@ -114,10 +117,16 @@ class InsideQuestions(TensorOperator):
             head: Counts query heads.
             query: The token that looks.
             key: The token it looks at, or a pair of them for the difference of two scores.
+            by: ``"token"``: pairs of input tokens. ``"component"``: pairs of earlier components, by what each wrote to
+                the stream where the query and the key read it.
+            attention: Which attention of the block, from 0, where it has several. Queries and keys count the tokens
+                that this attention has.
         """
         own = ("model", "versions")
         meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
-        return score_map(self.operator, block, head, query, key, tokens=self.context.tokens, meta=meta)
+        return score_map(
+            self.operator, block, head, query, key, by=by, attention=attention, tokens=self.context.tokens, meta=meta
+        )
 
     @own_modes
     def ablate(

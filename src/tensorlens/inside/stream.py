@@ -229,7 +229,10 @@ class Stream:
         return None
 
     def _sum(self, block: int, root: Node, entry: Node) -> Sum | None:
-        """Take a sum apart: the stream is the term that every other one was computed from."""
+        """Take a sum apart: the stream is the nearest term that every other one was computed from.
+
+        In $(x + f(x)) + g(x + f(x))$ that is $x + f(x)$, a sum itself; in $(f(x) + g(x)) + x$ it is $x$.
+        """
         aside = {entry} if self.seen.memory is None else {entry, self.seen.memory[0].node}
         # With attention held, what a decoder reads of the encoder comes from no stream of its own.
         terms = [
@@ -237,14 +240,19 @@ class Stream:
             for way, term in self._terms(root, entry, ())
             if entry in self._ancestors(term.node, order(entry), aside)
         ]
-        for is_same in (lambda node: node, self._same_state):
-            for way, term in terms:
-                origin = is_same(term.node)
-                if all(self._comes_from(other.node, origin) for _, other in terms if other is not term):
+        ways = dict.fromkeys(
+            way[:n] for n in range(1, max((len(way) for way, _ in terms), default=0) + 1, 2) for way, _ in terms
+        )
+        for way in ways:
+            term = self.seen.sums[(root, *way)[-2]][way[-1]]
+            others = [other.node for place, other in terms if place[: len(way)] != way]
+            for origin in (term.node, self._same_state(term.node)):
+                if all(self._comes_from(other, origin) for other in others):
                     return self._split(block, (root, *way), term, {origin, term.node})
         return None
 
     def _terms(self, node: Node, entry: Node, way: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], GradientEdge]]:
+        """What a sum of sums adds up, each with the way to it: turns, and sums between them."""
         for i, parent in enumerate(self.seen.sums[node]):
             further = (*way, i)
             if parent.node in self.seen.sums and parent.node is not entry:

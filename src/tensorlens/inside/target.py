@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.functional import pad
 
 from tensorlens.errors import MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at, read_logits, replayed
+from tensorlens.freezing.replay import logits_at, read_logits
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import plain
 from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
 from tensorlens.maps.targets import Classes, Target, no_head
@@ -34,24 +35,18 @@ def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pass:
-    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$, with the graph between them.
+class StreamPass:
+    r"""One replay at X with its graph, and what wrote to the stream.
 
     Attributes:
         operator: What was replayed.
         x: The state it began with, (1, token, channel).
-        t: The target, a number with a graph behind it.
-        weights: Its weights on logits.
-        out_token: Where the logits are read.
         seen: Who looked on.
         sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
     """
 
     operator: FrozenOperator
     x: Tensor
-    t: Tensor
-    weights: Weights
-    out_token: int
     seen: StreamObserver
     sums: dict[int, list[Sum] | None]
 
@@ -100,6 +95,21 @@ class Pass:
         return pad(scores, (0, n_others) if block < self.recording.n_encoder_blocks else (n_others, 0))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass(StreamPass):
+    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$.
+
+    Attributes:
+        t: The target, a number with a graph behind it.
+        weights: Its weights on logits.
+        out_token: Where the logits are read.
+    """
+
+    t: Tensor
+    weights: Weights
+    out_token: int
+
+
 def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int) -> tuple[GradientEdge, Tensor]:
     if block in (operator.span.start, operator.recording.n_encoder_blocks):
         return edge_of(x), x.detach()
@@ -126,9 +136,16 @@ def pass_to(
         logits = read_logits(recording, plain(end), i, classes)[0]
         t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()
         assert t.grad_fn is not None, "the state is part of the graph"
-        stream = Stream(seen, t.grad_fn, edge_of(x).node)
-        sums = {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in range(start, stop)}
+        sums = sums_of(operator, seen, x, t.grad_fn, range(start, stop))
         yield Pass(operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums)
+
+
+def sums_of(
+    operator: FrozenOperator, seen: StreamObserver, x: Tensor, end: Node, blocks: Iterable[int]
+) -> dict[int, list[Sum] | None]:
+    """The writes of some blocks, the last first, in the graph that ends at a node; None: not to be told apart."""
+    stream = Stream(seen, end, edge_of(x).node)
+    return {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in blocks}
 
 
 def _check(operator: FrozenOperator) -> None:

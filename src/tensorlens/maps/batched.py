@@ -20,7 +20,6 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
 from tensorlens.maps.targets import Classes, Target, no_head
-from tensorlens.memory import other_failures_passed_over
 from tensorlens.operators.norms import probe_vectors
 
 Notes = dict[str, Any]
@@ -174,27 +173,10 @@ def in_out(question: BatchQuestion) -> Pending:
 
 def contribution(question: BatchQuestion) -> Pending:
     """`tensor.contribution` of every sample: one push for each token, of all samples together."""
-    rows = _pushed_by_graph(question) or _pushed_by_factors(question)
+    pushed = question.replay.push_each_token(question.recording.states[0], question.rows)
+    rows = _pushed_by_factors(question) if pushed is None else pushed
     scores = torch.stack([row.norm(dim=-1) for row in rows], 1)
     return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
-
-
-def _pushed_by_graph(question: BatchQuestion) -> list[Tensor] | None:
-    r"""$T_{ij} x_j$ (sample, channel) for each input token j, without a replay.
-
-    $T v = ∂⟨T^\top u, v⟩/∂u$: the gradient of a pull through the kept graph is a push. None where no graph is kept, or
-    a fused kernel in it has no second derivative.
-    """
-    recording = question.recording
-    if recording.graph is None or recording.graph.end is None:
-        return None
-    x, n = recording.states[0], max(question.lengths)
-    with other_failures_passed_over(), torch.enable_grad():
-        u = torch.zeros_like(question.rows(x), requires_grad=True)
-        pulled = torch.autograd.grad(question.rows(recording.graph.end), recording.graph.leaves, u, create_graph=True)
-        tokens = torch.cat(pulled, 1).unbind(1)
-        return [torch.autograd.grad(tokens[j], u, x[:, j], retain_graph=True)[0] for j in range(n)]
-    return None
 
 
 def _pushed_by_factors(question: BatchQuestion) -> list[Tensor]:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.folding.proof import Proof, compare, known_proof, remember_proof, tolerance_of
 from tensorlens.folding.pull import FoldedRows, Way
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Span
+from tensorlens.freezing.proof import Proof, compare, known_proof, remember_proof, tolerance_of
 from tensorlens.freezing.replay import Replay, read_logits
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type, tf32, tf32_allowed
