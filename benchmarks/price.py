@@ -43,7 +43,6 @@ def unchecked() -> Iterator[None]:
         for name, value in {
             "operators.matrix_free.FrozenOperator._is_proved": lambda *_: True,
             "freezing.replay_of._prove": lambda *_: Proof(0.0, 1.0),
-            "freezing.recorder.is_audited": lambda *_: True,
             "freezing.recorder.refuse_scripts": lambda *_: None,
             "freezing.recorder.current_fingerprint": lambda *_: None,
             "freezing.replay.check_unchanged": lambda *_: None,

@@ -56,6 +56,7 @@ def run(
     """Measure the items that the file does not hold yet, each named by its `name`, until time is up."""
     began, (first, step) = time.time(), (int(one) for one in arguments.part.split("/"))
     rows = read([arguments.out])
+    arguments.out.write_text("".join(map(_line, rows)), "utf-8")  # without the line that a stopped run cut off
     known = {row["item"] for row in rows}
     for item in asked[first::step]:
         if time.time() - began > arguments.seconds:
@@ -63,9 +64,13 @@ def run(
         if item.name not in known:
             rows.append({"item": item.name, **measure(lens, item)})
             with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows[-1], allow_nan=False) + "\n")
+                file.write(_line(rows[-1]))
     print(f"{len(rows)} of {len(asked[first::step])} items in {time.time() - began:.0f} s on {lens.model.device}")
     return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def read(files: Sequence[Path]) -> list[Row]:

@@ -158,6 +158,7 @@ class Work(ABC, Generic[Found]):
         found: dict[int, Found] = {}
         order = sorted(range(len(prepared)), key=lambda i: (_kind(prepared[i]), length_of(prepared[i])))
         waiting = list(self._batches(prepared, order))
+        waiting = [*waiting[-1:], *waiting[:-1]]  # longest, shortest, then sizes between: a size between needs no audit
         begun: list[tuple[list[int], Pending[Found]]] = []
         while waiting:
             cancel.check()

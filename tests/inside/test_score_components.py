@@ -120,6 +120,7 @@ def test_a_cross_attention_is_chosen_and_its_keys_are_the_encoders() -> None:
     assert not by_token.scores[:, 5:-1].any() and by_token.scores[:, :5].any()  # keys read no token of the decoder
     found = T.score(3, 1, 2, 4, attention=1, by="component")
     assert float(found.scores.sum()) == pytest.approx(float(by_token.scores.sum()), rel=1e-6, abs=1e-6)
+    assert row(found, "bias").abs().max() < 1e-6  # the family has no biases, and a cross-attention no positions
     by_key = {label for label, column in zip(found.in_tokens, found.scores.T, strict=True) if column.abs().max() > 1e-9}
     by_query = {label for label, row in zip(found.out_tokens, found.scores, strict=True) if row.abs().max() > 1e-9}
     assert "block 1, feed-forward" in by_key and not any(label.startswith("block 3") for label in by_key)

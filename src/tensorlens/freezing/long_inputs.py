@@ -25,8 +25,8 @@ from tensorlens.freezing.interpreter import Factors, Forward, Heads, Interpreter
 from tensorlens.freezing.layouts import constants, find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.proof import Proof
-from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding
-from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.recorder import Call, Recorder, RecordOptions
+from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
 from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay
 from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
@@ -244,14 +244,21 @@ def record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = 
     return _record_long(anatomy, inputs, rules or Rules(), keeps_graphs=False)
 
 
-def _record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool) -> LongInput | None:
+def _record_long(
+    anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool, audits: bool = False
+) -> LongInput | None:
     blocks, factors = _BlockGraphs(anatomy, keeps_graphs=keeps_graphs), SomeFactors()
-    recorder = Recorder(anatomy, inputs, rules, RecordOptions(), grad=True, factors=factors, blocks=blocks)
+    recorder = Recorder(
+        anatomy, inputs, rules, RecordOptions(), grad=True, factors=factors, blocks=blocks, audits=audits
+    )
     with own_precision(), without_weight_gradients(anatomy.model), torch.enable_grad():
         try:
             recording = recorder.go()
         except StartAtEmbedding:
             return None
+        except Unaudited:
+            del blocks, factors, recorder  # and the graphs
+            return _record_long(anatomy, inputs, rules, keeps_graphs=keeps_graphs, audits=True)
     if recording is None or recording.side_channels or recording.n_encoder_blocks or recording.graph is None:
         return None
     graph, recording = recording.graph, replace(recording, graph=None)
