@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -150,14 +149,13 @@ def estimate(table: dict[str, Any], options: dict[str, Any], n_samples: int = 4)
     ]
     lens(inputs[0]).map("tensor.in_out", out_token=-1)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory():
-        for one in inputs:
-            tensor = lens(one)
-            for method in tl.METHODS:
-                try:
-                    tensor.map(method, out_token=-1, **({"probes": 16} if method == "tensor.norm" else {}))
-                except TensorLensError:
-                    continue
+    for one in inputs:
+        tensor = lens(one)
+        for method in tl.METHODS:
+            try:
+                tensor.map(method, out_token=-1, **({"probes": 16} if method == "tensor.norm" else {}))
+            except TensorLensError:
+                continue
     each = (time.perf_counter() - began) / n_samples
     hours = each * table["n_samples"] / 3600
     n_all = table["n_samples"]
