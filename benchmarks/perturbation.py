@@ -74,7 +74,7 @@ def rates(lens: tl.Lens, data: Any, chosen: argparse.Namespace) -> dict[str, Any
                     work.together = "one by one"
             every = range(chosen.group, chosen.group + n)
             groups = [every[at : at + chosen.group] for at in range(0, n, chosen.group)]
-            measurement.measure(range(chosen.group))
+            measurement.measure(range(chosen.group if way == "together" else 2))
             finish()
             start = time.perf_counter()
             records = [record for group in groups for record in measurement.measure(group)]
@@ -162,8 +162,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", help="a folder with real weights, or a bundled name")
     parser.add_argument("--data", help="texts for it")
-    parser.add_argument("--samples", type=int, default=128, help="of those that go together")
-    parser.add_argument("--alone", type=int, default=16, help="of those that go one by one")
+    parser.add_argument("--samples", type=int, default=96, help="of those that go together")
+    parser.add_argument("--alone", type=int, default=8, help="of those that go one by one")
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=30, help="of the random weights; fewer to try it out")

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.strict_json import to_json
+
 PAGE = Path(__file__).parents[1] / "docs" / "members.md"
 METRICS = {"hs_mse": "how far the output moves (HS-MSE)", "abs_aopc": "how far its probability moves (abs-AOPC)"}
 MAPS = {"tensor.in_class": "In+Class", "tensor.in_out": "In+Out"}
@@ -106,7 +108,7 @@ def main() -> None:
     if chosen.command == "areas":
         chosen.out.mkdir(parents=True, exist_ok=True)
         for run in sorted(path.parent for path in chosen.runs.glob("members-*/config.json")):
-            data = json.dumps(areas(run)).encode()
+            data = to_json(areas(run)).encode()
             (chosen.out / f"{run.name}.json.gz").write_bytes(gzip.compress(data, mtime=0))
     elif chosen.write:
         before, rest = PAGE.read_text("utf-8").split("<!-- perturbation: members -->")
