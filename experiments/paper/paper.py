@@ -4,7 +4,9 @@
     python experiments/paper/paper.py TABLE --estimate      how long it would take on this machine
 
 TABLE is a key of `paper.json`: bert, roberta, modernbert, gemma3, pythia, pico, phi, deit-base, deit-small, relations.
-Models and data are not bundled. Without a network, and with a file missing, the command says which one and stops.
+Models and data are not bundled. Without a network, and with a file missing, the command says which one and stops. The
+hub ids have not been looked up: one that is gone or was renamed shows as missing. What the paper leaves open, such as
+the checkpoint trained for sentiment, is named in the table's note.
 """
 
 from __future__ import annotations
