@@ -53,19 +53,28 @@ def same(lens: tl.Lens, inputs, found, method: str = "tensor.in_out", **options)
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_batched_methods_of_mixed_lengths(name, attention):
-    model = zoo.build(name, attention)
+def test_every_method_of_mixed_lengths(name, attention):
+    model, tolerance = zoo.build(name, attention), 1e-12
     if zoo.ZOO[name].casts:
-        model = model.float()
-    tolerance = 2e-5 if zoo.ZOO[name].casts else 1e-12
+        model, tolerance = model.float(), 2e-5
     lens, inputs = tl.Lens(model), ids()
+    batch = Batch(lens, [lens.prepare(value) for value in inputs], methods=tuple(BATCHED))
+    tensors = [lens(value) for value in inputs]
     for method in BATCHED:
-        options = {"probes": 4} if method == "tensor.norm" else {}
-        found = list(lens.maps(inputs, method, **options))
-        assert [len(one.in_tokens) for one in found] == list(LENGTHS)
-        for value, one in zip(inputs, found, strict=True):
-            assert error(one, alone(lens, value, method, **options)) < tolerance
-            assert "batches" not in one.meta  # padding was silent
+        pending = batch.begin_together(method, -1)
+        assert pending is not None, method
+        out_token = None if method == "tensor.in_class" and tensors[0].operator.recording.pools else -1
+        for T, one in zip(tensors, pending(), strict=True):
+            assert error(one, T.map(method, out_token)) < tolerance, method
+
+
+@pytest.mark.parametrize("method", ["tensor.in_class", "tensor.in_out", "tensor.norm", "rollout.glob_enc"])
+@pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
+def test_padding_is_silent(name, method):
+    lens, inputs, options = tl.Lens(zoo.build(name)), ids(), {"probes": 4} if method == "tensor.norm" else {}
+    found = list(lens.maps(inputs, method, **options))
+    assert [len(one.in_tokens) for one in found] == list(LENGTHS) and same(lens, inputs, found, method, **options)
+    assert not any("batches" in one.meta for one in found)
 
 
 @pytest.mark.parametrize("method", BATCHED)
