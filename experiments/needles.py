@@ -17,6 +17,8 @@ from passage_run import Row, mean, place, recall
 
 import tensorlens as tl
 
+REFERENCE = "T (paper)"
+
 
 def main() -> None:
     parser = passage_run.command_line(__doc__, 40)
@@ -76,26 +78,30 @@ def decoy_first(row: Row, scores: list[float]) -> bool:
 
 
 def table(rows: list[Row]) -> str:
-    head = ("tokens", "right of asked", "with decoy", "method", "recall@1", "recall@5", "mean rank", "@1 with decoy",
-            "decoy before needle", "s", "forward", "backward")  # fmt: skip
+    """By length and method, with the paired difference to the paper's T on the items that both have."""
+    head = ("tokens", "right of asked", "with decoy", "method", "recall@1", "less the paper's T", "recall@5",
+            "mean rank", "@1 with decoy", "decoy before needle", "s", "forward", "backward")  # fmt: skip
     lines = []
     for length in sorted({row["length"] for row in rows}):
         here = [row for row in rows if row["length"] == length]
-        right = [row for row in here if row["methods"]]
-        for name in passage_run.methods_of(right):
-            some = [row for row in right if "scores" in row["methods"][name]]
-            of = [row["methods"][name] for row in some]
-            at_1, at_5, rank = zip(
-                *(placed(row, one["scores"]) for row, one in zip(some, of, strict=True)), strict=True
-            )
-            hard = [k for k, row in enumerate(some) if row["decoys"]]
-            lines.append([
-                str(length), f"{len(some)} of {len(here)}", str(len(hard)), name, mean(at_1), mean(at_5), mean(rank, 1),
-                mean([at_1[k] for k in hard]), str(sum(decoy_first(some[k], of[k]["scores"]) for k in hard)),
-                mean([one["seconds"] for one in of[1:] or of]), mean([one["forward"] for one in of], 0),
-                mean([one["backward"] for one in of], 0),
-            ])  # fmt: skip
+        for name in passage_run.methods_of(here):
+            some = [row for row in here if "scores" in row["methods"].get(name, {})]
+            lines.append([str(length), f"{len(some)} of {len(here)}", *_cells(some, name)])
     return passage_run.markdown(head, lines)
+
+
+def _cells(rows: list[Row], name: str) -> list[str]:
+    of = [row["methods"][name] for row in rows]
+    at_1, at_5, rank = zip(*(placed(row, one["scores"]) for row, one in zip(rows, of, strict=True)), strict=True)
+    both = [k for k, row in enumerate(rows) if "scores" in row["methods"].get(REFERENCE, {})]
+    base = [placed(rows[k], rows[k]["methods"][REFERENCE]["scores"])[0] for k in both]
+    hard = [k for k, row in enumerate(rows) if row["decoys"]]
+    return [
+        str(len(hard)), name, mean(at_1), passage_run.less([at_1[k] for k in both], base), mean(at_5), mean(rank, 1),
+        mean([at_1[k] for k in hard]), str(sum(decoy_first(rows[k], of[k]["scores"]) for k in hard)),
+        mean([one["seconds"] for one in of[1:] or of]), mean([one["forward"] for one in of], 0),
+        mean([one["backward"] for one in of], 0),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from passage_scores import SCORES, Passages, Score
 
@@ -130,6 +131,16 @@ def recall(scores: Sequence[float], wanted: int, k: int, among: Sequence[int] | 
 def methods_of(rows: Sequence[Row]) -> list[str]:
     """Every method that has scores somewhere, in the order in which they were asked."""
     return list(dict.fromkeys(name for row in rows for name, one in row["methods"].items() if "scores" in one))
+
+
+def less(values: Sequence[float], others: Sequence[float], n_resamples: int = 5000) -> str:
+    """The mean paired difference with its 95 % bootstrap interval."""
+    if not values:
+        return "–"
+    gaps = np.subtract(values, others)
+    draws = np.random.default_rng(0).integers(len(gaps), size=(n_resamples, len(gaps)))
+    low, high = np.quantile(gaps[draws].mean(1), (0.025, 0.975))
+    return f"{gaps.mean():+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def mean(values: Sequence[float], digits: int = 2) -> str:

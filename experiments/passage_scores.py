@@ -20,7 +20,7 @@ Score = Callable[[tl.Lens, Any, Passages], Scored]
 RULES = {
     "T (paper)": tl.Rules.paper(),
     "T, gate halved": tl.Rules(gate="half"),
-    "T, attn_lrp": tl.Rules.attn_lrp(),
+    "T, AttnLRP": tl.Rules.attn_lrp(),
 }
 STOP = frozenset(
     re.findall(
@@ -98,7 +98,7 @@ SCORES: dict[str, Score] = {
     ),
     "mean attention": mean_attention,
     "input × gradient": input_gradient,
-    "|input × gradient|": input_gradient_magnitude,
+    "size of input × gradient": input_gradient_magnitude,
     "recency": recency,
     "word overlap": word_overlap,
 }

@@ -77,6 +77,14 @@ def test_padding_is_silent(name, method):
     assert not any("batches" in one.meta for one in found)
 
 
+@pytest.mark.parametrize("method", BATCHED)
+def test_a_batch_of_one_is_the_sample(method):
+    lens, options = tl.Lens(zoo.build("gpt2")), {"probes": 4} if method == "tensor.norm" else {}
+    [value] = ids((5,))
+    [found] = lens.batch([value]).maps(method, **options)
+    assert error(found, alone(lens, value, method, **options)) < 1e-12
+
+
 def test_every_method_goes_for_all_samples_at_once():
     assert BATCHED.keys() == tl.METHODS.keys()
 

@@ -4,8 +4,8 @@
 
 RUNS holds MODEL/RUN/summary.json as `judges.py` writes them. A page has blocks ``<!-- judges: KEY -->`` …
 ``<!-- /judges -->``; what is between is replaced, the rest is written by hand. KEY is a question (word, passage,
-component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences. Runs with peers are shown
-by themselves, since they have other items. A run that was stopped is shown as far as it came.
+component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences, perturbation. Runs with
+peers are shown by themselves, since they have other items. A run that was stopped is shown as far as it came.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorlens.studies.judge_study.measuring import WRONG
-from tensorlens.studies.judge_study.report import counts_line, judge_table
+from tensorlens.studies.judge_study.report import area_table, counts_line, judge_table
 from tensorlens.studies.judge_study.summary import summarise
 from tensorlens.studies.pages import as_markdown
 from tensorlens.studies.sample_lines import whole_lines
@@ -36,23 +36,31 @@ Runs = dict[str, dict[str, Any]]
 """By model and judge, what the run's summary says."""
 
 
-def read(folder: Path) -> tuple[Runs, dict[str, Any], dict[str, Any]]:
-    """Judges by model, the searches over ways by model, and the runs with peers by model and run."""
-    judges: Runs = {}
-    ways: dict[str, Any] = {}
-    peers: dict[str, Any] = {}
+class Found(NamedTuple):
+    """What the folders hold, by model."""
+
+    judges: Runs
+    ways: dict[str, Any]
+    peers: dict[str, Any]
+    areas: dict[str, Any]
+
+
+def read(folder: Path) -> Found:
+    """Judges, the searches over ways, the runs with peers and the areas of perturbation."""
+    found = Found({}, {}, {}, {})
     for path in sorted(one for one in folder.glob("*/*") if one.is_dir()):
         model, summary = path.parts[-2], summary_of(path)
         if summary is None:
             continue
         if "judges" not in summary:
-            ways[model] = summary
+            found.ways[model] = summary
         elif summary.get("peers"):
-            peers.setdefault(model, {})[path.name] = summary
+            found.peers.setdefault(model, {})[path.name] = summary
         else:
-            for name, found in summary["judges"].items():
-                judges.setdefault(model, {})[name] = found
-    return judges, ways, peers
+            found.judges.setdefault(model, {}).update(summary["judges"])
+        if summary.get("perturbation"):
+            found.areas[model] = summary["perturbation"]
+    return found
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
@@ -190,16 +198,25 @@ def differences(runs: Runs) -> str:
     return as_markdown(rows) if rows else "No run yet."
 
 
-def block(key: str, runs: Runs, ways: dict[str, Any], peers: dict[str, Any]) -> str:
+def block(key: str, found: Found) -> str:
     """What belongs between the marks of a key."""
+    runs = found.judges
     if key.startswith("sets "):
         return set_table(runs, key.removeprefix("sets "))
     if key == "tracr":
         model = next((model for model in runs if "tracr" in runs[model]), "")
         return set_table(runs, model, "tracr")
-    simple = {"counts": lambda: counts(runs), "ways": lambda: way_table(ways), "peers": lambda: peer_list(peers),
-              "members": lambda: member_tables(runs), "differences": lambda: differences(runs)}  # fmt: skip
+    simple = {
+        "counts": lambda: counts(runs), "ways": lambda: way_table(found.ways), "peers": lambda: peer_list(found.peers),
+        "members": lambda: member_tables(runs), "differences": lambda: differences(runs),
+        "perturbation": lambda: area_tables(found.areas),
+    }  # fmt: skip
     return simple[key]() if key in simple else question_table(runs, key)
+
+
+def area_tables(areas: dict[str, Any]) -> str:
+    """Areas under the curve of HS-MSE, most relevant tokens first."""
+    return "\n\n".join(f"**{model}**\n\n{area_table(one)}" for model, one in areas.items()) or "No run yet."
 
 
 def main() -> None:
@@ -210,7 +227,7 @@ def main() -> None:
     found = read(arguments.runs)
     for page in arguments.page or PAGES:
         text = page.read_text("utf-8")
-        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], *found)}\n\n{m[3]}", text), "utf-8")
+        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], found)}\n\n{m[3]}", text), "utf-8")
         print(f"{page}: {len(BLOCK.findall(text))} tables")
 
 

@@ -87,8 +87,9 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def inside(
-        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
-    ) -> Inside:
+        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200,
+        n_whys: int = 4,
+    ) -> Inside:  # fmt: skip
         """Components, flow, what heads read, and the graph of one target, together; `.save("inside.html")` is a page.
 
         Args:
@@ -96,11 +97,13 @@ class InsideQuestions(TensorOperator):
             target: As for `map`; None explains the model's own prediction.
             share: Of the graph.
             max_nodes: Of the graph.
+            n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
         """
         i, meta = self._output(out_token)
         return look_inside(
-            self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
-        )
+            self.operator, self.context.classes, i, target, share, max_nodes, n_whys, tokens=self.context.tokens,
+            meta=meta,
+        )  # fmt: skip
 
     @own_modes
     def score(

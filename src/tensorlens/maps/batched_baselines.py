@@ -73,7 +73,7 @@ def _walk(question: BatchQuestion, measures: frozenset[str]) -> dict[str, Joined
     sums: dict[str, Tensor] = {}
     for block in reversed(range(recording.n_blocks)):
         for measure, matrix in _matrices(question, block, every[block], measures).items():
-            step = rows_to_one(matrix)
+            step = rows_to_one(matrix.reshape(n_samples, *matrix.shape[-2:]))  # one sample comes without its axis
             at_output = step[torch.arange(n_samples, device=step.device), places]
             sums[measure] = sums.get(measure, 0) + at_output
             row = rollouts.get(measure)

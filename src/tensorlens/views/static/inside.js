@@ -9,6 +9,7 @@ class Inside {
     this.root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
     this.shade = shadeAround();
     this.effect = "total";
+    this.by = "component";
     this.build();
     onShadeChange(() => this.reshade());
     this.reshade();
@@ -113,9 +114,48 @@ class Inside {
     const parts = [element("h3", { text: name })];
     if (one?.wrote) parts.push(this.text("Wrote at (total effect by token)", one.wrote));
     if (one?.read) parts.push(this.text("Read from (its effect by the token it took it from)", one.read));
+    if (one?.look) parts.push(this.lookNode(one.look));
     if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, of which direct ${formatNumber(one.direct, true)}` }));
     this.about.replaceChildren(...parts);
-    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about } }));
+    const again = () => this.showAbout(name, one);
+    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about, look: one?.look, again } }));
+  }
+
+  // Where the head looked for most of what it carries, and the score that made it look there, pair by pair.
+  lookNode(look) {
+    const at = (token) => `${token} “${visible(this.data.tokens[token]).trim()}”`;
+    const where = `At ${at(look.query)} it looked at ${at(look.key)} (attention ${(100 * look.attention).toFixed(0)} %), and took from there most of what it carries.`;
+    const parts = [element("span", { class: "name", text: "Why it looked there" }), element("p", { text: where })];
+    if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns).` }), ...this.whyNodes(look));
+    return element("div", { class: "look" }, parts);
+  }
+
+  whyNodes(look) {
+    const tip = element("p", { class: "pair", text: this.strongestPair(look.why[this.by]) });
+    const choose = element("select", { "aria-label": "Pairs" }, ["component", "token"].map((name) => element("option", { value: name, text: `pairs of ${name}s` })));
+    choose.value = this.by;
+    const canvas = element("canvas", { role: "img", "aria-label": "Pairs that made the score" });
+    const draw = () => {
+      const { rows, columns, cells } = look.why[this.by];
+      const grid = new Grid(canvas, { rows: rows.map(briefly), columns: columns.map(briefly), isSlanted: true, left: 96 });
+      grid.onPoint = (row, column) => (tip.textContent = pairText(rows[row], columns[column], cells[row][column]));
+      grid.draw(cells, this.shade);
+    };
+    choose.addEventListener("change", () => {
+      this.by = choose.value;
+      tip.textContent = this.strongestPair(look.why[this.by]);
+      draw();
+    });
+    draw();
+    return [choose, element("div", { class: "scrolls" }, [canvas]), tip];
+  }
+
+  strongestPair({ rows, columns, cells }) {
+    let best = [0, 0];
+    cells.forEach((line, row) => line.forEach((score, column) => {
+      if (Math.abs(score) > Math.abs(cells[best[0]][best[1]])) best = [row, column];
+    }));
+    return `Most of it: ${pairText(rows[best[0]], columns[best[1]], cells[best[0]][best[1]])}`;
   }
 
   text(title, scores) {
@@ -146,11 +186,20 @@ class Inside {
   }
 }
 
+function pairText(row, column, score) {
+  return `query ${visible(row)} × key ${visible(column)}: ${formatNumber(score, true)}`;
+}
+
+// Names of components as short as a picture needs them.
+function briefly(name) {
+  const short = visible(name).replace(/^block (\d+), /, "$1 ").replace("attention head ", "head ").replace("feed-forward", "ff");
+  return shorten(short.replace(/^(\d+) head /, "$1."), 14);
+}
+
 // A small heat map with labels, drawn whole: blocks and heads are few, and tokens scroll.
 class Grid {
-  constructor(canvas, { rows, columns, isFlipped = false, isSlanted = false }) {
-    Object.assign(this, { canvas, rows, columns, isFlipped, isSlanted });
-    this.left = 34;
+  constructor(canvas, { rows, columns, isFlipped = false, isSlanted = false, left = 34 }) {
+    Object.assign(this, { canvas, rows, columns, isFlipped, isSlanted, left });
     this.bottom = isSlanted ? 74 : 22;
     this.cell = Math.max(4, Math.min(CELL, Math.floor((isSlanted ? 900 : 420) / columns.length)));
     this.height = Math.min(CELL, Math.max(9, Math.floor(420 / rows.length)));
