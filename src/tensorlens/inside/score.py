@@ -22,7 +22,8 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import gradients, replayed
+from tensorlens.freezing.replay import gradients
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import constant, is_live, plain
 from tensorlens.inside.score_components import named, written
 from tensorlens.inside.stream import StreamObserver

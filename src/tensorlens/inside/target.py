@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from tensorlens.errors import MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at, read_logits, replayed
+from tensorlens.freezing.replay import logits_at, read_logits
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import plain
 from tensorlens.inside.experts import ExpertObserver, ExpertPart
 from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of

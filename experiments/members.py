@@ -1,0 +1,123 @@
+"""Which member of the family of rules to take for "which tokens to hide": the tables of docs/members.md.
+
+    python experiments/perturbation.py --data DATA --out RUNS --part members-smollm2-wikitext … [--seconds 80]
+    python experiments/members.py areas RUNS --out AREAS
+    python experiments/members.py page AREAS [--write]
+
+The first makes the runs; a run that was stopped counts with the samples that it has. `areas` keeps of each one number a
+sample, condition and method, which is all that `page` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorlens.strict_json import to_json
+
+PAGE = Path(__file__).parents[1] / "docs" / "members.md"
+METRICS = {"hs_mse": "how far the output moves (HS-MSE)", "abs_aopc": "how far its probability moves (abs-AOPC)"}
+MAPS = {"tensor.in_class": "In+Class", "tensor.in_out": "In+Out"}
+MEMBERS = {"half_gate": "gate halved", "attn_lrp": "AttnLRP", "jacobian": "Jacobian"}
+OTHERS = ("mean.attn", "control.recency", "control.random")
+N_RESAMPLES = 2000
+
+
+def areas(run: Path) -> dict[str, Any]:
+    """The area under each curve of each sample, by condition, metric and method, most relevant first."""
+    from tensorlens.studies.perturbation_study.measures import auc
+
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    settings, found, n = config["settings"], {}, 0
+    for path in sorted(run.glob("samples*.jsonl")):
+        for line in path.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            n += "skipped" not in record
+            for condition, cells in record.get("conditions", {}).items():
+                for method, cell in cells.items():
+                    for metric, curve in cell.get("most", {}).items():
+                        by_metric = found.setdefault(condition, {}).setdefault(metric, {})
+                        by_metric.setdefault(method, {})[record["index"]] = float(f"{auc(curve, settings['grid']):.6g}")
+    kept = ("model", "matmul_precision", "grid", "seed", "n_random", "data", "dtype")
+    return {"n": n, "settings": {name: settings.get(name) for name in kept}, "versions": config["versions"],
+            "areas": found}  # fmt: skip
+
+
+def difference(first: dict[str, float], second: dict[str, float], seed: int) -> tuple[float, float, float, int]:
+    """Mean of paired differences over the mean of the second, in per cent, with a 95 % interval by bootstrap."""
+    both = sorted(first.keys() & second.keys())
+    a, b = (np.array([side[index] for index in both]) for side in (first, second))
+    draws = np.random.default_rng(seed).integers(0, len(both), (N_RESAMPLES, len(both)))
+    ratios = 100 * ((a - b)[draws].mean(1) / b[draws].mean(1))
+    return (100 * (a - b).mean() / b.mean(), *np.percentile(ratios, (2.5, 97.5)), len(both))
+
+
+def table(part: dict[str, Any], base: str, metric: str) -> list[str]:
+    """Conditions by members: how much more, or less, than under the paper's rules."""
+    names = {f"{base}@{member}": words for member, words in MEMBERS.items()} | {name: f"`{name}`" for name in OTHERS}
+    lines = []
+    for condition, by_metric in part["areas"].items():
+        methods = by_metric.get(metric, {})
+        if f"{base}@paper" not in methods:
+            continue
+        cells = []
+        for name in names:
+            if name not in methods:
+                cells.append("–")
+                continue
+            mean, low, high, _ = difference(methods[name], methods[f"{base}@paper"], part["settings"]["seed"])
+            marked = f"{mean:+.0f} [{low:+.0f}, {high:+.0f}]"
+            cells.append(f"**{marked}**" if low > 0 else marked)
+        lines.append(f"| {condition} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [f"| {MAPS[base]} | {' | '.join(names.values())} |", "| --- " * (len(names) + 1) + "|", *lines, ""]
+
+
+def page(folder: Path) -> str:
+    """All tables."""
+    lines = []
+    for path in sorted(folder.glob("*.json.gz")):
+        part = json.loads(gzip.decompress(path.read_bytes()))
+        name = path.name.removeprefix("members-").removesuffix(".json.gz")
+        precision = part["settings"]["matmul_precision"]
+        lines += [f"**{name}**, {part['n']} samples, matrix products `{precision}`", ""]
+        for metric, words in METRICS.items():
+            tables = [line for base in MAPS for line in table(part, base, metric)]
+            lines += (
+                [f"{words[0].upper()}{words[1:]}, per cent above the paper's member:", "", *tables] if tables else []
+            )
+    return "\n".join(lines).rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("areas")
+    making.add_argument("runs", type=Path)
+    making.add_argument("--out", type=Path, required=True)
+    writing = commands.add_parser("page")
+    writing.add_argument("areas", type=Path)
+    writing.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
+    chosen = parser.parse_args()
+    if chosen.command == "areas":
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        for run in sorted(path.parent for path in chosen.runs.glob("members-*/config.json")):
+            data = to_json(areas(run)).encode()
+            (chosen.out / f"{run.name}.json.gz").write_bytes(gzip.compress(data, mtime=0))
+    elif chosen.write:
+        before, rest = PAGE.read_text("utf-8").split("<!-- perturbation: members -->")
+        after = rest.split("<!-- /perturbation -->")[1]
+        text = f"{before}<!-- perturbation: members -->\n\n{page(chosen.areas)}\n\n<!-- /perturbation -->{after}"
+        PAGE.write_text(text, "utf-8")
+    else:
+        print(page(chosen.areas))
+
+
+if __name__ == "__main__":
+    main()
