@@ -36,9 +36,11 @@ MEMBERS = {
     "attn_lrp": tl.Rules.attn_lrp(),
     "jacobian": tl.Rules.jacobian(),
 }
+PLAIN = "jacobian"  # attribution patching
 BOTH = ", both ends"
 METHODS = [*MEMBERS, *(name + BOTH for name in MEMBERS)]
 KINDS = ("attention head", "feed-forward", "state of a token")
+LATER = "feed-forward after block 0"
 TASKS = ("ioi", "greater_than")
 EVERY = 3  # of the blocks: states of single tokens are many
 
@@ -249,15 +251,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Correlations of predicted with true effects by task, kind, method: means over pairs with 95 % intervals."""
     found: dict[str, Any] = {}
     for task in dict.fromkeys(row["task"] for row in rows):
-        chosen = [row["effects"] for row in rows if row["task"] == task]
-        for kind in KINDS:
+        chosen = [row["effects"] | {LATER: later(row["effects"])} for row in rows if row["task"] == task]
+        for kind in (*KINDS, LATER):
+            plain = torch.tensor([correlation(*moved(of[kind], PLAIN)) for of in chosen])
             for method in METHODS:
                 both = [moved(of[kind], method) for of in chosen]
+                pearson = torch.tensor([correlation(*pair) for pair in both])
                 found.setdefault(task, {}).setdefault(kind, {})[method] = {
-                    "pearson": interval(torch.tensor([correlation(*pair) for pair in both])),
+                    "pearson": interval(pearson),
+                    "less_plain": interval(pearson - plain),
                     "rank": interval(torch.tensor([correlation(*(ranks(one) for one in pair)) for pair in both])),
                 }
     return found
+
+
+def later(effects: dict[str, Any]) -> dict[str, list[float]]:
+    """Feed-forwards but for that of block 0, on which all that follows builds: its patch is one of the whole input."""
+    return {name: values[1:] for name, values in effects["feed-forward"].items()}
 
 
 def moved(effects: dict[str, list[float]], method: str) -> tuple[Tensor, Tensor]:
@@ -279,7 +289,10 @@ def table(found: dict[str, Any]) -> str:
     for task, kinds in found.items():
         for kind, methods in kinds.items():
             for method, of in methods.items():
-                shown = [f"{of[name]['mean']:.2f} ({of[name]['low']:.2f} to {of[name]['high']:.2f})" for name in of]
+                shown = [
+                    f"{of[name]['mean']:.2f} ({of[name]['low']:.2f} to {of[name]['high']:.2f})"
+                    for name in ("pearson", "rank")
+                ]
                 lines.append(f"| {task} | {kind} | {method} | {of['pearson']['n']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 

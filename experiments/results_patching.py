@@ -15,6 +15,7 @@ TASKS = {"ioi": "indirect objects", "greater_than": "greater than"}
 KINDS = {"attention head": "heads", "feed-forward": "feed-forwards", "state of a token": "states of single tokens"}
 PLAIN = "jacobian"
 NAMES = {"jacobian": "`jacobian`: plain attribution patching", "gate halved": '`Rules(gate="half")`'}
+LATER = "feed-forward after block 0"
 BOTH = ", both ends"
 
 
@@ -70,11 +71,15 @@ def verdicts(kinds: dict) -> str:
     for kind, name in KINDS.items():
         means = {method: kinds[kind][method]["pearson"]["mean"] for method in members(kinds)}
         best = max(means, key=lambda method: means[method])
-        plain = means[PLAIN]
-        line = (
-            f"- {name.capitalize()}: `{best}` is best with {means[best]:.2f}; plain attribution patching {plain:.2f}."
+        less = shown(kinds[kind]["paper"]["less_plain"])
+        lines.append(
+            f"- {name.capitalize()}: `{best}` is best with {means[best]:.2f}; `paper` less `{PLAIN}` is {less}."
         )
-        lines.append(line)
+    after = {method: kinds[LATER][method]["pearson"]["mean"] for method in members(kinds)}
+    each = ", ".join(f"{method} {mean:.2f}" for method, mean in after.items())
+    lines.append(
+        f"- Feed-forwards but for block 0, whose patch all later blocks build on (looked at afterwards): {each}."
+    )
     ends = {method: kinds["feed-forward"][method + BOTH]["pearson"]["mean"] for method in members(kinds)}
     each = ", ".join(f"{method} {mean:.2f}" for method, mean in ends.items())
     lines.append(f"- Feed-forwards by the mean of the cotangents in both runs, one more backward pass: {each}.")

@@ -53,4 +53,4 @@ def test_a_page_says_what_was_found(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     page.main()
     text = (tmp_path / "page.md").read_text("utf-8")
     assert "2 of indirect objects (3 left out" in text and "1.00 (1.00 to 1.00)" in text
-    assert "- Feed-forwards: `paper` is best with 1.00; plain attribution patching -1.00." in text
+    assert "- Feed-forwards: `paper` is best with 1.00; `paper` less `jacobian` is 2.00 (2.00 to 2.00)." in text
