@@ -14,6 +14,7 @@ from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, score_map
+from tensorlens.inside.target import Finer
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -35,7 +36,7 @@ class InsideQuestions(TensorOperator):
     @own_modes
     def components(
         self, out_token: int = -1, target: Target | None = None, effect: Effect = "total", *,
-        neurons: Sequence[int] = (),
+        neurons: Sequence[int] = (), experts: Sequence[int] = (),
     ) -> ComponentMap:  # fmt: skip
         r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
 
@@ -45,14 +46,16 @@ class InsideQuestions(TensorOperator):
             effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
                 ``"direct"``: the way along the residual stream alone; these sum to the target.
             neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
-                matrix. Experts are one feed-forward.
+                matrix.
+            experts: Blocks whose feed-forwards are to be taken apart into the experts that were chosen; elsewhere a
+                mixture of experts is one feed-forward.
         """
         i, meta = self._output(out_token)
         start, stop = self.operator.span
-        wrong = [n for n in neurons if not 0 <= n < stop - start]
+        wrong = [n for n in (*neurons, *experts) if not 0 <= n < stop - start]
         if wrong:
             raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
-        chosen = frozenset(start + n for n in neurons)
+        finer = Finer(*(frozenset(start + n for n in blocks) for blocks in (neurons, experts)))
         return component_map(
             self.operator,
             self.context.classes,
@@ -61,7 +64,7 @@ class InsideQuestions(TensorOperator):
             effect,
             tokens=self.context.tokens,
             meta=meta,
-            neurons=chosen,
+            finer=finer,
         )
 
     @own_modes

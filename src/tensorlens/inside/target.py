@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,19 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at, read_logits
 from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import plain
+from tensorlens.inside.experts import ExpertObserver, ExpertPart
 from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.matrix_free import FrozenOperator
 
 Weights = dict[int, float]
+
+
+class Finer(NamedTuple):
+    """Blocks whose feed-forwards are taken apart: into neurons, or into experts."""
+
+    neurons: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
 
 
 def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target | Weights | None, i: int) -> Weights:
@@ -43,12 +52,14 @@ class StreamPass:
         x: The state it began with, (1, token, channel).
         seen: Who looked on.
         sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
+        experts: What each expert wrote, in blocks where that was asked for.
     """
 
     operator: FrozenOperator
     x: Tensor
     seen: StreamObserver
     sums: dict[int, list[Sum] | None]
+    experts: dict[int, list[ExpertPart]] = field(default_factory=dict)
 
     @property
     def recording(self) -> Recording:
@@ -117,27 +128,28 @@ def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int
 
 
 @contextmanager
-def pass_to(
-    operator: FrozenOperator, weights: Weights, i: int, neurons: frozenset[int] = frozenset()
-) -> Iterator[Pass]:
-    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons.
+def pass_to(operator: FrozenOperator, weights: Weights, i: int, finer: Finer | None = None) -> Iterator[Pass]:
+    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons or experts.
 
     Raises:
         MethodError: no factors are kept, the range of blocks does not end at the last, or the number of tokens
             changes on the way.
     """
-    recording, (start, stop) = operator.recording, operator.span
+    recording, (start, stop), finer = operator.recording, operator.span, finer or Finer()
     _check(operator)
     classes = torch.tensor(list(weights), device=operator.device)
     with own_precision(), torch.enable_grad():
         x = recording.states[start].detach().clone().requires_grad_()
-        seen = StreamObserver(recording, neurons)
-        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=(seen,))
+        seen, experts = StreamObserver(recording, finer.neurons), ExpertObserver(finer.experts)
+        watching = (seen, experts) if finer.experts else (seen,)
+        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=watching)
         logits = read_logits(recording, plain(end), i, classes)[0]
         t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()
         assert t.grad_fn is not None, "the state is part of the graph"
         sums = sums_of(operator, seen, x, t.grad_fn, range(start, stop))
-        yield Pass(operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums)
+        yield Pass(
+            operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums, experts=experts.parts
+        )  # fmt: skip
 
 
 def sums_of(

@@ -18,6 +18,9 @@ from tensorlens.inside.component_map import Component
 from tensorlens.inside.stream import Mixture, Sum, Write, pulled
 from tensorlens.inside.target import StreamPass
 
+ROUNDING = 64
+"""Below this many roundings of the whole, experts leave nothing over."""
+
 
 class Row(NamedTuple):
     """A component and its scores (…, token)."""
@@ -104,8 +107,8 @@ class Walk:
     def _rows(self, n: int, write: Write, kind: str, by_write: Mapping[int, Tensor]) -> Iterator[Row]:
         cotangents = by_write[id(write)]
         whole = self._by_token(n, cotangents * write.value)
-        if not write.mixtures and n in self.run.seen.neurons:
-            return neuron_rows(self.run, kind, n, write, cotangents, whole)
+        if is_finer(self.run, n, write):
+            return finer_rows(self.run, kind, n, write, cotangents, whole)
         of_heads = [pulled(write.edge, cotangents, one.edge) * one.value for one in told_apart(self.run, n, write)]
         return head_rows(self.run, kind, n, whole, of_heads)
 
@@ -183,6 +186,29 @@ def head_rows(run: StreamPass, kind: str, n: int, whole: Tensor, of_heads: list[
     for head, scores in enumerate(heads.unbind(n_leading)):
         yield Row(Component(block=n, kind=f"{kind} head", head=head), scores)
     yield Row(Component(block=n, kind=f"{kind} bias"), whole - heads.sum(n_leading))
+
+
+def is_finer(run: StreamPass, n: int, write: Write) -> bool:
+    """Whether a feed-forward is to be taken apart."""
+    return not write.mixtures and (n in run.seen.neurons or n in run.experts)
+
+
+def finer_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
+    """A row for each expert or neuron of a feed-forward; (row, token) each."""
+    return (expert_rows if n in run.experts else neuron_rows)(run, kind, n, write, cotangents, whole)
+
+
+def expert_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
+    """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
+    rest = whole
+    for part in run.experts[n]:
+        effects = (pulled(write.edge, cotangents, part.edge) * part.value).sum(-1).flatten(1)[:, part.rows]
+        scores = effects.new_zeros(len(effects), run.n_tokens(n)).index_add(1, part.tokens, effects)
+        scores = run.placed(n, scores)
+        rest = rest - scores
+        yield Row(Component(block=n, kind="expert", expert=part.expert), scores)
+    if bool((rest.abs() > ROUNDING * torch.finfo(rest.dtype).eps * whole.abs().max()).any()):
+        yield Row(Component(block=n, kind=kind), rest)
 
 
 def neuron_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
