@@ -1,7 +1,8 @@
 """`python -m benchmarks.page`: docs/performance.md and its picture from the JSON in benchmarks/results.
 
 Every number comes from the files; where two hold the same part, the one written by `benchmarks.tune` wins. Files named
-after a device hold parts; answers.json, data_sets.json and inside.json are what the scripts of those names wrote.
+after a device hold parts; answers.json, data_sets.json, perturbation.json and inside.json are what the scripts of those
+names wrote.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Frobenius norm. `T.estimate("norm")` and its like say the cost of a computation 
     python -m benchmarks scaling                             # exponents over tokens, channels and blocks
     python -m benchmarks.answers --out FILE                  # a GPU: whole answers, in passes of the model
     python -m benchmarks.data_sets --out FILE                # a GPU: maps of a data set, long inputs
+    python -m benchmarks.perturbation --model FOLDER         # a GPU: the perturbation study
     python -m benchmarks.inside                              # a GPU: components, pair maps, graphs; prints a table
     python -m benchmarks.page                                # this page
 """
@@ -90,6 +92,7 @@ def main() -> None:
         _answers(_read("answers")),
         _data_sets(_read("data_sets")),
         _long_maps(_read("data_sets")),
+        _perturbation(_read("perturbation")),
         _inside(_read("inside")),
         _in_class(parts),
         _errors(parts),
@@ -284,6 +287,36 @@ def _long_maps(found: dict[str, Any]) -> str:
         "pass."
     )
     return _table("In+Class and pushes of a long input", ["work", "measured"], rows, before)
+
+
+PERTURBATION = (
+    "NVIDIA H200, torch 2.11, tf32, SmolLM2's shape, windows of 128 tokens, one process, one replacement, all 20 "
+    "methods, in groups of 16: maps of a group from one recording beside maps of one sample after the other; replaced "
+    "copies of several samples share batches in both. One run, whose spread was not kept. In float32, one sample after "
+    "the other, it had been 0.45 samples a second; ten times that was the bar, and it is missed: the replaced copies "
+    "alone, which are plain passes of the model, take most of the time that the bar allows."
+)
+
+
+def _perturbation(found: dict[str, Any]) -> str:
+    """Samples a second together and one by one, and the parts that take more than two hundredths."""
+    if not found:
+        return ""
+    rows = []
+    for name, one in found.items():
+        parts = dict(one["parts, seconds a sample"])
+        total = parts.pop("all")
+        largest = {part: seconds for part, seconds in parts.items() if seconds > 0.02 * total}
+        rest = total - sum(parts.values())
+        shares = ", ".join(f"{part} {100 * seconds / total:.0f} %" for part, seconds in largest.items())
+        together, alone = (one[f"{way}, samples a second"] for way in ("together", "one by one"))
+        said = f"{shares}, the rest of the study {100 * rest / total:.0f} %".replace("plain model", "replaced copies")
+        said = said.replace("rollout.w_attn ", "measures of `w_attn` and its kin ").replace(
+            "rollout.attn ", "attention "
+        )
+        rows.append([name, f"{together:.2f}", f"{alone:.2f}", f"**{together / alone:.1f}×**", said])
+    heads = ["weights", "together, samples a second", "one by one", "ratio", "where the time goes"]
+    return _table("The perturbation study", heads, rows, PERTURBATION)
 
 
 def _inside(found: dict[str, Any]) -> str:
