@@ -126,7 +126,7 @@ class Inside {
     const at = (token) => `${token} “${visible(this.data.tokens[token]).trim()}”`;
     const where = `At ${at(look.query)} it looked at ${at(look.key)} (attention ${(100 * look.attention).toFixed(0)} %); what it took from there moved the target most.`;
     const parts = [element("span", { class: "name", text: "Why it looked there" }), element("p", { text: where })];
-    if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns).` }), ...this.whyNodes(look));
+    if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns). Colours go up to the strongest pair that has names.` }), ...this.whyNodes(look));
     return element("div", { class: "look" }, parts);
   }
 
