@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.perturbation_rows import HEADS, PERTURBATION, perturbation_rows
 from benchmarks.scaling import PICTURE, draw
 
 FOLDER = Path(__file__).parent / "results"
@@ -92,7 +93,7 @@ def main() -> None:
         _answers(_read("answers")),
         _data_sets(_read("data_sets")),
         _long_maps(_read("data_sets")),
-        _perturbation(_read("perturbation")),
+        _table("The perturbation study", HEADS, perturbation_rows(_read("perturbation")), PERTURBATION),
         _inside(_read("inside")),
         _in_class(parts),
         _errors(parts),
@@ -256,13 +257,8 @@ def _data_sets(found: dict[str, Any]) -> str:
         bar = next(bar for end, bar in BARS.items() if name.endswith(end))
         each.append(f"{bar:g}" + (", missed" if ratios[-1] < bar else ""))
         rows.append([name, *each, f"{min(ratios):.3f}–{max(ratios):.3f}", f"{slowest:,.0f}–{fastest:,.0f}"])
-    heads = [
-        "samples and map",
-        *(f"run {k + 1}" for k in range(len(runs))),
-        "bar, by the last run",
-        "spread",
-        "samples a second",
-    ]
+    heads = ["samples and map", *(f"run {k + 1}" for k in range(len(runs)))]
+    heads += ["bar, by the last run", "spread", "samples a second"]
     before = (
         f"{found.get('device', '')}. `lens.maps` with the batch size that it chooses, over plain input × gradient of "
         "the same samples at the better of batch sizes 128 and 256: 1 is as fast. Random weights; 2,048 samples, a "
@@ -287,36 +283,6 @@ def _long_maps(found: dict[str, Any]) -> str:
         "pass."
     )
     return _table("In+Class and pushes of a long input", ["work", "measured"], rows, before)
-
-
-PERTURBATION = (
-    "NVIDIA H200, torch 2.11, tf32, SmolLM2's shape, windows of 128 tokens, one process, one replacement, all 20 "
-    "methods, in groups of 16: maps of a group from one recording beside maps of one sample after the other; replaced "
-    "copies of several samples share batches in both. One run, whose spread was not kept. In float32, one sample after "
-    "the other, it had been 0.45 samples a second; ten times that was the bar, and it is missed: the replaced copies "
-    "alone, which are plain passes of the model, take most of the time that the bar allows."
-)
-
-
-def _perturbation(found: dict[str, Any]) -> str:
-    """Samples a second together and one by one, and the parts that take more than two hundredths."""
-    if not found:
-        return ""
-    rows = []
-    for name, one in found.items():
-        parts = dict(one["parts, seconds a sample"])
-        total = parts.pop("all")
-        largest = {part: seconds for part, seconds in parts.items() if seconds > 0.02 * total}
-        rest = total - sum(parts.values())
-        shares = ", ".join(f"{part} {100 * seconds / total:.0f} %" for part, seconds in largest.items())
-        together, alone = (one[f"{way}, samples a second"] for way in ("together", "one by one"))
-        said = f"{shares}, the rest of the study {100 * rest / total:.0f} %".replace("plain model", "replaced copies")
-        said = said.replace("rollout.w_attn ", "measures of `w_attn` and its kin ").replace(
-            "rollout.attn ", "attention "
-        )
-        rows.append([name, f"{together:.2f}", f"{alone:.2f}", f"**{together / alone:.1f}×**", said])
-    heads = ["weights", "together, samples a second", "one by one", "ratio", "where the time goes"]
-    return _table("The perturbation study", heads, rows, PERTURBATION)
 
 
 def _inside(found: dict[str, Any]) -> str:
