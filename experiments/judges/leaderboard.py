@@ -23,6 +23,7 @@ from tensorlens.studies.pages import as_markdown
 from tensorlens.studies.sample_lines import whole_lines
 
 PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
+MODELS = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b")
 BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n).*?(<!-- /judges -->)", re.DOTALL)
 MEMBERS = {
     "tensor.in_class": "the paper's (= CP-LRP)", "tensor.in_class@half_gate": "gate halved",
@@ -48,7 +49,7 @@ class Found(NamedTuple):
 def read(folder: Path) -> Found:
     """Judges, the searches over ways, the runs with peers and the areas of perturbation."""
     found = Found({}, {}, {}, {})
-    for path in sorted(one for one in folder.glob("*/*") if one.is_dir()):
+    for path in sorted((one for one in folder.glob("*/*") if one.is_dir()), key=_order):
         model, summary = path.parts[-2], summary_of(path)
         if summary is None:
             continue
@@ -61,6 +62,12 @@ def read(folder: Path) -> Found:
         if summary.get("perturbation"):
             found.areas[model] = summary["perturbation"]
     return found
+
+
+def _order(path: Path) -> tuple[int, str]:
+    """Known models first, from small to large."""
+    model = path.parts[-2]
+    return (MODELS.index(model) if model in MODELS else len(MODELS), str(path))
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
