@@ -108,8 +108,9 @@ def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = N
             rows.append({"method": label} | cells | {cost_of: "–" if cost is None else f"{1000 * cost:.0f}"})
         chance = {model: f"{runs[model][name]['measures'][measure]['random']:.3f}" for model in models}
         rows.append({"method": "chance"} | chance | {cost_of: ""})
-        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {_sets([runs[one][name] for one in models])}, "
-                     f"95 % intervals\n\n{as_markdown(rows)}")  # fmt: skip
+        sets = _sets([runs[model][name] for model in models])
+        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {sets}, 95 % intervals"
+                     f"\n\n{as_markdown(rows)}")  # fmt: skip
     return "\n\n".join(parts) or "No run yet."
 
 
