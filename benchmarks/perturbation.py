@@ -175,7 +175,7 @@ def main() -> None:
     random = random_texts(chosen.samples + chosen.group, chosen.tokens)
     found = {"random weights": rates(numbers_lens(device, num_hidden_layers=chosen.layers), random, chosen)}
     if chosen.model is not None:
-        found[chosen.model] = rates(tl.load(chosen.model, device=device), chosen.data or random, chosen)
+        found["real weights"] = rates(tl.load(chosen.model, device=device), chosen.data or random, chosen)
     if chosen.out is not None:
         chosen.out.write_text(json.dumps(found, indent=1))
 

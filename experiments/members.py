@@ -21,7 +21,7 @@ import numpy as np
 from tensorlens.strict_json import to_json
 
 PAGE = Path(__file__).parents[1] / "docs" / "members.md"
-METRICS = {"hs_mse": "how far the output moves (HS-MSE)", "abs_aopc": "how far its probability moves (abs-AOPC)"}
+METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC"}
 MAPS = {"tensor.in_class": "In+Class", "tensor.in_out": "In+Out"}
 MEMBERS = {"half_gate": "gate halved", "attn_lrp": "AttnLRP", "jacobian": "Jacobian"}
 OTHERS = ("mean.attn", "control.recency", "control.random")
@@ -48,50 +48,50 @@ def areas(run: Path) -> dict[str, Any]:
             "areas": found}  # fmt: skip
 
 
-def difference(first: dict[str, float], second: dict[str, float], seed: int) -> tuple[float, float, float, int]:
-    """Mean of paired differences over the mean of the second, in per cent, with a 95 % interval by bootstrap."""
-    both = sorted(first.keys() & second.keys())
-    a, b = (np.array([side[index] for index in both]) for side in (first, second))
-    draws = np.random.default_rng(seed).integers(0, len(both), (N_RESAMPLES, len(both)))
-    ratios = 100 * ((a - b)[draws].mean(1) / b[draws].mean(1))
-    return (100 * (a - b).mean() / b.mean(), *np.percentile(ratios, (2.5, 97.5)), len(both))
+def difference(part: dict[str, Any], conditions: list[str], metric: str, name: str, base: str) -> str:
+    """How far one method's area is above another's, in per cent, averaged over conditions, with a 95 % interval.
+
+    Paired: every resample draws whole samples, with all of their conditions.
+    """
+    areas = [
+        (part["areas"][condition][metric][name], part["areas"][condition][metric][base]) for condition in conditions
+    ]
+    both = sorted(set.intersection(*(first.keys() & second.keys() for first, second in areas)))
+    a, b = (np.array([[side[index] for index in both] for side in sides]) for sides in zip(*areas, strict=True))
+    draws = np.random.default_rng(part["settings"]["seed"]).integers(0, len(both), (N_RESAMPLES, len(both)))
+    found = [100 * ((a[:, chosen] - b[:, chosen]).mean(1) / b[:, chosen].mean(1)).mean() for chosen in draws]
+    mean = 100 * ((a - b).mean(1) / b.mean(1)).mean()
+    low, high = np.percentile(found, (2.5, 97.5))
+    text = f"{mean:+.0f} [{low:+.0f}, {high:+.0f}]"
+    return f"**{text}**" if low > 0 else f"*{text}*" if high < 0 else text
 
 
 def table(part: dict[str, Any], base: str, metric: str) -> list[str]:
     """Conditions by members: how much more, or less, than under the paper's rules."""
+    paper, areas = f"{base}@paper", part["areas"]
     names = {f"{base}@{member}": words for member, words in MEMBERS.items()} | {name: f"`{name}`" for name in OTHERS}
-    lines = []
-    for condition, by_metric in part["areas"].items():
-        methods = by_metric.get(metric, {})
-        if f"{base}@paper" not in methods:
-            continue
-        cells = []
-        for name in names:
-            if name not in methods:
-                cells.append("–")
-                continue
-            mean, low, high, _ = difference(methods[name], methods[f"{base}@paper"], part["settings"]["seed"])
-            marked = f"{mean:+.0f} [{low:+.0f}, {high:+.0f}]"
-            cells.append(f"**{marked}**" if low > 0 else marked)
-        lines.append(f"| {condition} | {' | '.join(cells)} |")
-    if not lines:
+    conditions = [one for one, by_metric in areas.items() if paper in by_metric.get(metric, {})]
+    if not conditions:
         return []
+    rows = {one: [one] for one in conditions} | {"all of them": conditions}
+    lines = [
+        f"| {label} | {' | '.join(difference(part, some, metric, name, paper) for name in names)} |"
+        for label, some in rows.items()
+    ]
     return [f"| {MAPS[base]} | {' | '.join(names.values())} |", "| --- " * (len(names) + 1) + "|", *lines, ""]
 
 
-def page(folder: Path) -> str:
-    """All tables."""
+def page(folder: Path, *, every: bool) -> str:
+    """The tables of HS-MSE by In+Class, of In+Out where a model has no classes; or all of them."""
     lines = []
     for path in sorted(folder.glob("*.json.gz")):
         part = json.loads(gzip.decompress(path.read_bytes()))
         name = path.name.removeprefix("members-").removesuffix(".json.gz")
-        precision = part["settings"]["matmul_precision"]
-        lines += [f"**{name}**, {part['n']} samples, matrix products `{precision}`", ""]
         for metric, words in METRICS.items():
-            tables = [line for base in MAPS for line in table(part, base, metric)]
-            lines += (
-                [f"{words[0].upper()}{words[1:]}, per cent above the paper's member:", "", *tables] if tables else []
-            )
+            tables = [found for base in MAPS if (found := table(part, base, metric))]
+            shown = tables if every else tables[:1] if metric == "hs_mse" else []
+            if shown:
+                lines += [f"**{name}**, {part['n']} samples, {words}", "", *(line for one in shown for line in one)]
     return "\n".join(lines).rstrip()
 
 
@@ -103,6 +103,7 @@ def main() -> None:
     making.add_argument("--out", type=Path, required=True)
     writing = commands.add_parser("page")
     writing.add_argument("areas", type=Path)
+    writing.add_argument("--every", action="store_true", help="both maps and both measures, not what the page shows")
     writing.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
     chosen = parser.parse_args()
     if chosen.command == "areas":
@@ -113,10 +114,11 @@ def main() -> None:
     elif chosen.write:
         before, rest = PAGE.read_text("utf-8").split("<!-- perturbation: members -->")
         after = rest.split("<!-- /perturbation -->")[1]
-        text = f"{before}<!-- perturbation: members -->\n\n{page(chosen.areas)}\n\n<!-- /perturbation -->{after}"
+        tables = page(chosen.areas, every=False)
+        text = f"{before}<!-- perturbation: members -->\n\n{tables}\n\n<!-- /perturbation -->{after}"
         PAGE.write_text(text, "utf-8")
     else:
-        print(page(chosen.areas))
+        print(page(chosen.areas, every=chosen.every))
 
 
 if __name__ == "__main__":
