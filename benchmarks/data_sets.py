@@ -1,8 +1,9 @@
 """Maps of a data set beside plain input times gradient in batches, long inputs beside plain passes: ratios of one run.
 
-    PYTHONPATH=src python benchmarks/data_sets.py --out results.json [--only batches long]
+    PYTHONPATH=src python benchmarks/data_sets.py --out results.json [--only batches long peers]
 
-Random weights in the real classes of transformers. Needs a GPU for the numbers of docs/performance.md.
+Random weights in the real classes of transformers. Needs a GPU for the numbers of docs/performance.md. `peers` sets
+lxt and captum beside the library, each in a process of `--peer-python`; one that cannot run is listed with the reason.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +178,55 @@ def long(device: str, n_tokens: int = 8192) -> dict[str, float]:
     return found
 
 
+PEERS = (
+    "input x gradient", "lxt.attn_lrp", "lxt.cp_lrp", "captum.input_x_gradient", "captum.integrated_gradients",
+)  # fmt: skip
+"""What `data_set_peers.py` can run."""
+OURS = (
+    ("tensor.in_class", tl.Rules.paper()),
+    ("tensor.in_class", tl.Rules.attn_lrp()),
+    ("gradient.times_input", tl.Rules.paper()),
+    ("gradient.integrated", tl.Rules.paper()),
+)
+"""What the library has of the same kind."""
+
+
+def peers(device: str, python: str) -> dict[str, Any]:
+    """Samples a second of SmolLM2's shape, the same number of samples for each."""
+    n, n_tokens, size = (1024, 128, 128) if device == "cuda" else (16, 64, 8)
+    found: dict[str, Any] = {"samples": n, "tokens": n_tokens}
+    script = Path(__file__).with_name("data_set_peers.py")
+    for name in PEERS:
+        numbers = ["--samples", str(n), "--tokens", str(n_tokens), "--batch-size", str(size)]
+        done = subprocess.run([python, str(script), name, *numbers], capture_output=True, text=True, check=False)
+        last = done.stdout.strip().splitlines()[-1:] or done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        found[name] = json.loads(last[0]) if done.returncode == 0 else {"reason": last[0]}
+        print(f"{name:32} {found[name]}", flush=True)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM._from_config(hf.LlamaConfig(**SMOLLM2), attn_implementation="sdpa")
+    model = model.to(device).eval().requires_grad_(False)
+    ids = torch.randint(5, 30000, (n, n_tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    for method, rules in OURS:
+        lens = tl.Lens(model, rules=rules)
+        list(lens.maps(ids[:size], method, progress=False))
+        seconds = timed(lambda lens=lens, method=method: list(lens.maps(ids, method, progress=False)), 1)
+        found[f"ours, {method}, {rules.name}"] = {"samples a second": n / seconds}
+        print(f"ours, {method}, {rules.name}: {n / seconds:.1f}/s", flush=True)
+    return found
+
+
 def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=["batches", "long"])
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter with lxt and captum")
     chosen = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {}
-    for part, work in (("batches", batches), ("long", long)):
+    every = {"batches": batches, "long": long, "peers": partial(peers, python=chosen.peer_python)}
+    for part, work in every.items():
         if part in chosen.only:
             try:
                 found[part] = work(device)

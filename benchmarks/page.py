@@ -1,7 +1,8 @@
 """`python -m benchmarks.page`: docs/performance.md and its picture from the JSON in benchmarks/results.
 
 Every number comes from the files; where two hold the same part, the one written by `benchmarks.tune` wins. Files named
-after a device hold parts; answers.json, data_sets.json and inside.json are what the scripts of those names wrote.
+after a device hold parts; answers.json, data_sets.json, perturbation.json and inside.json are what the scripts of those
+names wrote.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.perturbation_rows import HEADS, PERTURBATION, perturbation_rows
 from benchmarks.scaling import PICTURE, draw
 
 FOLDER = Path(__file__).parent / "results"
@@ -30,6 +32,7 @@ Frobenius norm. `T.estimate("norm")` and its like say the cost of a computation 
     python -m benchmarks scaling                             # exponents over tokens, channels and blocks
     python -m benchmarks.answers --out FILE                  # a GPU: whole answers, in passes of the model
     python -m benchmarks.data_sets --out FILE                # a GPU: maps of a data set, long inputs
+    python -m benchmarks.perturbation --model FOLDER         # a GPU: the perturbation study
     python -m benchmarks.inside                              # a GPU: components, pair maps, graphs; prints a table
     python -m benchmarks.page                                # this page
 """
@@ -90,6 +93,7 @@ def main() -> None:
         _answers(_read("answers")),
         _data_sets(_read("data_sets")),
         _long_maps(_read("data_sets")),
+        _table("The perturbation study", HEADS, perturbation_rows(_read("perturbation")), PERTURBATION),
         _inside(_read("inside")),
         _in_class(parts),
         _errors(parts),
@@ -253,13 +257,8 @@ def _data_sets(found: dict[str, Any]) -> str:
         bar = next(bar for end, bar in BARS.items() if name.endswith(end))
         each.append(f"{bar:g}" + (", missed" if ratios[-1] < bar else ""))
         rows.append([name, *each, f"{min(ratios):.3f}–{max(ratios):.3f}", f"{slowest:,.0f}–{fastest:,.0f}"])
-    heads = [
-        "samples and map",
-        *(f"run {k + 1}" for k in range(len(runs))),
-        "bar, by the last run",
-        "spread",
-        "samples a second",
-    ]
+    heads = ["samples and map", *(f"run {k + 1}" for k in range(len(runs)))]
+    heads += ["bar, by the last run", "spread", "samples a second"]
     before = (
         f"{found.get('device', '')}. `lens.maps` with the batch size that it chooses, over plain input × gradient of "
         "the same samples at the better of batch sizes 128 and 256: 1 is as fast. Random weights; 2,048 samples, a "

@@ -28,6 +28,7 @@ class Item:
     sentences: tuple[str, ...]
     needles: dict[int, str]  # where a needle stands, and the words that show that the answer used it
     decoys: tuple[int, ...]
+    n_tokens: int  # of prompt and answer, about
 
     @property
     def context(self) -> str:
@@ -98,4 +99,5 @@ def _item(
         sentences=tuple(sentence for sentence, _ in marked),
         needles={k: words for k, (_, words) in enumerate(marked) if words},
         decoys=tuple(k for k, (_, words) in enumerate(marked) if words == ""),
+        n_tokens=n_tokens,
     )

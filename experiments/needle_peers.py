@@ -24,7 +24,8 @@ def flashtrace(lens: tl.Lens, found: Any, passages: Passages) -> Scored:
     model.set_attn_implementation("eager")  # it asks for the attention weights
     try:
         tracer = FlashTrace(model, lens.processor, use_chat_template=False)
-        traced = tracer.trace(prompt=found.prompt.text, target=found.text, output_span=(0, len(found.ids) - 1))
+        n_target = len(lens.processor(found.text, add_special_tokens=False)["input_ids"])  # its own cut of the answer
+        traced = tracer.trace(prompt=found.prompt.text, target=found.text, output_span=(0, n_target - 1))
     finally:
         model.set_attn_implementation(before)
     scores = torch.tensor(traced.scores)

@@ -16,10 +16,11 @@ from tensorlens.maps.groups import find_groups
 
 Passages = Sequence[tuple[str, int, int]]
 Scored = tuple[list[float], int, int]
+Score = Callable[[tl.Lens, Any, Passages], Scored]
 RULES = {
     "T (paper)": tl.Rules.paper(),
     "T, gate halved": tl.Rules(gate="half"),
-    "T, attn_lrp": tl.Rules.attn_lrp(),
+    "T, AttnLRP": tl.Rules.attn_lrp(),
 }
 STOP = frozenset(
     re.findall(
@@ -87,7 +88,7 @@ def word_overlap(_lens: tl.Lens, found: Any, passages: Passages) -> Scored:
     return [float(len(words & set(re.findall(r"\w+", text[a:b].lower())))) for _, a, b in passages], 0, 0
 
 
-SCORES: dict[str, Callable[[tl.Lens, Any, Passages], Scored]] = {
+SCORES: dict[str, Score] = {
     **{
         name: (lambda lens, found, passages, rules=rules: by_tensor(lens, found, passages, rules))
         for name, rules in RULES.items()
@@ -97,23 +98,10 @@ SCORES: dict[str, Callable[[tl.Lens, Any, Passages], Scored]] = {
     ),
     "mean attention": mean_attention,
     "input × gradient": input_gradient,
-    "|input × gradient|": input_gradient_magnitude,
+    "size of input × gradient": input_gradient_magnitude,
     "recency": recency,
     "word overlap": word_overlap,
 }
-
-
-def place(scores: Sequence[float], wanted: int, among: Sequence[int] | None = None) -> tuple[float, int, int]:
-    """The expected rank of one passage, ties in random order; how many are above it, and how many share its place."""
-    others = [scores[k] for k in (range(len(scores)) if among is None else among)]
-    above, level = sum(one > scores[wanted] for one in others), sum(one == scores[wanted] for one in others)
-    return 1 + above + (level - 1) / 2, above, level
-
-
-def recall(scores: Sequence[float], wanted: int, k: int, among: Sequence[int] | None = None) -> float:
-    """The chance that a passage is among the first k."""
-    _, above, level = place(scores, wanted, among)
-    return min(1.0, max(0.0, (k - above) / level))
 
 
 def token_groups(found: Any, passages: Passages) -> list[list[int]]:

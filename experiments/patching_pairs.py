@@ -1,84 +1,112 @@
 """Predicted effects of patching against true ones, on pairs of prompts: heads, feed-forwards and states of tokens.
 
-    python experiments/patching_pairs.py --data DATA --out FILE.json [--limit 8] [--model smollm2-135m] [--device cuda]
+    python experiments/patching_pairs.py --data DATA --out FILE.json [--limit 8] [--seconds 280] [--device cuda]
+        [--batch 32] [--model smollm2-135m]
 
 For each pair the truth comes from the model itself, by plain hooks on the modules of a Llama, many patches to a batch;
-predictions come from `tl.patching` by several members of the family. Plain attribution patching is the Jacobian.
-Pairs of unequal length, and those on which the model is wrong, are left out and counted.
+predictions come from recordings of both prompts by several members of the family: the change of a component times its
+cotangent in the clean run, or times the mean of its cotangents in both runs ("both ends"). Plain attribution patching
+is the Jacobian. Pairs of unequal length, and those on which the model is wrong, are left out and counted. The file is
+written after each pair, the tasks in turn; a run that is started again goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import time
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import tensorlens as tl
 from tensorlens.inside.components import Cotangents
+from tensorlens.inside.edits import parts
 from tensorlens.inside.patching import correlation, ranks
 from tensorlens.inside.target import pass_to
-from tensorlens.strict_json import write_json
+from tensorlens.strict_json import from_json, write_json
 
 MEMBERS = {
     "paper": tl.Rules.paper(),
     "gate halved": tl.Rules(gate="half"),
     "attn_lrp": tl.Rules.attn_lrp(),
-    "jacobian (attribution patching)": tl.Rules.jacobian(),
+    "jacobian": tl.Rules.jacobian(),
 }
+PLAIN = "jacobian"  # attribution patching
+BOTH = ", both ends"
+METHODS = [*MEMBERS, *(name + BOTH for name in MEMBERS)]
 KINDS = ("attention head", "feed-forward", "state of a token")
-DEPTHS = range(0, 30, 3)
-AT_A_TIME = 32
+LATER = "feed-forward after block 0"
+TASKS = ("ioi", "greater_than")
+EVERY = 3  # of the blocks: states of single tokens are many
+
+
+class Pair(NamedTuple):
+    """One line of a file that is measured: two prompts of one length, and the weights on logits."""
+
+    task: str
+    line: int
+    clean: list[int]
+    corrupted: list[int]
+    weights: dict[int, float]
 
 
 def main() -> None:
+    options = parsed()
+    lens = tl.load(options.model, device=options.device)
+    lenses = {name: tl.Lens(lens.model, lens.processor, rules=rules, name=lens.name) for name, rules in MEMBERS.items()}
+    found = from_json(options.out.read_text("utf-8")) if options.out.exists() else {"model": options.model, "rows": []}
+    known = {(row["task"], row["line"]) for row in found["rows"]}
+    until, left_out = time.monotonic() + options.seconds, {task: {"length": 0, "wrong": 0} for task in TASKS}
+    each = [pairs(lens, task, options.data, options.limit, left_out[task]) for task in TASKS]
+    for pair in (pair for turn in zip_longest(*each) for pair in turn if pair is not None):
+        if (pair.task, pair.line) in known:
+            continue
+        if time.monotonic() > until:
+            break
+        began = time.monotonic()
+        effects = measured(lenses, pair, options.batch)
+        found["rows"].append({"task": pair.task, "line": pair.line, "n_tokens": len(pair.clean), "effects": effects})
+        found |= {"left_out": left_out, "summary": summary(found["rows"])}
+        write_json(options.out, found)
+        print(pair.task, pair.line, f"{time.monotonic() - began:.1f} s", flush=True)
+    write_json(options.out, found | {"summary": summary(found["rows"])})
+    print(table(summary(found["rows"])))
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with pairs/ioi.csv and pairs/greater_than.csv")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, default=8, help="pairs of each file")
-    options = parser.parse_args()
-    lens = tl.load(options.model, device=options.device)
-    lenses = {name: tl.Lens(lens.model, lens.processor, rules=rules, name=lens.name) for name, rules in MEMBERS.items()}
-    rows: list[dict[str, Any]] = []
-    for task in ("ioi", "greater_than"):
-        left_out = {"length": 0, "wrong": 0}
-        for pair in pairs(lens, options.data / "pairs" / f"{task}.csv", options.limit, left_out):
-            rows.append({"task": task} | measured(lenses, *pair))
-            write_json(options.out, {"model": options.model, "rows": rows, "summary": summary(rows)})
-            print(
-                task,
-                {f"{k} {m}": round(v, 2) for k, of in rows[-1]["pearson"].items() for m, v in of.items()},
-                flush=True,
-            )
-        rows[-1]["left_out"] = left_out
-    write_json(options.out, {"model": options.model, "rows": rows, "summary": summary(rows)})
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no pair after this time")
+    parser.add_argument("--batch", type=int, default=32, help="patched runs at a time")
+    return parser.parse_args()
 
 
-def pairs(
-    lens: tl.Lens, path: Path, limit: int, left_out: dict[str, int]
-) -> Iterator[tuple[list[int], list[int], dict[int, float]]]:
+def pairs(lens: tl.Lens, task: str, data: Path, limit: int, left_out: dict[str, int]) -> Iterator[Pair]:
     tokenizer: Any = lens.processor
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
     n_taken = 0
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+    with (data / "pairs" / f"{task}.csv").open(newline="", encoding="utf-8") as file:
+        for line, row in enumerate(csv.DictReader(file)):
             clean, corrupted = encode(row["clean"]), encode(row["corrupted"])
             if len(clean) != len(corrupted):
                 left_out["length"] += 1
                 continue
             weights = object_weights(row, encode) if "corrupted_hard" in row else digit_weights(row["label"], encode)
             with torch.no_grad():
-                logits = lens.model(torch.tensor([clean], device=lens.model.device)).logits[0, -1]
+                logits = lens.model(torch.tensor([clean], device=next(lens.model.parameters()).device)).logits[0, -1]
             if sum(weight * float(logits[index]) for index, weight in weights.items()) <= 0:
                 left_out["wrong"] += 1
                 continue
-            yield clean, corrupted, weights
+            yield Pair(task, line, clean, corrupted, weights)
             n_taken += 1
             if n_taken == limit:
                 return
@@ -101,35 +129,41 @@ def digit_weights(label: str, encode: Callable[[str], list[int]]) -> dict[int, f
 # Predictions ---------------------------------------------------------------------------------------------------------
 
 
-def measured(
-    lenses: dict[str, tl.Lens], clean: list[int], corrupted: list[int], weights: dict[int, float]
-) -> dict[str, Any]:
-    true = Truth(next(iter(lenses.values())).model, clean, corrupted, weights)
-    truth = {"attention head": true.heads(), "feed-forward": true.feed_forwards(), "state of a token": true.states()}
-    found: dict[str, Any] = {"n_tokens": len(clean), "pearson": {}, "rank": {}}
+def measured(lenses: dict[str, tl.Lens], pair: Pair, batch: int) -> dict[str, dict[str, list[float]]]:
+    """For each kind of component its true effects, and the predicted ones by method."""
+    truth = Truth(next(iter(lenses.values())).model, pair, batch)
+    found = {"attention head": truth.heads(), "feed-forward": truth.feed_forwards(), "state of a token": truth.states()}
+    effects = {kind: {"true": values.tolist()} for kind, values in found.items()}
     for name, lens in lenses.items():
-        predicted = predictions(lens, clean, corrupted, weights)
-        for kind in KINDS:
-            pair = predicted[kind].double(), truth[kind].double()
-            found["pearson"].setdefault(kind, {})[name] = correlation(*pair)
-            found["rank"].setdefault(kind, {})[name] = correlation(*(ranks(one) for one in pair))
-    return found
+        for kind, ends in predictions(lens, pair).items():
+            effects[kind] |= {name: ends[0].tolist(), name + BOTH: ends.mean(0).tolist()}
+    return effects
 
 
-def predictions(lens: tl.Lens, clean: list[int], corrupted: list[int], weights: dict[int, float]) -> dict[str, Tensor]:
-    T, other = lens(clean), lens(corrupted)
-    found = tl.patching(lens, clean, corrupted, weights)
-    kinds = {
-        kind: torch.stack(
-            [effect for label, effect in zip(found.labels, found.predicted, strict=True) if label.kind == kind]
-        )
-        for kind in KINDS[:2]
-    }
-    with pass_to(T.operator, weights, len(clean) - 1) as run:
-        at = Cotangents(run, [run.entry(n)[0] for n in DEPTHS])
-        changes = [other.operator.recording.states[n] - T.operator.recording.states[n] for n in DEPTHS]
-        states = [at.times(run.entry(n)[0], change)[0].sum(-1) for n, change in zip(DEPTHS, changes, strict=True)]
-    return kinds | {"state of a token": torch.cat(states).cpu()}
+def predictions(lens: tl.Lens, pair: Pair) -> dict[str, Tensor]:
+    """For each kind of component (end, component): its change times its cotangent in the clean and the other run."""
+    operators = [lens(ids).operator for ids in (pair.clean, pair.corrupted)]
+    last, depths = len(pair.clean) - 1, range(0, operators[0].recording.n_blocks, EVERY)
+    with pass_to(operators[0], pair.weights, last) as clean, pass_to(operators[1], pair.weights, last) as corrupted:
+        runs = clean, corrupted
+        both = list(zip(parts(clean), parts(corrupted), strict=True))
+        at = [
+            Cotangents(run, [*(pair[end].edge for pair in both), *(run.entry(n)[0] for n in depths)])
+            for end, run in enumerate(runs)
+        ]
+        found: dict[str, list[list[Tensor]]] = {kind: [[], []] for kind in KINDS}
+        for end, run in enumerate(runs):
+            for ours, theirs in both:
+                part = (ours, theirs)[end]
+                cotangent = at[end].times(part.edge, torch.ones_like((part.mixture or part.write).value))
+                if part.mixture is not None:
+                    cotangent = cotangent.reshape(-1, *cotangent.shape[-2:])[part.component.head]
+                if part.component.kind in KINDS:
+                    found[part.component.kind][end].append((cotangent * (theirs.value - ours.value)).sum()[None])
+            for n in depths:
+                change = corrupted.entry(n)[1] - clean.entry(n)[1]
+                found[KINDS[2]][end].append(at[end].times(run.entry(n)[0], change)[0].sum(-1))
+    return {kind: torch.stack([torch.cat(one) for one in ends]).cpu() for kind, ends in found.items()}
 
 
 # The truth -----------------------------------------------------------------------------------------------------------
@@ -138,8 +172,8 @@ def predictions(lens: tl.Lens, clean: list[int], corrupted: list[int], weights: 
 class Truth:
     """The change of the target when one part of the clean run is taken from the corrupted one, by plain hooks."""
 
-    def __init__(self, model: Any, clean: list[int], corrupted: list[int], weights: dict[int, float]) -> None:
-        self.model, self.clean, self.weights = model, clean, weights
+    def __init__(self, model: Any, pair: Pair, batch: int) -> None:
+        self.model, self.clean, self.weights, self.batch = model, pair.clean, pair.weights, batch
         self.layers, self.n_heads = model.model.layers, model.config.num_attention_heads
         self.kept: dict[tuple[str, int], Tensor] = {}
         handles = []
@@ -150,10 +184,10 @@ class Truth:
             handles.append(layer.mlp.register_forward_hook(keep))
             keep = lambda m, a, n=n: self.kept.__setitem__(("state", n), a[0])  # noqa: E731
             handles.append(layer.register_forward_pre_hook(keep))
-        self._run([corrupted])
+        self._run([pair.corrupted])
         for handle in handles:
             handle.remove()
-        self.value = float(self._run([clean])[0])
+        self.value = float(self._run([pair.clean])[0])
 
     def heads(self) -> Tensor:
         places = [(n, h) for n in range(len(self.layers)) for h in range(self.n_heads)]
@@ -175,13 +209,13 @@ class Truth:
         def put(x: Tensor, row: int, n: int, token: int) -> None:
             x[row, token] = self.kept["state", n][0, token]
 
-        places = [(n, token) for n in DEPTHS for token in range(len(self.clean))]
+        places = [(n, token) for n in range(0, len(self.layers), EVERY) for token in range(len(self.clean))]
         return self._patched(places, lambda n: self.layers[n], put, before=True)
 
     def _patched(self, places: list[tuple[int, int]], module: Any, put: Any, *, before: bool) -> Tensor:
         found = []
-        for start in range(0, len(places), AT_A_TIME):
-            some = places[start : start + AT_A_TIME]
+        for start in range(0, len(places), self.batch):
+            some = places[start : start + self.batch]
             handles = []
             for n in {n for n, _ in some}:
                 rows = [(row, part) for row, (block, part) in enumerate(some) if block == n]
@@ -214,15 +248,33 @@ class Truth:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over pairs with 95 % intervals by bootstrap."""
+    """Correlations of predicted with true effects by task, kind, method: means over pairs with 95 % intervals."""
     found: dict[str, Any] = {}
     for task in dict.fromkeys(row["task"] for row in rows):
-        for kind in KINDS:
-            for member in MEMBERS:
-                for measure in ("pearson", "rank"):
-                    values = torch.tensor([row[measure][kind][member] for row in rows if row["task"] == task])
-                    found.setdefault(task, {}).setdefault(kind, {}).setdefault(member, {})[measure] = interval(values)
+        chosen = [row["effects"] | {LATER: later(row["effects"])} for row in rows if row["task"] == task]
+        for kind in (*KINDS, LATER):
+            plain = torch.tensor([correlation(*moved(of[kind], PLAIN)) for of in chosen])
+            for method in METHODS:
+                both = [moved(of[kind], method) for of in chosen]
+                pearson = torch.tensor([correlation(*pair) for pair in both])
+                found.setdefault(task, {}).setdefault(kind, {})[method] = {
+                    "pearson": interval(pearson),
+                    "less_plain": interval(pearson - plain),
+                    "rank": interval(torch.tensor([correlation(*(ranks(one) for one in pair)) for pair in both])),
+                }
     return found
+
+
+def later(effects: dict[str, Any]) -> dict[str, list[float]]:
+    """Feed-forwards but for that of block 0, on which all that follows builds: its patch is one of the whole input."""
+    return {name: values[1:] for name, values in effects["feed-forward"].items()}
+
+
+def moved(effects: dict[str, list[float]], method: str) -> tuple[Tensor, Tensor]:
+    """Predicted and true effects of what differs between the prompts: a state before that is no patch at all."""
+    known = {name: torch.tensor(values).double() for name, values in effects.items()}
+    differs = torch.stack([values for name, values in known.items() if name != "true"]).any(0)
+    return known[method][differs], known["true"][differs]
 
 
 def interval(values: Tensor) -> dict[str, float]:
@@ -230,6 +282,19 @@ def interval(values: Tensor) -> dict[str, float]:
     draws = values[torch.randint(len(values), (2000, len(values)), generator=generator)].mean(1)
     low, high = draws.quantile(torch.tensor([0.025, 0.975])).tolist()
     return {"mean": float(values.mean()), "low": low, "high": high, "n": len(values)}
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = ["| task | component | method | pairs | Pearson | rank |", "|---|---|---|---|---|---|"]
+    for task, kinds in found.items():
+        for kind, methods in kinds.items():
+            for method, of in methods.items():
+                shown = [
+                    f"{of[name]['mean']:.2f} ({of[name]['low']:.2f} to {of[name]['high']:.2f})"
+                    for name in ("pearson", "rank")
+                ]
+                lines.append(f"| {task} | {kind} | {method} | {of['pearson']['n']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
     python experiments/perturbation.py --data DATA --out RUNS --part minilm-imdb --part dinov2-photographs
 
 DATA holds imdb/reviews.csv, wikitext-2/ and images/. Weights go by their bundled names; others are given as folders or
-files with --weights NAME=PATH. A part that was interrupted goes on; --limit makes a short trial of it.
+files with --weights NAME=PATH. A part that was interrupted goes on; --limit makes a short trial of it and --seconds
+ends it early.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from tensorlens.studies import StudyResult, perturbation
 from tensorlens.studies.processes import Processes, hand_over, one_voice
 
 CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+MEMBERS = ("paper", "half_gate", "attn_lrp", "jacobian")
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
 ONE_PASS = [
     "tensor.in_out", "tensor.in_class", "gradient.times_input", "alti", "rollout.attn_without_sink",
@@ -33,7 +38,11 @@ METHODS = {
     "tensor": [*TENSOR, "control.random"],
     "signed": ["tensor.in_out", "mean.attn"],
     "recency": ["mean.attn", "control.recency", "control.random"],
-}
+    "members": [
+        *(f"{name}@{member}" for name in ("tensor.in_class", "tensor.in_out") for member in MEMBERS),
+        "mean.attn", "control.recency", "control.random",
+    ],
+}  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -46,8 +55,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", help="methods, separated by commas, instead of the part's own")
     parser.add_argument("--processes", type=int, default=1, help="processes that share each part, on one device")
     parser.add_argument("--memory", type=float, default=0.95, help="part of the GPU's memory for all of them")
-    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, help="replaced copies at a time; by the device if not given")
     parser.add_argument("--device", help="such as cpu; the GPU if there is one")
+    parser.add_argument("--seconds", type=float, help="stop each part after so long; what is measured by then is kept")
     parser.add_argument("--tf32", action="store_true", help="let matrix products run in TF32")
     return parser.parse_args()
 
@@ -62,9 +72,34 @@ def main() -> None:
     for part in options.part or CONFIGS:
         started = time.perf_counter()
         with one_voice():
-            result = run(part, options, weights)
+            try:
+                with bounded(options.seconds):
+                    result = run(part, options, weights)
+            except TimeUp:
+                print(f"== {part}: stopped after {options.seconds:.0f} s; started again, it goes on", flush=True)
+                continue
         if Processes.from_environment().is_first:
             print(table(part, result, time.perf_counter() - started), flush=True)
+
+
+class TimeUp(BaseException):
+    """Ends a part. Not an `Exception`, so that nothing takes it for a failure of a sample."""
+
+
+@contextmanager
+def bounded(seconds: float | None) -> Iterator[None]:
+    """Interrupt what takes longer; a run can be stopped at any moment."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def run(part: str, options: argparse.Namespace, weights: dict[str, str]) -> StudyResult:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -89,3 +90,21 @@ def serving(shelf: Library, limits: Limits | None = None, **access: Any):
         server.should_exit = True
         thread.join(timeout=10)
         listener.close()
+
+
+def post_question(address: str, timeout: float = 60.0, **question):
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=timeout)
+    body = {"model": "gpt2", "text": SENTENCE, "method": "tensor.in_out"} | question
+    connection.request("POST", "/api/map", json.dumps(body))
+    response = connection.getresponse()
+    lines = response.read().decode().splitlines()
+    connection.close()
+    return response.status, json.loads(lines[-1])
+
+
+def status_of(address: str, path: str, data: bytes | None = None) -> int:
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)) as connection:
+        connection.request("GET" if data is None else "POST", path, data)
+        response = connection.getresponse()
+        response.read()
+        return response.status

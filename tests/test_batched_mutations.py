@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,13 +14,13 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens import batch as batches
-from tensorlens.batch import Collated
-from tensorlens.folding import proof
+from tensorlens.batch import Batch, Collated
+from tensorlens.freezing import proof
 from tensorlens.freezing import recording as recordings
 from tensorlens.freezing.replay import FactorReplay
-from tensorlens.maps import batched
-from tensorlens.maps.batched import BatchQuestion
+from tensorlens.maps import batch_question, batched, batched_baselines, batched_gradients
+from tensorlens.maps.batch_question import BatchQuestion
+from tensorlens.maps.gradients import integrated_gradients
 
 Patch = pytest.MonkeyPatch
 INPUTS = [[7, 21, 5, 33, 9, 14, 50], [3, 8, 40, 11, 6], [12, 30, 4, 17, 29, 44]]
@@ -36,6 +37,15 @@ def method(kind: type, name: str, make: Callable[[Any], Any]) -> Callable[[Patch
 
 def function(name: str, make: Callable[[Any], Any]) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(batched, name, make(getattr(batched, name)))
+
+
+def question_function(name: str, make: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(batch_question, name, make(getattr(batch_question, name)))
+
+
+def baseline_function(name: str, make: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    whole = getattr(batched_baselines, name, None) or getattr(builtins, name)
+    return lambda patch: patch.setattr(batched_baselines, name, make(whole), raising=False)
 
 
 def of_pulls(change: Callable[[Tensor], Tensor]) -> Callable[[Patch], None]:
@@ -71,9 +81,9 @@ def padded_in_front(whole: Any) -> Any:
 
 def stale_recording(monkeypatch: Patch) -> None:
     """A batch is answered from one of other tokens."""
-    whole = batches.record
+    whole = batched.record
     monkeypatch.setattr(
-        batches,
+        batched,
         "record",
         lambda anatomy, inputs, *rest: whole(anatomy, inputs | {"input_ids": inputs["input_ids"] + 1}, *rest),
     )
@@ -98,18 +108,36 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     "padding at the other end": ("gpt2", "tensor.in_out", method(BatchQuestion, "answers", padded_in_front)),
     "a stale recording": ("gpt2", "tensor.in_out", stale_recording),
     "the worst class for the best": (
-        "gpt2", "tensor.in_class", function("_all_logits", lambda w: lambda q, readout: -w(q, readout))
+        "gpt2", "tensor.in_class", question_function("all_logits", lambda w: lambda q: -w(q))
     ),
     "the weights of another class": (
-        "bert-mlm", "tensor.in_class", function("_reader", lambda w: lambda q, ids, weights: w(q, ids - 1, weights))
+        "bert-mlm", "tensor.in_class", function("reader", lambda w: lambda q, ids, weights: w(q, ids - 1, weights))
     ),
     "the bias not taken off": (
         "gpt2", "tensor.contribution",
-        function("_pushed_by_graph", lambda w: lambda q: [row + 1 for row in w(q)]),
+        method(FactorReplay, "push_each_token", lambda w: lambda *a: [row + 1 for row in w(*a)]),
     ),
     "probes of another seed": (
         "gpt2", "tensor.norm",
         function("probe_vectors", lambda w: lambda n, d, seed, *a: w(n, d, seed + 1, *a)),
+    ),
+    "the attention of another sample": (
+        "gpt2", "rollout.attn", baseline_function("attn", lambda w: lambda attention: w(attention.roll(1, 0)))
+    ),
+    "a norm forgotten": (
+        "bert", "mean.w_attn_res_ln",
+        baseline_function("decompose", lambda w: lambda *a: replace(w(*a), norm_1=None)),
+    ),
+    "blocks in the other order": (
+        "gpt2", "rollout.w_attn", baseline_function("reversed", lambda w: lambda blocks: blocks)
+    ),
+    "a path that ends early": (
+        "gpt2", "gradient.integrated",
+        lambda patch: patch.setattr(batched_gradients, "integrated_gradients",
+                                    lambda recording, read: integrated_gradients(recording, read, n_steps=3)),
+    ),
+    "the paper's member for the Jacobian": (
+        "gpt2", "gradient.times_input", function("jacobian_rules", lambda w: lambda rules: rules)
     ),
     "the root not taken": (
         "gpt2", "tensor.norm",
@@ -142,7 +170,7 @@ def test_a_fault_is_noticed_and_samples_are_mapped_alone(fault: str, monkeypatch
     monkeypatch.setitem(batched.BATCHED, "tensor.norm", batched.norm)
     found = list(lens(name).maps(INPUTS, asked, **options(asked)))
     assert all("samples go" in one.meta["batches"] for one in found), fault
-    made = batches.Batch(lens(name), [lens(name).prepare(one) for one in INPUTS])
+    made = Batch(lens(name), [lens(name).prepare(one) for one in INPUTS])
     directly = made.maps(asked, **options(asked))
     assert all("each was mapped alone" in one.meta["fallback"] for one in directly), fault
     for maps in (found, directly):

@@ -14,6 +14,7 @@ import tensorlens as tl
 from tensorlens import batch as batches
 from tensorlens import dataset_maps
 from tensorlens.batch import Batch
+from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
 
@@ -52,26 +53,57 @@ def same(lens: tl.Lens, inputs, found, method: str = "tensor.in_out", **options)
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_batched_methods_of_mixed_lengths(name, attention):
-    model = zoo.build(name, attention)
+def test_every_method_of_mixed_lengths(name, attention):
+    model, tolerance = zoo.build(name, attention), 1e-12
     if zoo.ZOO[name].casts:
-        model = model.float()
-    tolerance = 2e-5 if zoo.ZOO[name].casts else 1e-12
+        model, tolerance = model.float(), 2e-5
     lens, inputs = tl.Lens(model), ids()
+    batch = Batch(lens, [lens.prepare(value) for value in inputs], methods=tuple(BATCHED))
+    tensors = [lens(value) for value in inputs]
     for method in BATCHED:
-        options = {"probes": 4} if method == "tensor.norm" else {}
-        found = list(lens.maps(inputs, method, **options))
-        assert [len(one.in_tokens) for one in found] == list(LENGTHS)
-        for value, one in zip(inputs, found, strict=True):
-            assert error(one, alone(lens, value, method, **options)) < tolerance
-            assert "batches" not in one.meta  # padding was silent
+        pending = batch.begin_together(method, -1)
+        assert pending is not None, method
+        out_token = None if method == "tensor.in_class" and tensors[0].operator.recording.pools else -1
+        for T, one in zip(tensors, pending(), strict=True):
+            assert error(one, T.map(method, out_token)) < tolerance, method
 
 
-@pytest.mark.parametrize("method", [name for name in tl.METHODS if name not in BATCHED])
-def test_other_methods_go_through_the_same_door(method):
+@pytest.mark.parametrize("method", ["tensor.in_class", "tensor.in_out", "tensor.norm", "rollout.glob_enc"])
+@pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
+def test_padding_is_silent(name, method):
+    lens, inputs, options = tl.Lens(zoo.build(name)), ids(), {"probes": 4} if method == "tensor.norm" else {}
+    found = list(lens.maps(inputs, method, **options))
+    assert [len(one.in_tokens) for one in found] == list(LENGTHS) and same(lens, inputs, found, method, **options)
+    assert not any("batches" in one.meta for one in found)
+
+
+@pytest.mark.parametrize("method", BATCHED)
+def test_a_batch_of_one_is_the_sample(method):
+    lens, options = tl.Lens(zoo.build("gpt2")), {"probes": 4} if method == "tensor.norm" else {}
+    [value] = ids((5,))
+    [found] = lens.batch([value]).maps(method, **options)
+    assert error(found, alone(lens, value, method, **options)) < 1e-12
+
+
+def test_every_method_goes_for_all_samples_at_once():
+    assert BATCHED.keys() == tl.METHODS.keys()
+
+
+@pytest.mark.parametrize("method", ["rollout.glob_enc", "mean.attn"])
+def test_a_method_without_such_a_way_goes_through_the_same_door(method, monkeypatch):
+    monkeypatch.delitem(BATCHED, method)
     lens, inputs = tl.Lens(zoo.build("gpt2")), ids((3, 3, 2))
     for value, one in zip(inputs, lens.maps(inputs, method), strict=True):
-        assert error(one, alone(lens, value, method)) < 1e-12
+        assert error(one, alone(lens, value, method)) < 1e-12 and "engine" not in one.meta
+
+
+def test_the_exact_norm_of_padded_samples_and_what_shares_its_rows():
+    lens, inputs = tl.Lens(zoo.build("bert")), ids()
+    batch = Batch(lens, [lens.prepare(one) for one in inputs], methods=("tensor.norm", "tensor.contribution"))
+    for method in ("tensor.norm", "tensor.contribution"):
+        pending = batch.begin_together(method, -1)
+        assert pending is not None
+        assert same(lens, inputs, pending(), method)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -87,7 +119,7 @@ def test_contributions_by_the_graph_of_a_pull_are_those_of_pushes(monkeypatch):
     monkeypatch.setattr(batched, "_pushed_by_factors", None)
     by_graph = list(lens.maps(inputs, "tensor.contribution"))
     monkeypatch.undo()
-    monkeypatch.setattr(batched, "_pushed_by_graph", lambda question: None)
+    monkeypatch.setattr(FactorReplay, "push_each_token", lambda *arguments: None)
     for one, other in zip(by_graph, lens.maps(inputs, "tensor.contribution"), strict=True):
         assert error(one, other) < 1e-12
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tensorlens as tl
-from tensorlens.freezing import long_inputs
+from tensorlens.freezing import replay_of
 from tensorlens.models import precision
 from tensorlens.operators.product_bound import product_bound
 from tensorlens.operators.singular_values import operator_norm
@@ -141,7 +141,7 @@ def test_spectra_and_bounds():
 
 
 def test_an_input_too_long_for_kept_factors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(long_inputs, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
     work = _mapped("tensor.in_class", target=5)
     same(lens("llama"), lens("llama"), lambda lens: (work(lens), lens(zoo.sample("llama")).certificate().passed))
 

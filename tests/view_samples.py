@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,3 +52,18 @@ def square() -> MapView:
     """A signed map of seven tokens; row i, column j is 7·i + j − 20."""
     scores = np.arange(49.0).reshape(7, 7) - 20
     return map_view(scores, labels=WORDS)
+
+
+def background(locator) -> tuple[int, ...]:
+    """The colour behind an element."""
+    text = locator.evaluate("node => getComputedStyle(node).backgroundColor")
+    return tuple(int(part) for part in text.removeprefix("rgb(").rstrip(")").split(","))
+
+
+def eventually(check) -> None:
+    """For what has no `expect`: pictures on a canvas follow with the next frame."""
+    for _ in range(100):
+        if check():
+            return
+        time.sleep(0.05)
+    assert check()

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+BEFORE_PEERS = 90.0
+"""Seconds of --seconds that are kept for our own methods, so that peers are ended before the run is."""
 
 
 def main() -> None:
@@ -27,6 +29,8 @@ def main() -> None:
     parser.add_argument("--model", action="append", required=True, help="NAME or NAME=PATH; repeatable")
     parser.add_argument("--config", type=Path, default=HERE / "judges.json")
     parser.add_argument("--only", action="append", help="a run of the config, or ways; repeatable")
+    parser.add_argument("--leave-out", action="append", default=[], help="a run that is not wanted; repeatable")
+    parser.add_argument("--peer-python", help="interpreter of the peers' environment, for the runs of peers")
     parser.add_argument("--seconds", type=float, default=10**6)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -40,7 +44,7 @@ def share_out(arguments: argparse.Namespace) -> None:
     """Start every run of every model, wait, and say how each ended."""
     config = json.loads(arguments.config.read_text("utf-8"))
     processes = {name: run["processes"] for name, run in config["runs"].items()} | {"ways": 1}
-    wanted = [name for name in processes if not arguments.only or name in arguments.only]
+    wanted = [name for name in arguments.only or processes if name not in arguments.leave_out]
     arguments.out.mkdir(parents=True, exist_ok=True)
     began, started = time.monotonic(), []
     for model in arguments.model:
@@ -69,6 +73,8 @@ def start(
     command = [
         sys.executable, __file__, "--data", str(arguments.data), "--out", str(arguments.out), "--model", model,
         "--config", str(arguments.config), "--worker", name,
+        "--seconds", str(arguments.seconds),
+        *(["--peer-python", arguments.peer_python] if arguments.peer_python else []),
     ]  # fmt: skip
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as said:
@@ -86,13 +92,16 @@ def work(arguments: argparse.Namespace) -> None:
     name, _, path = arguments.model[0].partition("=")
     loaded = tl.load(path or name, dtype=config["dtype"], attention=config["attention"])
     lens = tl.Lens(loaded.model, loaded.processor, name=name)
-    out = arguments.out / name / arguments.worker
+    is_own = config["runs"].get(arguments.worker, {}).get("once")
+    out = arguments.out / ("compiled" if is_own else name) / arguments.worker
     if arguments.worker == "ways":
         from ways import search
 
         print(json.dumps(search(lens, arguments.data, out, config["ways"]), indent=1))
         return
-    result = studies.judge(lens, arguments.data, out, progress=False, **config["runs"][arguments.worker]["options"])
+    options = config["runs"][arguments.worker]["options"] | {"peer_python": arguments.peer_python}
+    options["peer_total_seconds"] = max(30.0, arguments.seconds - BEFORE_PEERS)
+    result = studies.judge(lens, arguments.data, out, progress=False, **options)
     if Processes.from_environment().is_first:
         for judge, found in result.summary["judges"].items():
             print(f"{name}, {judge}: {counts_line(found)}")

@@ -4,8 +4,8 @@
 
 RUNS holds MODEL/RUN/summary.json as `judges.py` writes them. A page has blocks ``<!-- judges: KEY -->`` …
 ``<!-- /judges -->``; what is between is replaced, the rest is written by hand. KEY is a question (word, passage,
-component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences. The run `peers` of a model
-is shown by itself, since it has fewer items.
+component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences, perturbation. Runs with
+peers are shown by themselves, since they have other items. A run that was stopped is shown as far as it came.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorlens.studies.judge_study.measuring import WRONG
-from tensorlens.studies.judge_study.report import counts_line
+from tensorlens.studies.judge_study.report import area_table, counts_line, judge_table
+from tensorlens.studies.judge_study.summary import summarise
 from tensorlens.studies.pages import as_markdown
+from tensorlens.studies.sample_lines import whole_lines
 
 PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
 BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n).*?(<!-- /judges -->)", re.DOTALL)
@@ -34,22 +36,50 @@ Runs = dict[str, dict[str, Any]]
 """By model and judge, what the run's summary says."""
 
 
-def read(folder: Path) -> tuple[Runs, dict[str, Any], dict[str, Any]]:
-    """Judges by model, the searches over ways by model, and what the peers said of themselves."""
-    judges: Runs = {}
-    ways: dict[str, Any] = {}
-    peers: dict[str, Any] = {}
-    for path in sorted(folder.glob("*/*/summary.json")):
-        model, summary = path.parts[-3], json.loads(path.read_text("utf-8"))
+class Found(NamedTuple):
+    """What the folders hold, by model."""
+
+    judges: Runs
+    ways: dict[str, Any]
+    peers: dict[str, Any]
+    areas: dict[str, Any]
+
+
+def read(folder: Path) -> Found:
+    """Judges, the searches over ways, the runs with peers and the areas of perturbation."""
+    found = Found({}, {}, {}, {})
+    for path in sorted(one for one in folder.glob("*/*") if one.is_dir()):
+        model, summary = path.parts[-2], summary_of(path)
+        if summary is None:
+            continue
         if "judges" not in summary:
-            ways[model] = summary
-            continue
-        if path.parts[-2] == "peers":
-            peers[model] = summary
-            continue
-        for name, found in summary["judges"].items():
-            judges.setdefault(model, {})[name] = found
-    return judges, ways, peers
+            found.ways[model] = summary
+        elif summary.get("peers"):
+            found.peers.setdefault(model, {})[path.name] = summary
+        else:
+            found.judges.setdefault(model, {}).update(summary["judges"])
+        if summary.get("perturbation"):
+            found.areas[model] = summary["perturbation"]
+    return found
+
+
+def summary_of(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run; of one that was stopped what its rows say so far, with how many are missing."""
+    if (folder / "summary.json").is_file():
+        return json.loads((folder / "summary.json").read_text("utf-8"))
+    if not (folder / "config.json").is_file():
+        return None
+    settings = json.loads((folder / "config.json").read_text("utf-8"))["settings"]
+    if settings["peers"]:  # started again, it asks on
+        return None
+    lines = [line for file in sorted(folder.glob("samples*.jsonl")) for _, line in whole_lines(file)]
+    records = {record["index"]: record for record in map(json.loads, lines)}
+    if not records:
+        return None
+    found = summarise([records[index] for index in sorted(records)], settings)
+    for name, one in found["judges"].items():
+        one["n_not_run"] = settings["judges"][name]["n"] - one["n_items"]
+    return found
 
 
 def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = None) -> str:
@@ -108,6 +138,7 @@ def counts(runs: Runs) -> str:
     """How many items each number stands on."""
     rows = [
         {"model": model, "judge": name, "items": found["n_items"], "measured": found["n_measured"],
+         "not reached": found.get("n_not_run", 0),
          "left out, the model is wrong": sum(one["left_out"].get(WRONG, 0) for one in found["sets"].values()),
          "rows that could not be used": found["n_problems"]}
         for model, some in runs.items() for name, found in some.items()
@@ -130,16 +161,18 @@ def way_table(ways: dict[str, Any]) -> str:
 
 
 def peer_list(peers: dict[str, Any]) -> str:
-    """Version, own example and error of every peer."""
+    """What the peers get, and version, own example and error of each."""
     parts = []
-    for model, summary in peers.items():
-        parts.append(question_table({model: summary["judges"]}, "word"))
+    for model, runs in peers.items():
+        for summary in runs.values():
+            ((name, found),) = summary["judges"].items()
+            parts.append(f"*{model}, {name}*: {counts_line(found)}.\n\n{judge_table(found)}")
         rows = [
-            {"peer": f"`{name}`", "version": about.get("version", "–"), "items": about["n"],
-             "its own example": about.get("check", "–"), "error": about.get("error", "")}
-            for name, about in summary["peers"].items()
+            {"peer": f"`{name}`", "version": about.get("version", "–"), "judge": judge, "answers": about["n"],
+             "its own example": about.get("check", "–"), "said": about.get("error", "")}
+            for summary in runs.values() for judge in summary["judges"] for name, about in summary["peers"].items()
         ]  # fmt: skip
-        parts.append(f"{model}: {counts_line(summary['judges']['evidence'])}.\n\n{as_markdown(rows)}")
+        parts.append(as_markdown(rows))
     return "\n\n".join(parts) or "No run yet."
 
 
@@ -165,16 +198,25 @@ def differences(runs: Runs) -> str:
     return as_markdown(rows) if rows else "No run yet."
 
 
-def block(key: str, runs: Runs, ways: dict[str, Any], peers: dict[str, Any]) -> str:
+def block(key: str, found: Found) -> str:
     """What belongs between the marks of a key."""
+    runs = found.judges
     if key.startswith("sets "):
         return set_table(runs, key.removeprefix("sets "))
     if key == "tracr":
         model = next((model for model in runs if "tracr" in runs[model]), "")
         return set_table(runs, model, "tracr")
-    simple = {"counts": lambda: counts(runs), "ways": lambda: way_table(ways), "peers": lambda: peer_list(peers),
-              "members": lambda: member_tables(runs), "differences": lambda: differences(runs)}  # fmt: skip
+    simple = {
+        "counts": lambda: counts(runs), "ways": lambda: way_table(found.ways), "peers": lambda: peer_list(found.peers),
+        "members": lambda: member_tables(runs), "differences": lambda: differences(runs),
+        "perturbation": lambda: area_tables(found.areas),
+    }  # fmt: skip
     return simple[key]() if key in simple else question_table(runs, key)
+
+
+def area_tables(areas: dict[str, Any]) -> str:
+    """Areas under the curve of HS-MSE, most relevant tokens first."""
+    return "\n\n".join(f"**{model}**\n\n{area_table(one)}" for model, one in areas.items()) or "No run yet."
 
 
 def main() -> None:
@@ -185,7 +227,7 @@ def main() -> None:
     found = read(arguments.runs)
     for page in arguments.page or PAGES:
         text = page.read_text("utf-8")
-        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], *found)}\n\n{m[3]}", text), "utf-8")
+        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], found)}\n\n{m[3]}", text), "utf-8")
         print(f"{page}: {len(BLOCK.findall(text))} tables")
 
 

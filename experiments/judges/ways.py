@@ -22,7 +22,7 @@ from tensorlens.freezing.rules.replacements import hold_value, scaled_gradient
 from tensorlens.freezing.traced import plain
 from tensorlens.strict_json import to_json, write_json
 from tensorlens.studies.judge_study.evidence import evidence
-from tensorlens.studies.judge_study.items import groups_of
+from tensorlens.studies.judge_study.items import Item, groups_of
 from tensorlens.studies.judge_study.measures import reciprocal_rank
 from tensorlens.studies.judge_study.measuring import is_right
 from tensorlens.studies.judge_study.scoring import last_logits, unit_sums
@@ -55,34 +55,52 @@ def ways(weights: Sequence[float]) -> Iterator[None]:
 
 
 def search(lens: tl.Lens, data: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Measure every point on every item that the model gets right; write `rows.jsonl` and `summary.json`."""
+    """Measure every point on every item that the model gets right; write `rows.jsonl` and `summary.json`.
+
+    A run that was stopped goes on behind its last row.
+    """
     judge = evidence(lens, data / "evidence", limit=config["limit"])
     lens = tl.Lens(lens.model, lens.processor, rules=tl.Rules.attn_lrp(), name=lens.name)
     out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with (out / "rows.jsonl").open("w", encoding="utf-8") as file:
+    rows = read_rows(out / "rows.jsonl")
+    known = {row["item"] for row in rows}
+    with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
         for group in groups_of(judge.items, config["group_size"]):
-            items = [judge.items[index] for index in group]
-            logits = last_logits(lens, [item.ids for item in items])
-            items = [item for item, row in zip(items, logits, strict=True) if is_right(item, row, item.target or 0)]
-            if not items:
-                continue
-            found: list[dict[str, Any]] = [
-                {"set": one.set, "item": one.name, "truth": one.truth, "scores": {}} for one in items
-            ]
-            prepared = [lens.prepare(list(item.ids)) for item in items]
-            for name, weights in config["points"].items():
-                with ways(weights):
-                    maps = Batch(lens, prepared, for_method="tensor.in_class").maps(
-                        "tensor.in_class", targets=[item.target or 0 for item in items]
-                    )
-                for item, one, made in zip(items, found, maps, strict=True):
-                    one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
+            items = [judge.items[index] for index in group if judge.items[index].name not in known]
+            found = measured(lens, items, config["points"]) if items else []
             file.writelines(to_json(one) + "\n" for one in found)
+            file.flush()
             rows += found
+    rows = [row for row in rows if row["scores"]]
     summary = summarise(rows, list(config["points"]))
     write_json(out / "summary.json", summary)
     return summary
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What a run that was stopped has left, without the line that it was writing."""
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []
+    if path.is_file():
+        path.write_text("".join(line + "\n" for line in lines), "utf-8")
+    return [json.loads(line) for line in lines]
+
+
+def measured(lens: tl.Lens, items: Sequence[Item], points: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """A row for each item, with scores by point where the model is right."""
+    logits = last_logits(lens, [item.ids for item in items])
+    found: list[dict[str, Any]] = [
+        {"set": one.set, "item": one.name, "truth": one.truth, "scores": {}} for one in items
+    ]
+    right = [k for k, item in enumerate(items) if is_right(item, logits[k], item.target or 0)]
+    prepared = [lens.prepare(list(items[k].ids)) for k in right]
+    for name, weights in points.items() if right else ():
+        with ways(weights):
+            maps = Batch(lens, prepared, methods=("tensor.in_class",)).maps(
+                "tensor.in_class", targets=[items[k].target or 0 for k in right]
+            )
+        for k, made in zip(right, maps, strict=True):
+            found[k]["scores"][name] = unit_sums(items[k], made.scores[0].double().tolist())
+    return found
 
 
 def summarise(rows: list[dict[str, Any]], points: list[str]) -> dict[str, Any]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, TensorLensError
-from tensorlens.folding.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
+from tensorlens.errors import InputError, MethodError, TensorLensError
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.record import record
-from tensorlens.freezing.recorder import RecordOptions
+from tensorlens.freezing.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Replay, logits_at
-from tensorlens.maps.batched import BATCHED, PULLS_ONLY, BatchQuestion, predictions
+from tensorlens.maps.batch_question import BatchQuestion, predictions
+from tensorlens.maps.batched import BATCHED, PULLS_ONLY, record_samples
 from tensorlens.maps.methods import Answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -29,9 +28,6 @@ from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.base import check_token
 from tensorlens.tensor import AttentionTensor, Context
-
-GRAPH_SHARE = 0.5
-"""Part of the free memory that the graph of a batch may take: unlike that of one input, it is what was asked for."""
 
 
 @runtime_checkable
@@ -72,22 +68,29 @@ class Batch(Sequence[AttentionTensor]):
     Args:
         lens: Where it came from.
         prepared: The inputs.
-        for_method: Record only what this method needs; everything if None.
+        methods: All that will be asked: only what they need is recorded, and what several of them need is computed
+            once. Anything may be asked if None.
+        probes: Of `tensor.norm` among them; None if it is to be exact.
     """
 
-    def __init__(self, lens: Source, prepared: Sequence[ModelInput], for_method: str | None = None) -> None:
+    def __init__(
+        self, lens: Source, prepared: Sequence[ModelInput], methods: Collection[str] | None = None,
+        probes: int | None = None,
+    ) -> None:  # fmt: skip
         if not prepared:
             raise InputError("A batch needs at least one input; got none.")
         self.lens, self.prepared = lens, tuple(prepared)
         collated = Collated(prepared, lens.model, lens.pad_id)
         self.lengths, self.is_padded = collated.lengths, collated.is_padded
-        options = RecordOptions(
-            n_samples=len(prepared), graph_share=GRAPH_SHARE, keeps_factors=for_method not in PULLS_ONLY
+        anatomy, arguments = lens.recording_arguments(collated.arguments)
+        sketched = {"tensor.norm"} if probes is not None else frozenset()
+        keeps_factors = not methods or not (PULLS_ONLY | sketched).issuperset(methods)
+        self.replay = FactorReplay(
+            record_samples(anatomy, arguments, lens.rules, len(prepared), keeps_factors=keeps_factors)
         )
-        recording = record(*lens.recording_arguments(collated.arguments), lens.rules, options)
-        if not options.keeps_factors and recording.graph is None:
-            raise torch.OutOfMemoryError("The graph of the batch would take more memory than there is.")
-        self.replay = FactorReplay(recording)
+        self.methods = frozenset(methods or ()) - sketched
+        self._shared: dict[Any, dict[str, Any]] = {}
+        self._contexts: dict[tuple[int, int], Context] = {}
 
     def __len__(self) -> int:
         return len(self.prepared)
@@ -95,15 +98,20 @@ class Batch(Sequence[AttentionTensor]):
     def __iter__(self) -> Iterator[AttentionTensor]:
         return (self[i] for i in range(len(self)))
 
-    def check(self) -> None:
-        """Compare the shortest sample with what it is alone."""
+    def is_separable(self) -> bool:
+        """Whether the shortest sample gives the output that it gives alone."""
         if len(self) == 1:
-            return
+            return True
         shortest = min(range(len(self)), key=lambda i: self.lengths[i])
         alone = self.lens(self.prepared[shortest]).output
         state = self.replay.recording.states[-1][shortest, : len(alone)]
         tolerance = 100 * torch.finfo(alone.dtype).eps ** 0.75
-        if not (state - alone).norm() <= tolerance * alone.norm():
+        tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and alone.is_cuda else tolerance
+        return bool((state - alone).norm() <= tolerance * alone.norm())
+
+    def check(self) -> None:
+        """Compare the shortest sample with what it is alone."""
+        if not self.is_separable():
             raise InputError(
                 "A batch needs a model to which samples and their padding are separate; together they give other "
                 "numbers than alone. Pass them to `lens.maps`, which finds out which ones can go together."
@@ -138,7 +146,7 @@ class Batch(Sequence[AttentionTensor]):
             seed: Seed for the probes.
         """
         made = self.begin(method, out_token, target, targets=targets, probes=probes, seed=seed)()
-        if not goes_together(method, probes):
+        if method not in BATCHED:
             return made
 
         def alone(i: int) -> TokenMap:
@@ -157,7 +165,7 @@ class Batch(Sequence[AttentionTensor]):
         proof = None if recording.fingerprint is None else known_proof(recording.model, key)
         if proof is None:
             i = min(range(len(self)), key=lambda i: self.lengths[i])
-            error, tolerance = difference(made[i], alone(i))
+            error, tolerance = difference(made[i], alone(i), recording.states[0].dtype)
             tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and recording.states[0].is_cuda else tolerance
             proof = remember_proof(recording.model, key, Proof(error, tolerance))
         return proof.holds
@@ -178,32 +186,61 @@ class Batch(Sequence[AttentionTensor]):
         """
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
-        if not goes_together(method, probes):
-            each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
-            found = [map_of(one, method, out_token, its, probes=probes, seed=seed) for one, its in each]
-            return lambda: found
-        recording = self.replay.recording
-        n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
-        places = torch.tensor([check_token(out_token, n) for n in n_out])
-        asked = BatchQuestion(
-            replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
-            out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
-            classes=self.lens.context(self.prepared[0], recording).classes,
-        )  # fmt: skip
-        pending, said = BATCHED[method](asked), predictions(asked)
+        pending = self.begin_together(method, out_token, target, targets=targets, probes=probes, seed=seed)
+        if pending is not None:
+            return pending
+        each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
+        found = [map_of(one, method, out_token, its, probes=probes, seed=seed) for one, its in each]
+        return lambda: found
+
+    @own_modes
+    def begin_together(
+        self, method: str, out_token: int, target: Target | None = None, *, targets: Sequence[Target] | None = None,
+        probes: int | None = None, seed: int = 0,
+    ) -> Callable[[], list[TokenMap]] | None:  # fmt: skip
+        """The same for all samples at once; None where this method has no such way for this model."""
+        asked = self._question(out_token, target, targets, probes, seed)
+        try:
+            pending = BATCHED[method](asked) if method in BATCHED else None
+        except MethodError:  # each sample by itself says why, or has another way
+            return None
+        if pending is None:
+            return None
+        said = predictions(asked)
 
         def finish() -> list[TokenMap]:
-            found = zip(places.tolist(), pending(), said(), strict=True)
+            found = zip(asked.out_tokens.tolist(), pending(), said(), strict=True)
             return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
 
         return finish
 
+    def _question(
+        self, out_token: int, target: Target | None, targets: Sequence[Target] | None, probes: int | None, seed: int
+    ) -> BatchQuestion:
+        recording = self.replay.recording
+        n_out = [length or recording.states[-1].shape[1] for length in self.lengths]
+        places = torch.tensor([check_token(out_token, n) for n in n_out])
+        return BatchQuestion(
+            replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
+            out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
+            classes=self._context(0, recording.states[0].shape[1]).classes, methods=self.methods,
+            shared=self._shared.setdefault((out_token, target), {}) if targets is None else {},
+        )  # fmt: skip
+
+    def _context(self, i: int, n_tokens: int) -> Context:
+        if (i, n_tokens) not in self._contexts:
+            recording = self.replay.recording
+            self._contexts[i, n_tokens] = self.lens.context(self.prepared[i], recording, n_tokens=n_tokens)
+        return self._contexts[i, n_tokens]
+
     def release(self) -> None:
         """Let go of the graph, when nothing more will be begun."""
         self.replay = FactorReplay(replace(self.replay.recording, graph=None))
+        for of_question in self._shared.values():
+            of_question.clear()
 
     def _map(self, i: int, method: str, place: int, answer: Answer, notes: dict[str, Any]) -> TokenMap:
-        context = self.lens.context(self.prepared[i], self.replay.recording, n_tokens=answer.scores.shape[1])
+        context = self._context(i, answer.scores.shape[1])
         labels = context.out_tokens or context.tokens
         pools = self.replay.recording.pools and method == "tensor.in_class"
         return TokenMap(
@@ -217,11 +254,6 @@ class Batch(Sequence[AttentionTensor]):
                 "heads": None, "rules": self.lens.rules.as_dict(), "certificate": None, "engine": "batched",
             } | answer.notes | notes,
         )  # fmt: skip
-
-
-def goes_together(method: str, probes: int | None) -> bool:
-    """Whether a method goes for all samples at once; an exact norm goes one by one, and so do most baselines."""
-    return method in BATCHED and (method != "tensor.norm" or probes is not None)
 
 
 def map_of(
@@ -238,9 +270,16 @@ def map_of(
     return replace(found, meta=found.meta | {"prediction": best})
 
 
-def difference(one: TokenMap, other: TokenMap) -> tuple[float, float]:
-    """How far two maps of one sample are from each other, relative, and what rounding may account for."""
-    tolerance = min(0.1, 100 * torch.finfo(one.scores.dtype).eps ** 0.75)
+def difference(one: TokenMap, other: TokenMap, dtype: torch.dtype | None = None) -> tuple[float, float]:
+    """How far two maps of one sample are from each other, relative, and what rounding may account for.
+
+    Args:
+        one: A map.
+        other: Another.
+        dtype: Of the model, whose scores some baselines have in a finer type.
+    """
+    eps = max(torch.finfo(dtype or one.scores.dtype).eps, torch.finfo(one.scores.dtype).eps)
+    tolerance = min(0.1, 100 * eps**0.75)
     if one.scores.shape != other.scores.shape:
         return math.inf, tolerance
     scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)

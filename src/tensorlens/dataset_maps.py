@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, islice
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source, difference, goes_together, has_sample_axis, length_of, map_of
+from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_of, map_of
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
@@ -31,8 +32,11 @@ from tensorlens.models.module_tree import parameters
 from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
 
-Pending = Callable[[], list[TokenMap]]
-"""Maps whose work is under way: a call waits for it."""
+Found = TypeVar("Found")
+"""What is wanted of each sample: a map, or several."""
+
+Pending = Callable[[], list[Found]]
+"""What was found of some samples, with the work under way: a call waits for it."""
 
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
@@ -95,10 +99,10 @@ def maps(
         raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
     if rows.on_error not in ("raise", "skip"):
         raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
-    return _maps(lens, inputs, rows, _Work(lens, asked, batch_size), progress)
+    return _maps(lens, inputs, rows, _Maps(lens, asked, batch_size), progress)
 
 
-def _maps(lens: Source, inputs: Iterable[Any], rows: Rows, work: _Work, progress: bool | None) -> Iterator[TokenMap]:
+def _maps(lens: Source, inputs: Iterable[Any], rows: Rows, work: _Maps, progress: bool | None) -> Iterator[TokenMap]:
     total = len(inputs) if isinstance(inputs, Sized) else None
     disable = None if progress is None else not progress
     waiting, first = iter(inputs), rows.first
@@ -110,16 +114,22 @@ def _maps(lens: Source, inputs: Iterable[Any], rows: Rows, work: _Work, progress
             first += len(window)
 
 
-class _Work:
-    """How many samples go together, and which; learnt as it goes."""
+class Work(ABC, Generic[Found]):
+    """How many samples go together, and which; learnt as it goes.
 
-    def __init__(self, lens: Source, asked: Asked, batch_size: int | None) -> None:
-        self.lens, self.asked, self.batch_size = lens, asked, batch_size
+    Args:
+        lens: The model.
+        batch_size: Samples at a time; as many as go into free memory if None.
+        seed: Of the choice of a sample that is compared with what it is alone.
+    """
+
+    def __init__(self, lens: Source, batch_size: int | None, seed: int = 0) -> None:
+        self.lens, self.batch_size = lens, batch_size
         self.together: Together = "padded"
         self.n_batches = 0
         self.reason = ""
         self._free: int | None = None
-        self._random = random.Random(asked.seed)
+        self._random = random.Random(seed)
 
     @property
     def most(self) -> int:
@@ -127,12 +137,29 @@ class _Work:
         device = next(self.lens.model.parameters()).device
         return self.batch_size or MOST_SAMPLES.get(device.type, 16)
 
-    def window(self, prepared: Sequence[ModelInput]) -> Iterator[TokenMap]:
-        """The maps of some samples, in their order."""
-        found: dict[int, TokenMap] = {}
+    @abstractmethod
+    def begin_batch(self, prepared: list[ModelInput]) -> Pending[Found]:
+        """Begin the work on several samples together."""
+
+    @abstractmethod
+    def alone(self, prepared: ModelInput) -> Found:
+        """What one sample is by itself."""
+
+    @abstractmethod
+    def agree(self, one: Found, other: Found) -> bool:
+        """Whether two findings of one sample are the same to rounding."""
+
+    @abstractmethod
+    def noted(self, found: Found) -> Found:
+        """The same, saying how samples went together if that is worth saying."""
+
+    def window(self, prepared: Sequence[ModelInput]) -> Iterator[Found]:
+        """What is found of some samples, in their order."""
+        found: dict[int, Found] = {}
         order = sorted(range(len(prepared)), key=lambda i: (_kind(prepared[i]), length_of(prepared[i])))
         waiting = list(self._batches(prepared, order))
-        begun: list[tuple[list[int], Pending]] = []
+        waiting = [*waiting[-1:], *waiting[:-1]]  # longest, shortest, then sizes between: a size between needs no audit
+        begun: list[tuple[list[int], Pending[Found]]] = []
         while waiting:
             cancel.check()
             some = waiting.pop(0)
@@ -185,70 +212,84 @@ class _Work:
         weights = [p for p in parameters(self.lens.model) if p.dim() == 2 and n_ids not in p.shape]
         return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
-    def _begin(self, prepared: list[ModelInput]) -> Pending:
+    def _begin(self, prepared: list[ModelInput]) -> Pending[Found]:
         """Begin the maps of one batch; a batch that is checked is finished at once."""
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
-            found = [self._noted(self._alone(one)) for one in prepared]
+            found = [self.noted(self.alone(one)) for one in prepared]
             return lambda: found
         try:
-            pending = self._begin_batch(prepared)
+            pending = self.begin_batch(prepared)
         except TensorLensError:
             raise
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            found = self._apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            found = self.apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
             return lambda: found
         check, self.n_batches = self.n_batches % CHECK_EVERY == 0, self.n_batches + 1
         if check:
             found = self._checked(prepared, pending())
             return lambda: found
-        return lambda: [self._noted(one) for one in pending()]
+        return lambda: [self.noted(one) for one in pending()]
 
-    def _checked(self, prepared: list[ModelInput], made: list[TokenMap]) -> list[TokenMap]:
+    def _checked(self, prepared: list[ModelInput], made: list[Found]) -> list[Found]:
         lengths = [length_of(one) for one in prepared]
         shorter = [i for i, length in enumerate(lengths) if length < max(lengths)]
         i = self._random.choice(shorter or range(len(prepared)))
-        if not agree(made[i], self._alone(prepared[i])) and not self._agree_strictly(prepared, i):
-            return self._apart(prepared, "together they give other numbers than alone")
-        return [self._noted(one) for one in made]
+        if not self.agree(made[i], self.alone(prepared[i])) and not self._agree_strictly(prepared, i):
+            return self.apart(prepared, "together they give other numbers than alone")
+        return [self.noted(one) for one in made]
 
     def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
         """The comparison once more without tf32, whose rounding differs with the size of a batch."""
         if not tf32_allowed():
             return False
         with tf32(False):
-            return agree(self._begin_batch(prepared)()[i], self._alone(prepared[i]))
+            return self.agree(self.begin_batch(prepared)()[i], self.alone(prepared[i]))
 
-    def _begin_batch(self, prepared: list[ModelInput]) -> Pending:
-        asked = self.asked
-        method = asked.method if goes_together(asked.method, asked.probes) else None
-        batch = Batch(self.lens, prepared, for_method=method)
-        pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
-        batch.release()
-        return pending  # proved by one sample of the first batch, and again every so often
-
-    def _apart(self, prepared: list[ModelInput], reason: str) -> list[TokenMap]:
+    def apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
         """The same samples with fewer of them together, from now on."""
         is_padded = len(set(map(length_of, prepared))) > 1
         self.together = NEXT[self.together] if self.together == "padded" and is_padded else "one by one"
         self.reason = f"samples go {self.together}: {reason}"
         order = sorted(range(len(prepared)), key=lambda i: length_of(prepared[i]))
         self.n_batches = 0  # the next batch is checked again
-        found: dict[int, TokenMap] = {}
+        found: dict[int, Found] = {}
         for some in self._batches(prepared, order):
             found |= _finished(some, self._begin([prepared[i] for i in some]))
         return [found[i] for i in range(len(prepared))]
 
-    def _alone(self, prepared: ModelInput) -> TokenMap:
+
+class _Maps(Work[TokenMap]):
+    """One map of each sample."""
+
+    def __init__(self, lens: Source, asked: Asked, batch_size: int | None) -> None:
+        super().__init__(lens, batch_size, asked.seed)
+        self.asked = asked
+
+    def begin_batch(self, prepared: list[ModelInput]) -> Pending[TokenMap]:
+        """Proved by one sample of the first batch, and again every so often."""
+        asked = self.asked
+        batch = Batch(self.lens, prepared, methods=(asked.method,), probes=asked.probes)
+        pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
+        batch.release()
+        return pending
+
+    def alone(self, prepared: ModelInput) -> TokenMap:
+        """By a recording of its own."""
         asked, tensor = self.asked, self.lens(prepared)
         return map_of(tensor, asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
 
-    def _noted(self, found: TokenMap) -> TokenMap:
+    def agree(self, one: TokenMap, other: TokenMap) -> bool:
+        """By their difference."""
+        return agree(one, other, next(self.lens.model.parameters()).dtype)
+
+    def noted(self, found: TokenMap) -> TokenMap:
+        """In the map's `meta`."""
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found
 
 
-def _finished(rows: list[int], pending: Pending) -> dict[int, TokenMap]:
+def _finished(rows: list[int], pending: Pending[Found]) -> dict[int, Found]:
     return dict(zip(rows, pending(), strict=True))
 
 
@@ -262,7 +303,7 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
     return tuple(shapes)
 
 
-def agree(one: TokenMap, other: TokenMap) -> bool:
-    """Whether two maps of one sample are the same to rounding."""
-    error, tolerance = difference(one, other)
+def agree(one: TokenMap, other: TokenMap, dtype: torch.dtype | None = None) -> bool:
+    """Whether two maps of one sample are the same to the rounding of a model of that type."""
+    error, tolerance = difference(one, other, dtype)
     return error <= tolerance

@@ -16,9 +16,9 @@ from tensorlens.batch import Batch
 from tensorlens.dataset_maps import Asked, Rows, maps
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.long_inputs import replay_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import Replay
+from tensorlens.freezing.replay_of import replay_of
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy

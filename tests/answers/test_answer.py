@@ -11,7 +11,7 @@ from tiny_language import tiny_lens, tokenizer
 import tensorlens as tl
 from tensorlens.answers.continuing import decoded
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing import long_inputs
+from tensorlens.freezing import replay_of
 
 PROMPT = "The cat sat. It was dark! Who sat there?"
 GIVEN = " A cat did. So it goes."
@@ -161,7 +161,7 @@ def test_through_follows_every_hop(answer):
 
 def test_long_inputs_keep_no_factors_and_are_pushed_and_pulled_alike(monkeypatch):
     kept = lens_of("llama").answer(PROMPT, GIVEN)
-    monkeypatch.setattr(long_inputs, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
     found = lens_of("llama").answer(PROMPT, GIVEN)
     assert found.tensor.operator.is_streamed and not kept.tensor.operator.is_streamed
     expected = kept.map("sentences", "tokens", engine="pulls")

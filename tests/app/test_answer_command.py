@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_language import tiny_lens, tokenizer
 from typer.testing import CliRunner
 
 import tensorlens as tl
@@ -13,14 +12,6 @@ from tensorlens.app import cli
 
 runner = CliRunner()
 PROMPT = "The cat sat. It was dark! Who sat there?"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_lens().model.save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def test_a_given_answer_in_the_terminal_in_a_file_and_for_scripts(folder, tmp_path):

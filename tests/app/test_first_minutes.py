@@ -19,7 +19,7 @@ from zoo import build
 import tensorlens as tl
 from tensorlens import surface
 from tensorlens.app import cli, map_questions, options, printing
-from tensorlens.app.method_names import METHOD_NAMES
+from tensorlens.app.method_names import MEMBER_NAMES, METHOD_NAMES
 from tensorlens.maps.targets import Classes
 from tensorlens.tensor import AttentionTensor, Prediction
 
@@ -118,6 +118,9 @@ def test_help_fits_a_terminal_of_eighty_columns():
 
 def test_the_names_known_without_torch_are_those_of_the_methods():
     assert tuple(tl.METHODS) == METHOD_NAMES
+    from tensorlens.studies.judge_study.methods import MEMBERS
+
+    assert tuple(MEMBERS) == MEMBER_NAMES
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():

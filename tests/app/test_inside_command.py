@@ -8,7 +8,6 @@ import pytest
 from explorer_samples import SENTENCE, events, load, make_client
 from playwright.sync_api import expect
 from test_explorer_browser import open_tab, server  # noqa: F401
-from tiny_language import tiny_lens, tokenizer
 from typer.testing import CliRunner
 
 import tensorlens as tl
@@ -16,14 +15,6 @@ from tensorlens.app import cli
 
 runner = CliRunner()
 PROMPT = "The cat sat. Who sat there?"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_lens().model.save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def test_the_command_prints_writes_a_page_and_switches_heads_off(folder, tmp_path):
@@ -67,6 +58,33 @@ def test_the_explorer_gives_the_page_and_the_model_without_a_head(unchecked):
         assert "TensorLensInside" in client.get("/inside.js").text
 
 
+def test_the_explorer_says_why_a_head_looked_there(unchecked):
+    with make_client() as client:
+        question = {"model": "gpt2", "text": SENTENCE}
+        made = events(client.post("/api/inside", json=question))[-1]
+        look = made["inside"]["components"]["details"][2][1]["look"]
+        assert look["why"] is None and 0 < look["attention"] <= 1 and look["key"] <= look["query"]
+        place = {"block": 2, "head": 1, "query": look["query"], "key": look["key"]}
+        why = events(client.post("/api/why", json=question | place))[-1]["why"]
+        score = float(load("gpt2")(SENTENCE).score(2, 1, look["query"], look["key"]).scores.sum())
+        for by in ("token", "component"):
+            assert sum(map(sum, why[by]["cells"])) == pytest.approx(score, rel=1e-9)
+        assert why["score"] == pytest.approx(score, rel=1e-9) and "embedding" in why["component"]["rows"]
+        for wrong in (place | {"key": None}, place | {"head": 9}, place | {"query": "a"}):
+            assert events(client.post("/api/why", json=question | wrong))[-1]["type"] == "error"
+
+
+def test_the_inside_by_another_member(unchecked):
+    with make_client() as client:
+        question = {"model": "gpt2", "text": SENTENCE, "rules": "attn_lrp"}
+        found = events(client.post("/api/inside", json=question))[-1]["inside"]
+        held = load("gpt2")
+        other = tl.Lens(held.model, held.processor, rules=tl.Rules.attn_lrp())(SENTENCE).components()
+        assert found["components"]["flow"] == pytest.approx(other.flow().numpy(), rel=1e-6, abs=1e-9)
+        assert held(SENTENCE).components().flow()[0].tolist() != pytest.approx(other.flow()[0].tolist(), rel=1e-3)
+        assert events(client.post("/api/inside", json=question | {"rules": "lime"}))[-1]["type"] == "error"
+
+
 @pytest.mark.browser
 def test_from_a_map_to_the_inside_and_a_head_switched_off(open_tab, unchecked):  # noqa: F811
     tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat&method=tensor.in_class&only=1")
@@ -74,6 +92,13 @@ def test_from_a_map_to_the_inside_and_a_head_switched_off(open_tab, unchecked): 
     inside = tab.locator(".card.inside")
     expect(inside.locator(".about h3")).to_contain_text("attention head")
     expect(inside.locator("canvas.graph")).to_be_visible()
+    inside.get_by_role("button", name="Why did").click()
+    pairs = inside.get_by_role("combobox", name="Pairs")
+    expect(inside.locator(".look")).to_contain_text("The score before softmax is")
+    expect(inside.locator(".look .pair")).to_contain_text("Strongest pair: query")
+    by_component = inside.locator(".look .pair").inner_text()
+    pairs.select_option("token")
+    assert inside.locator(".look .pair").inner_text() != by_component
     inside.get_by_role("button", name="Switch it off").click()
     expect(inside.locator(".said")).to_contain_text("the model gives")
     expect(inside.locator(".said")).to_contain_text("without it, it says")

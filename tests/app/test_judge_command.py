@@ -50,7 +50,18 @@ def test_wrong_names_are_answered_before_torch(tmp_path):
 def test_pages_are_filled_from_the_runs(run, tmp_path, monkeypatch, capsys):
     folder, _ = run
     page = tmp_path / "page.md"
-    keys = ("word", "passage", "sets tiny", "counts", "ways", "peers", "members", "differences", "tracr")
+    keys = (
+        "word",
+        "passage",
+        "sets tiny",
+        "counts",
+        "ways",
+        "peers",
+        "members",
+        "differences",
+        "tracr",
+        "perturbation",
+    )
     page.write_text(
         "before\n" + "".join(f"<!-- judges: {key} -->\nold\n<!-- /judges -->\n" for key in keys) + "after\n"
     )

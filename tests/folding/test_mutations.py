@@ -13,8 +13,9 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.folding import fold, proof, pull, pull_few, rebuild
+from tensorlens.folding import fold, pull, pull_few, rebuild
 from tensorlens.folding.fold import FoldedBlock
+from tensorlens.freezing import proof
 
 Patch = pytest.MonkeyPatch
 

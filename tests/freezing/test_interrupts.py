@@ -78,12 +78,14 @@ def interrupted(work: Callable[[], None], after: float) -> bool:
 
     before = signal.signal(signal.SIGPROF, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_PROF, after)
-        work()
-    except KeyboardInterrupt:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, after)
+            work()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except KeyboardInterrupt:  # perhaps just after the work, on the way to stopping the timer, which rings once
         return True
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
     return False
 

@@ -7,7 +7,7 @@ import torch
 import zoo
 
 import tensorlens as tl
-from tensorlens.freezing import long_inputs
+from tensorlens.freezing import long_inputs, replay_of
 from tensorlens.freezing.long_inputs import LongInput, record_long
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recorder import Recorder
@@ -54,7 +54,7 @@ def test_a_second_push_runs_no_block_again_for_its_factors(monkeypatch: pytest.M
 def test_factors_that_do_not_fit_are_not_kept_and_maps_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lens = tl.Lens(zoo.build(name, "sdpa"))
     T = lens(zoo.sample(name))
-    monkeypatch.setattr(long_inputs, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
     long = lens(zoo.sample(name))
     assert isinstance(long.operator.replay, LongInput)
     for method, target in (("tensor.in_out", None), ("tensor.in_class", 5)):

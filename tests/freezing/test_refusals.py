@@ -8,6 +8,8 @@ from torch import nn
 from zoo import build, sample
 
 import tensorlens as tl
+from tensorlens.freezing import recorder
+from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.rules.linear import linear
 from tensorlens.freezing.rules.table import RULES
 
@@ -130,3 +132,39 @@ def test_a_zero_pre_activation_is_neither_nan_nor_wrong():
     gain = next(factor for site, factor in factors.items() if site.operation == "NewGELUActivation")
     assert torch.equal(gain, torch.full_like(gain, 0.5))
     assert torch.isfinite(T.dense()).all()
+
+
+class LeavingWhenLong(nn.Module):
+    """Adds a constant to short inputs, and to long ones what numpy made of them."""
+
+    def forward(self, x):
+        return x + (torch.ones_like(x) if x.shape[1] < 8 else torch.from_numpy(x.detach().numpy().copy()))
+
+
+def test_every_length_is_audited_that_no_audited_one_encloses(monkeypatch):
+    lens, audits = tl.Lens(build("gpt2")), []
+    monkeypatch.setattr(recorder, "LeakAudit", lambda where: audits.append(1) or LeakAudit(where))
+    for length, n_audits in ((5, 1), (5, 1), (9, 2), (7, 2), (8, 2), (3, 3), (4, 3), (10, 4)):
+        lens(list(range(3, 3 + length)))
+        assert len(audits) == n_audits, length
+
+
+def test_a_leak_of_long_inputs_is_refused_though_short_ones_pass():
+    lens = tl.Lens(with_activation(LeavingWhenLong()))
+    lens([3, 4, 5])
+    lens([3, 4, 5, 6])
+    with pytest.raises(tl.NotLinearError):
+        lens(list(range(3, 13)))
+
+
+def test_another_way_through_the_model_is_audited_between_known_lengths(monkeypatch):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return 2 * x if x.shape[1] % 2 else x
+
+    lens, audits = tl.Lens(with_activation(Odd())), []
+    monkeypatch.setattr(recorder, "LeakAudit", lambda where: audits.append(1) or LeakAudit(where))
+    for length, n_audits in ((3, 1), (9, 2), (5, 2), (6, 3), (6, 3), (4, 4)):
+        T = lens(list(range(3, 3 + length)))
+        assert len(audits) == n_audits, length
+    assert T.certificate().passed

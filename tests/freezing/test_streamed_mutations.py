@@ -1,10 +1,11 @@
-"""Deliberate faults in the engine for long inputs: each is noticed by the certificate of an ordinary model."""
+"""Deliberate faults in the engine for long inputs: each is noticed where it answers, and by the certificate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.freezing import long_inputs
+from tensorlens.freezing import long_inputs, proof, replay_of
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.long_inputs import LongInput
 
@@ -32,7 +33,8 @@ def tensor(name: str, rules: Rules | None = None) -> tl.AttentionTensor:
 
 @pytest.fixture(autouse=True)
 def streamed(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(long_inputs, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(proof, "_proofs", WeakKeyDictionary())
 
 
 def method(name: str, make: Callable[[Any], Any]) -> Callable[[Patch], None]:
@@ -159,16 +161,67 @@ def test_without_a_fault_a_long_input_passes(name: str) -> None:
     T.map("tensor.in_out", out_token=-1)
     certificate = T.certificate()
     assert certificate.passed and certificate.engines["streamed"] < 1e-6, str(certificate)
+    assert T.operator.engines.fallback is None
+
+
+@pytest.fixture
+def unproved(monkeypatch: Patch) -> None:
+    """No first answer is compared, so that the certificate is alone."""
+    monkeypatch.setattr(replay_of, "_prove", lambda long_input: proof.Proof(0.0, 1.0))
 
 
 @pytest.mark.parametrize("fault", MUTATIONS)
-def test_a_fault_is_noticed(fault: str, monkeypatch: Patch) -> None:
+def test_a_fault_is_noticed_where_the_engine_answers(fault: str, monkeypatch: Patch) -> None:
+    name, patch, _ = MUTATIONS[fault]
+    patch(monkeypatch)
+    found = tensor(name).map("tensor.in_out", out_token=-1)
+    assert "differed from a replay" in found.meta["fallback"]
+
+
+@pytest.mark.parametrize(
+    "fault", ["run again, tokens shifted", "an end of its own", "channels of a cotangent reversed"]
+)
+def test_after_a_fault_blocks_go_by_their_factors_and_are_right(fault: str, monkeypatch: Patch) -> None:
+    name, patch, _ = MUTATIONS[fault]
+    expected = tensor(name).map("tensor.in_out", out_token=-1).scores
+    proof._proofs.clear()
+    patch(monkeypatch)
+    found = tensor(name).map("tensor.in_out", out_token=-1)
+    assert "fallback" in found.meta
+    torch.testing.assert_close(found.scores, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_proof_is_made_once_for_a_state_of_the_model(monkeypatch: Patch) -> None:
+    made, prove = [], replay_of._prove
+    monkeypatch.setattr(replay_of, "_prove", lambda long_input: made.append(1) or prove(long_input))
+    lens, sample = tl.Lens(zoo.build("gpt2", "sdpa")), zoo.sample("gpt2")
+    for _ in range(2):
+        lens(sample)
+    assert len(made) == 1
+    torch.nn.init.ones_(lens.model.transformer.ln_f.weight)
+    lens(sample)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_what_stands_in_for_a_long_input(embedded: bool) -> None:
+    tokens = {"inputs_embeds": torch.ones(1, 8, 8)} if embedded else {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    mask, positions, more = torch.ones(1, 1, 8, 8), torch.arange(8), torch.ones(1, 5)
+    found = replay_of.beginning(tokens | {"mask": mask, "positions": positions, "more": more, "flag": True}, 3)
+    sizes = [list(value.shape) for value in found.values() if isinstance(value, Tensor)]
+    assert sizes == [[1, 3, 8] if embedded else [1, 3], [1, 1, 3, 3], [3], [1, 5]] and found["flag"] is True
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+@pytest.mark.usefixtures("unproved")
+def test_a_fault_is_noticed_by_the_certificate(fault: str, monkeypatch: Patch) -> None:
     name, patch, law = MUTATIONS[fault]
     patch(monkeypatch)
     certificate = tensor(name).certificate()
     assert law in certificate.failures, str(certificate)
 
 
+@pytest.mark.usefixtures("unproved")
 def test_rules_forgotten_when_a_block_is_run_again(monkeypatch: Patch) -> None:
     monkeypatch.setattr(long_inputs, "RESERVE", 2.0)
     rules = Rules(gate="half")
@@ -177,6 +230,7 @@ def test_rules_forgotten_when_a_block_is_run_again(monkeypatch: Patch) -> None:
     assert "streamed" in tensor("llama", rules).certificate().failures
 
 
+@pytest.mark.usefixtures("unproved")
 def test_heads_forgotten(monkeypatch: Patch) -> None:
     assert tensor("gpt2").heads({1: [0, 2]}).certificate().passed
     method("pull", without_heads)(monkeypatch)

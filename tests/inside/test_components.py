@@ -208,6 +208,48 @@ def test_experts_are_one_feed_forward() -> None:
     assert float(rows(d, 2, "feed-forward").sum()) == pytest.approx(float(rows(c, 2, "feed-forward").sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("effect", ["total", "direct"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_add_up_to_their_feed_forward(effect: Any, implementation: str, shared: bool) -> None:
+    if shared:
+        options = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 1}
+        config: Any = hf.Qwen2MoeConfig(**zoo.TEXT, **zoo.GROUPED, num_experts=4, num_experts_per_tok=2, **options)
+        family = hf.Qwen2MoeForCausalLM
+    else:
+        config = hf.MixtralConfig(**zoo.TEXT, **zoo.GROUPED, num_local_experts=4, num_experts_per_tok=2)
+        family = hf.MixtralForCausalLM
+    config._experts_implementation = implementation
+    model: Any = zoo.randomise(family(config)).double().eval()
+    chosen: dict[str, Tensor] = {}
+    handle = model.model.layers[1].mlp.experts.register_forward_pre_hook(
+        lambda module, args: chosen.update(experts=args[1].detach())
+    )
+    model(torch.tensor([zoo.sample("llama")]))
+    handle.remove()
+    T = tl.Lens(model)(zoo.sample("llama"))
+    c = T.components(OUT, TARGET, effect, experts=[1])
+    whole = rows(T.components(OUT, TARGET, effect), 1, "feed-forward")[0]
+    experts = {label.expert: c.scores[i] for i, label in enumerate(c.labels) if label.kind == "expert"}
+    assert list(experts) == chosen["experts"].unique().tolist()
+    rest = rows(c, 1, "feed-forward")
+    assert len(rest) == int(shared)  # the expert of all tokens
+    torch.testing.assert_close(sum(experts.values()) + rest.sum(0), whole, rtol=1e-6, atol=1e-9)
+    for number, scores in experts.items():
+        is_chosen = (chosen["experts"] == number).any(1)
+        assert not scores[~is_chosen].any()
+        if effect == "total":
+            assert bool((scores[: OUT + 1][is_chosen[: OUT + 1]] != 0).all())
+    assert "block 1, expert 0" in {str(label) for label in c.labels} and c.heads().shape == (3, 4)
+
+
+def test_without_experts_a_feed_forward_stays_whole() -> None:
+    _, T = family("llama")
+    assert T.components(OUT, TARGET, experts=[1]).labels == found("llama").labels
+    with pytest.raises(tl.InputError, match="block 3"):
+        T.components(OUT, TARGET, experts=[3])
+
+
 def test_what_crosses_a_depth_between_encoder_and_decoder_carries_the_target() -> None:
     config = hf.T5Config(
         d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60, pad_token_id=0,

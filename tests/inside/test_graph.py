@@ -53,6 +53,23 @@ def test_nodes_are_worth_their_total_effects_and_the_target_gets_the_direct_ones
         assert [given.get((label, token), 0.0) for token in range(len(row))] == pytest.approx(row, rel=1e-9, abs=1e-12)
 
 
+PARALLEL = ("neox-parallel", "phi")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_feed_forward_reads_the_attention_of_its_own_block_unless_they_are_parallel(name: str) -> None:
+    graph = whole(name)
+    within = [
+        edge
+        for edge in graph.edges
+        if graph.nodes[edge.target].component.kind == "feed-forward"
+        and graph.nodes[edge.source].component.kind == "attention head"
+        and graph.nodes[edge.source].component.block == graph.nodes[edge.target].component.block
+    ]
+    assert bool(within) == (name not in PARALLEL)
+    assert all(graph.nodes[edge.source].token == graph.nodes[edge.target].token for edge in within)
+
+
 def own_biases(name: str, block: int) -> float:
     """⟨∂f/∂b, b⟩ over all biases between the stream and a feed-forward's write at one token, pulled with its λ."""
     model, T = family(name)

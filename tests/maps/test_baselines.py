@@ -48,13 +48,13 @@ def test_sources_add_up_to_what_the_model_computes(name, attention):
     checked = 0
     for n, (block, mixing) in enumerate(zip(blocks, mixings(recording), strict=True)):
         rows = slice(0, T.n_tokens)
-        stream = block.with_residual(rows).sum(1) + block.out_bias(rows)
+        stream = block.with_residual(block.mixed(rows), rows).sum(1) + block.out_bias(rows)
         expected = true_attention_output(T, n, block.parts, mixing.inputs)
         if expected is not None:
             torch.testing.assert_close(stream, expected.to(stream), **tolerance(name))
             checked += 1
         if block.parts.layout == "post_ln":
-            vectors = baselines.attention_block(block, rows)
+            vectors = baselines.attention_block(block, block.mixed(rows), rows)
             output = baselines.attention_output(block, vectors, rows)
             norm = recording.anatomy.model.get_submodule(block.parts.norm_1.path)
             torch.testing.assert_close(output, norm(expected), **tolerance(name))
@@ -75,7 +75,7 @@ def test_sources_add_up_where_no_norm_sees_the_sum(name):
     model(input_ids=torch.tensor([sample(name)]))
     for block, output in zip(blocks, outputs, strict=True):
         rows = slice(0, T.n_tokens)
-        added = block.added(rows).sum(1) + block.out_bias(rows)
+        added = block.added(block.mixed(rows), rows).sum(1) + block.out_bias(rows)
         torch.testing.assert_close(added, output[0].detach().to(added), **tolerance(name))
 
 
@@ -147,7 +147,9 @@ def test_measures_equal_their_slow_twins(name):
         for measure in MEASURES:
             if measure == "glob_enc" and name in WITHOUT_GLOB_ENC:
                 continue
-            torch.testing.assert_close(baselines.MEASURES[measure](block), expected[measure], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                baselines.measured(block, (measure,))[measure], expected[measure], rtol=1e-5, atol=1e-6
+            )
 
 
 def test_w_attn_of_one_token_is_the_length_of_its_transformed_value():
@@ -248,6 +250,20 @@ def test_times_input_is_the_models_own_gradient(name):
     step = 1e-3  # not smaller: many families compute their softmax in float32
     expected = torch.tensor([(value(j, step) - value(j, -step)) / (2 * step) for j in range(T.n_tokens)])
     torch.testing.assert_close(found.float(), expected, rtol=5e-3, atol=5e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-classifier", "gpt2", "dinov2"])
+def test_times_input_is_a_backward_pass_of_the_model_itself(name):
+    """The member `Rules.jacobian` gives it; nothing is held in the pass that it is compared with."""
+    from tensorlens.maps import gradients
+    from tensorlens.maps.methods import Question
+
+    T = tl.Lens(build(name))(sample(name))
+    read, explained = gradients._reader(Question(operator=T.operator, out_tokens=(1,), classes=T.context.classes), 1)
+    gradient = gradients._gradient(T.operator.recording, T.input[None], read)[0]
+    found = T.map("gradient.times_input", out_token=1)
+    torch.testing.assert_close(found.scores[0], (gradient * T.input).sum(-1), rtol=1e-10, atol=1e-13)
+    assert found.meta["explains"] == explained and bool(found.bias_share.isnan().all())
 
 
 def test_integrated_gradients_are_complete():

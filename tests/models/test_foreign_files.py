@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import tensorlens as tl
 from tensorlens.errors import LoadError, TensorLensError
 from tensorlens.models import foreign_files, onnx_dinov2, torch_folders
 from tensorlens.models.bundled import BUNDLED, Source
 from tensorlens.models.gguf import convert_gguf
+from tensorlens.models.gguf_header import read_once
 from tensorlens.models.loading import load_pretrained
 from tensorlens.views import page
 
@@ -252,6 +254,30 @@ def test_files_that_are_whole_are_read(name: str, tmp_path: Path, monkeypatch: p
     before = (tmp_path / file).stat()
     read(tmp_path / file)
     assert (tmp_path / file).stat().st_size == before.st_size > 0
+
+
+def test_the_header_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A large vocabulary takes a quarter of a minute to read, and transformers asks for it four times."""
+    import gguf
+
+    opened, usual = [], gguf.GGUFReader.__init__
+    monkeypatch.setenv("TENSORLENS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda self, path: (opened.append(path), usual(self, path))[1])
+    before = gguf.GGUFReader
+    file = _gguf(tmp_path)
+    converted = convert_gguf("tiny", [file])
+    assert opened == [file]
+    assert gguf.GGUFReader is before
+    usual_reader = gguf.GGUFReader(file)
+    with read_once(file):
+        assert gguf.GGUFReader(str(file)) is gguf.GGUFReader(file)
+        for name, field in gguf.GGUFReader(file).fields.items():
+            assert field.contents() == usual_reader.fields[name].contents()
+        other = shutil.copy(file, tmp_path / "other.gguf")
+        assert gguf.GGUFReader(other) is not gguf.GGUFReader(file)
+    saved = load_file(converted / "model.safetensors")["model.norm.weight"]
+    (norm,) = (one for one in usual_reader.tensors if one.name == "output_norm.weight")
+    assert np.array_equal(saved.numpy(), norm.data)
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import zoo
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing import long_inputs
+from tensorlens.freezing import long_inputs, replay_of
 from tensorlens.models.fingerprint import fingerprint
 from tensorlens.operators import matrix_free
 from tensorlens.operators.laws_in_float32 import errors_in_float32
@@ -134,7 +134,7 @@ def test_half_precision_is_judged_in_float32(name: str, attention: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_a_long_input_in_half_precision_is_judged_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_inputs, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
     T = tensor(name, attention="sdpa", dtype=torch.bfloat16)
     assert isinstance(T.operator.replay, long_inputs.LongInput)
     certificate = T.certificate()

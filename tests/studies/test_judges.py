@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import tensorlens as tl
 from tensorlens.app.judge_command import JUDGES as COMMAND_JUDGES
 from tensorlens.errors import InputError, MethodError
 from tensorlens.studies import JudgeOptions, judge
-from tensorlens.studies.judge_study import peers
+from tensorlens.studies.judge_study import peers, perturbed
 from tensorlens.studies.judge_study.compiled import CompiledModel
 from tensorlens.studies.judge_study.measures import MEASURES, reciprocal_rank, spearman
 from tensorlens.studies.judge_study.needles import needles
@@ -217,24 +218,49 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
         "    one = json.loads(line)\n"
         "    if name == 'gim': time.sleep(60)\n"
         "    if name == 'flashtrace': sys.exit('flashtrace: no such thing')\n"
-        "    scores = list(range(len(one['ids'])))\n"
+        "    scores = list(range(len(one['ids']) - (name == 'inseq.input_x_gradient')))\n"
+        "    if name == 'context_cite': print('no JSON', file=file, flush=True)\n"
         "    answer = {'index': one['index'], 'scores': scores, 'seconds': 0.1}\n"
         "    print(json.dumps(answer), file=file, flush=True)\n"
     )
     monkeypatch.setattr(peers, "SCRIPT", script)
-    names = ["lxt.attn_lrp", "gim", "flashtrace"]
-    result = judged(tmp_path, peers=names, peer_seconds=1.0)
+    names = ["lxt.attn_lrp", "gim", "flashtrace", "context_cite", "inseq.input_x_gradient"]
+    result = judged(tmp_path, peers=names, peer_seconds=1.0, peer_workers=3)
     about = result["peers"]
+    assert list(about) == names
+    lacking = result["judges"]["evidence"]["missing"]["inseq.input_x_gradient"]
+    assert re.fullmatch(r"it gave (\d) scores for (\d) tokens", lacking["reason"])
     assert about["gim"]["error"] == "gave nothing for 1 seconds and was ended"
     assert about["flashtrace"]["error"] == "flashtrace: no such thing"
     assert "error" not in about["lxt.attn_lrp"] and about["lxt.attn_lrp"]["version"] == "1.0"
     ranks = result["judges"]["evidence"]["measures"]["reciprocal_rank"]["methods"]
-    assert ranks["lxt.attn_lrp"]["mean"] == pytest.approx(ranks["control.recency"]["mean"])
+    for name in ("lxt.attn_lrp", "context_cite"):
+        assert ranks[name]["mean"] == pytest.approx(ranks["control.recency"]["mean"])
     assert "gim" not in ranks
     short = judged(tmp_path / "short", peers=["gim"], peer_total_seconds=0.5)["peers"]["gim"]
     assert short["error"] == "was ended after 0.5 seconds"
     missing = judged(tmp_path / "other", peers=["gim"], peer_python=str(tmp_path / "nowhere"))
     assert "could not be started" in missing["peers"]["gim"]["error"]
+
+
+def test_perturbation_judges_every_member_to_its_end(tmp_path, monkeypatch):
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "valid.txt").write_text(" ".join(WORDS * 6) + "\n")
+    monkeypatch.setattr(perturbed, "N_TOKENS", 8)
+    names = ("tensor.in_class", "tensor.in_class@attn_lrp", "control.recency", "control.word_overlap")
+    run = partial(
+        judge, lens_on("llama"), tmp_path, tmp_path / "run", judges="perturbation", limit=3, methods=names,
+        progress=False,
+    )  # fmt: skip
+    result = run()
+    areas = result["perturbation"]
+    assert set(areas) == set(names[:3]) and all(one["n"] == 3 for one in areas.values())
+    assert [one["auc"] for one in areas.values()] == sorted((one["auc"] for one in areas.values()), reverse=True)
+    assert areas["tensor.in_class"]["auc"] != areas["tensor.in_class@attn_lrp"]["auc"]
+    assert "tensor.in_class@attn_lrp" in result.report.read_text()
+    assert run()["perturbation"] == areas  # from its rows, without measuring again
+    with pytest.raises(InputError, match=r"'perturbation' needs .*valid\.txt"):
+        judge(lens_on("llama"), tmp_path / "wikitext-2", tmp_path / "none", judges="perturbation", progress=False)
 
 
 # Compiled programs ----------------------------------------------------------------------------------------------------

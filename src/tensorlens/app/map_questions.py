@@ -164,11 +164,17 @@ def predictions(T: AttentionTensor, question: MapQuestion) -> list[Prediction]:
     return T.predictions(k=N_PREDICTIONS, out_token=-1 if question.out_token is None else question.out_token)
 
 
-def recommendation(found: TokenMap) -> str:
-    """Which member of the family ranks words better, for a map that asks about a word by the paper's."""
+def recommended(found: TokenMap) -> str | None:
+    """The member of the family that ranks words better, for a map that asks about a word by the paper's."""
     rules = found.meta.get("rules")
     if found.method != IN_CLASS or found.shape[0] != 1 or not isinstance(rules, dict):
+        return None
+    return "attn_lrp" if (rules.get("attention"), rules.get("gate")) == ("hold", "freeze_gate") else None
+
+
+def recommendation(found: TokenMap) -> str:
+    """The same as a sentence with the option to give; nothing where nothing is recommended."""
+    member = recommended(found)
+    if member is None:
         return ""
-    if (rules.get("attention"), rules.get("gate")) != ("hold", "freeze_gate"):
-        return ""
-    return "Which word decided? --rules attn_lrp ranked the deciding word higher on known evidence (docs/members.md)."
+    return f"Which word decided? --rules {member} ranked the deciding word higher on known evidence (docs/members.md)."

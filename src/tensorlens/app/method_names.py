@@ -30,6 +30,9 @@ METHOD_NAMES = (
 )
 """The keys of `METHODS`, in its order; a test keeps the two alike."""
 
+MEMBER_NAMES = ("paper", "half_gate", "attn_lrp", "jacobian")
+"""The members of the family of rules that studies compare."""
+
 
 def check_name(name: str) -> None:
     """Refuse a name that no method has.
@@ -41,3 +44,17 @@ def check_name(name: str) -> None:
         near = get_close_matches(name, METHOD_NAMES, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise MethodError(f"There is no method {name!r}.{hint} `tensorlens methods` lists all {len(METHOD_NAMES)}.")
+
+
+def check_name_with_member(name: str) -> None:
+    """The same of a name that may have a member of the family of rules behind an @.
+
+    Raises:
+        MethodError: There is no such method or member.
+    """
+    base, _, member = name.partition("@")
+    check_name(base)
+    if "@" in name and (member not in MEMBER_NAMES or not base.startswith("tensor.")):
+        raise MethodError(
+            f"There is no method {name!r}. Behind an @, methods of the tensor take one of {', '.join(MEMBER_NAMES)}."
+        )

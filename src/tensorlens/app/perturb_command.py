@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app.method_names import check_name
+from tensorlens.app.method_names import check_name_with_member
 from tensorlens.app.options import Json, Model, ModelOptions, check_data
 from tensorlens.app.printing import print_json
 from tensorlens.app.processes import NumberOfProcesses
@@ -31,6 +31,13 @@ Replacements = Annotated[
 Grid = Annotated[
     str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
 ]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        help="Methods, separated by commas; all if not given. Those of T with a member of the rules behind an @: "
+        "tensor.in_class@attn_lrp."
+    ),
+]
 Probes = Annotated[int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)]
 
 
@@ -38,7 +45,7 @@ def perturb(
     model: Model,
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
-    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; all if not given.")] = None,
+    methods: Methods = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
     preset: Presets = None,
     replacement: Replacements = None,
@@ -51,7 +58,7 @@ def perturb(
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
     norm_probes: Probes = None,
     seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Replaced copies at a time.", min=1)] = 64,
+    batch_size: Annotated[int | None, typer.Option(help="Replaced copies at a time; by the device.", min=1)] = None,
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -91,7 +98,7 @@ def _names(text: str | None) -> list[str] | None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        check_name(name)
+        check_name_with_member(name)
     return names
 
 

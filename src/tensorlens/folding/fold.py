@@ -14,7 +14,7 @@ the diagonal is s, and the products are two more inner channels. So P has one fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -125,20 +125,13 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
     """
     post_ln = parts.layout == "post_ln"
     before, after = (parts.norm_1, parts.norm_2) if post_ln else (parts.norm_2, parts.post_norm_2)
-    ffn, r = parts.feed_forward, parts.residual_multiplier
-    branches = [(p, f) for p, f in ((ffn.up, factors.up), (ffn.gate, factors.gate)) if p is not None and f is not None]
+    ffn, r, branches = parts.feed_forward, parts.residual_multiplier, _branches(parts, factors)
     up = torch.cat([before_weight(projection, before) for projection, _ in branches], 1)
     down = after_weight(ffn.down, after, parts.layer_scale_2, r).repeat(len(branches), 1)
-    gain = torch.cat([factor for _, factor in branches], 1)
-    scale = _scales(factors, *(("norm_1", "norm_2") if post_ln else ("norm_2", "post_norm_2")))
-    gain = gain if scale is None else gain * scale[:, None]
-    skip = None
+    gain, skip = _token_factors(parts, factors, up)
     if post_ln:
-        skip, outer, inner = _norm_pair(parts.norm_1, parts.norm_2, up)
-        scale = gain.new_ones(len(gain)) if scale is None else scale
-        skip = scale[:, None] * skip
+        _, outer, inner = _norm_pair(parts.norm_1, parts.norm_2, up)
         up, down = torch.cat([up, outer], 1), torch.cat([down, inner])
-        gain = torch.cat([gain, scale[:, None].expand(-1, len(inner))], 1)
     mix = _mixing(factors, "" if post_ln else "norm_1", "post_norm_1", heads)
     first, last = _reach(mix)
     return FoldedBlock(
@@ -153,6 +146,46 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
         first=first,
         last=last,
     )
+
+
+def fold_beside(like: FoldedBlock, parts: BlockParts, factors: Factors, heads: Tensor | None = None) -> FoldedBlock:
+    """The same block for another sample that was recorded with it: the weights are shared.
+
+    Every output counts as seeing every token, since looking would wait for the device.
+
+    Args:
+        like: The block as it was folded for the other sample.
+        parts: The block's weights.
+        factors: What the recording holds of it for this sample.
+        heads: A multiplier for each head, or None.
+    """
+    gain, skip = _token_factors(parts, factors, at_least_float32(like.up[:, :1]))
+    mix = _mixing(factors, "" if parts.layout == "post_ln" else "norm_1", "post_norm_1", heads)
+    n, dtype = mix.shape[-1], like.up.dtype
+    return replace(
+        like, gain=_packed(gain, dtype), skip=None if skip is None else _packed(skip, dtype), mix=_packed(mix, dtype),
+        first=(0,) * n, last=(n - 1,) * n,
+    )  # fmt: skip
+
+
+def _branches(parts: BlockParts, factors: Factors) -> list[tuple[Projection, Tensor]]:
+    """The live branches of the feed-forward, each with its factor."""
+    ffn = parts.feed_forward
+    both = ((ffn.up, factors.up), (ffn.gate, factors.gate))
+    return [(weight, factor) for weight, factor in both if weight is not None and factor is not None]
+
+
+def _token_factors(parts: BlockParts, factors: Factors, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """ψ on the inner channels, and in post-LN s on the skip: (token, …)."""
+    post_ln = parts.layout == "post_ln"
+    gain = torch.cat([factor for _, factor in _branches(parts, factors)], 1)
+    scale = _scales(factors, *(("norm_1", "norm_2") if post_ln else ("norm_2", "post_norm_2")))
+    gain = gain if scale is None else gain * scale[:, None]
+    if not post_ln:
+        return gain, None
+    scale = gain.new_ones(len(gain)) if scale is None else scale
+    skip, _, inner = _norm_pair(parts.norm_1, parts.norm_2, like)
+    return torch.cat([gain, scale[:, None].expand(-1, len(inner))], 1), scale[:, None] * skip
 
 
 def _packed(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ can see are carried (causal models and sliding windows), and in the last block o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.axes import Range
-from tensorlens.folding.fold import ALIGNED, FoldedBlock, fold_block, norm_rows
+from tensorlens.folding.fold import ALIGNED, FoldedBlock, fold_beside, fold_block, norm_rows
 from tensorlens.folding.parts import BlockParts
 from tensorlens.folding.pull_few import MOST_ROWS_KEPT, KeptPulls, pull_few
 from tensorlens.folding.rebuild import held_factors, norm_scale
@@ -23,7 +24,7 @@ from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import check_unchanged
+from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.memory import free_bytes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
 
@@ -73,9 +74,23 @@ class FoldedRows:
         self.parts = {n: block_parts(recording, n) for n in range(span.start, span.stop)}
         self.tail = final_norm(recording) if span.stop == recording.n_blocks else None
         self.n_tokens = recording.states[span.start].shape[1]
+        self._like: FoldedRows | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._blocks: dict[int, FoldedBlock] = {}
         self._token_matrices: dict[int, Tensor] = {}
         self._live: dict[tuple[int, Range], Range] = {}
+        self._is_checked = False
+
+    def beside(self, recording: Recording) -> FoldedRows:
+        """The same for another sample that was recorded together with this one: the folded weights are shared."""
+        other = copy(self)
+        for name in ("_tail_scale", "_kept_pulls"):  # what was found out of this sample's factors
+            other.__dict__.pop(name, None)
+        other.recording, other._like = recording, self
+        other._forget()
+        return other
 
     @cached_property
     def n_inner(self) -> int:
@@ -94,6 +109,7 @@ class FoldedRows:
             keep_matrices: Whether the token-wise matrices stay in memory for another call.
             few: Whether they count as few; by their number if None.
         """
+        self._is_checked = False
         with matmul_mode(self.precision):
             last = self.span.stop - 1
             pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
@@ -108,6 +124,7 @@ class FoldedRows:
     @torch.no_grad()
     def pull_states(self, states: Tensor) -> Tensor:
         """Cotangents (token, cotangent, out_channel) of whole states, pulled to (token, cotangent, in_channel)."""
+        self._is_checked = False
         with matmul_mode(self.precision):
             if self.tail is not None:
                 states = norm_rows(self.tail, states) * self._tail_scale[:, None, None].to(states)
@@ -121,9 +138,15 @@ class FoldedRows:
         if n in self._blocks:
             return self._blocks[n]
         parts = self.parts[n]
-        check_unchanged(self.recording)
+        if not self._is_checked:  # once for the blocks of a pull: it looks at every module
+            check_unchanged(self.recording)
+            self._is_checked = True
         with torch.no_grad():
-            folded = fold_block(parts, held_factors(self.recording, parts), self.dtype, self.heads.get(n))
+            factors = held_factors(self.recording, parts)
+            if self._like is not None:
+                self._blocks[n] = fold_beside(self._like.block(n), parts, factors, self.heads.get(n))
+                return self._blocks[n]
+            folded = fold_block(parts, factors, self.dtype, self.heads.get(n))
         if folded.n_bytes * (self.span.stop - self.span.start - len(self._blocks)) < 0.25 * free_bytes(self.device):
             self._blocks[n] = folded
         return folded

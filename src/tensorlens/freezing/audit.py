@@ -8,7 +8,7 @@ tensor and that no rule asked for is a leak, and is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.traced import raw, traced_in
 from tensorlens.models.evidence import tensors_in
+from tensorlens.models.fingerprint import Fingerprint
 from tensorlens.models.module_tree import named_modules
 
 
 class LeakAudit(TorchDispatchMode):
     """Refuses kernels that read live memory outside of any rule.
 
-    Costs some microseconds a kernel, so that only the first recording of a model in one state is audited.
+    Costs some microseconds a kernel, so that each way through a model in one state is audited once.
 
     Args:
         where: Says in which module the pass is.
@@ -112,27 +113,46 @@ def refuse_scripts(model: nn.Module) -> None:
             )
 
 
-_audited: dict[tuple[Any, ...], None] = {}
-"""States of models whose recording was audited, with the rules and the shapes of their inputs; the newest last."""
+Sizes = tuple[int, ...]
 
-MAX_AUDITED = 256
+_audited: dict[Hashable, dict[int, tuple[Sizes, Sizes]]] = {}
+"""By state of a model, rules and kind of input: the ways that were audited, each with the smallest and largest sizes of
+inputs that took it. The newest state last."""
 
-
-def is_audited(key: tuple[Any, ...]) -> bool:
-    """Whether a model in this state was audited on this kind of input."""
-    return key in _audited
+MAX_AUDITED = 64
 
 
-def note_audit(key: tuple[Any, ...]) -> None:
-    """An audited recording came to its end."""
-    _audited[key] = None
-    while len(_audited) > MAX_AUDITED:
-        del _audited[next(iter(_audited))]
+class AuditLog:
+    """What was audited of a model in one state, by rules and on inputs of one kind.
 
+    A way is the signature of a recording. Code may branch by length, so that a way is known only for sizes between
+    those that were audited. A model whose weights come and go is not audited: it has no state to note.
+    """
 
-def input_kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """The kind of an input: which arguments, of which shape and type."""
-    return tuple(
-        (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-        for name, value in sorted(inputs.items())
-    )
+    def __init__(self, state: Fingerprint | None, rules: Hashable, inputs: dict[str, Any]) -> None:
+        tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
+        others = tuple((name, repr(value)) for name, value in sorted(inputs.items()) if name not in tensors)
+        kinds = tuple((name, value.dtype, tuple(n == 1 for n in value.shape)) for name, value in tensors.items())
+        self._key = None if state is None else (state, rules, kinds, others)
+        self._sizes = tuple(n for value in tensors.values() for n in value.shape)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether no way is known for inputs of these sizes."""
+        return self._key is not None and not any(map(self.has_seen, _audited.get(self._key, ())))
+
+    def has_seen(self, way: int) -> bool:
+        """Whether recordings that went this way were audited, at sizes around these."""
+        if self._key is None:
+            return True
+        least, most = _audited.get(self._key, {}).get(way, ((), ()))
+        return bool(least) and all(low <= n <= high for low, n, high in zip(least, self._sizes, most, strict=True))
+
+    def note(self, way: int) -> None:
+        """An audited recording came to its end."""
+        if self._key is not None:
+            ways = _audited.setdefault(self._key, {})
+            least, most = ways.get(way, (self._sizes, self._sizes))
+            ways[way] = tuple(map(min, least, self._sizes)), tuple(map(max, most, self._sizes))
+        while len(_audited) > MAX_AUDITED:
+            del _audited[next(iter(_audited))]

@@ -24,16 +24,14 @@ from tensorlens.freezing.interception import own_precision, running
 from tensorlens.freezing.interpreter import Factors, Forward, Heads, Interpreter
 from tensorlens.freezing.layouts import constants, find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Span
-from tensorlens.freezing.record import record
-from tensorlens.freezing.recorder import Call, Recorder, RecordOptions, StartAtEmbedding
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay, check_unchanged
+from tensorlens.freezing.proof import Proof
+from tensorlens.freezing.recorder import Call, Recorder, RecordOptions
+from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
+from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay
+from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
 from tensorlens.memory import clear_memory, free_bytes
 from tensorlens.models.anatomy import Anatomy
-
-FACTOR_SHARE = 0.3
-"""Part of the free memory that held factors may take; beyond it they are not kept."""
 
 RESERVE = 0.2
 """Part of the memory free at the start that graphs leave free, if a block at work needs no more."""
@@ -43,23 +41,6 @@ WORKING_BYTES = 24
 
 COTANGENT_SHARE = 0.1
 """Part of the free memory that cotangents may take that go through the blocks together."""
-
-
-def replay_of(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None) -> Replay:
-    """Record a model at an input, with all factors if memory allows and block by block if not."""
-    if factor_bytes(anatomy, inputs) > FACTOR_SHARE * free_bytes(next(anatomy.model.parameters()).device):
-        long_input = record_long(anatomy, inputs, rules)
-        if long_input is not None:
-            return long_input
-    return FactorReplay(record(anatomy, inputs, rules))
-
-
-def factor_bytes(anatomy: Anatomy, inputs: dict[str, Any]) -> int:
-    """About how much held factors would take; 0 where the inputs do not say how many tokens there are."""
-    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor):
-        return 0
-    return anatomy.bytes_per_token * tokens.shape[0] * tokens.shape[1]
 
 
 class LongInput(Replay):
@@ -91,6 +72,14 @@ class LongInput(Replay):
         """No."""
         return False
 
+    def distrust(self, proof: Proof) -> None:
+        """Let every block go by its factors from now on, which takes longer."""
+        self.fallback = (
+            f"blocks by themselves differed from a replay of the model by {proof.error:.1e} (accepted: "
+            f"{proof.tolerance:.0e}); each block's factors are made again instead"
+        )
+        self.edges.clear()
+
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
         """The affine function, a block at a time: its factors are made again, and stay while memory lasts."""
         check_unchanged(self.recording)
@@ -103,7 +92,7 @@ class LongInput(Replay):
         return samples[0] if len(samples) == 1 else torch.cat(samples)
 
     def _push_block(self, n: int, x: Tensor, heads: Heads | None) -> Tensor:
-        if n == self.recording.n_blocks - 1:  # what follows it is not in any block
+        if n == self.recording.n_blocks - 1 or self.fallback:  # what follows the last is not in any block
             return self._by_factors.push(x, Span(n, n + 1), heads)
         return self._run_block(n, x, RecalledFactors(self.factors), heads=heads)
 
@@ -139,7 +128,7 @@ class LongInput(Replay):
         if n < n_blocks:
             x = self.recording.states[n].detach().requires_grad_()
             cs = _gradients(read(x), x, us)
-        elif n_blocks - 1 in heads:
+        elif n_blocks - 1 in heads or self.fallback:
             n -= 1
             with self.opened(n):
                 cs = self._by_factors.pull(us, Span(n, n + 1), heads, read=read, to_logits=to_logits, chunk=1)
@@ -152,7 +141,7 @@ class LongInput(Replay):
         return cs
 
     def _pull_block(self, n: int, cs: Tensor, heads: Heads) -> Tensor:
-        if n in heads:  # what the block holds comes from all of its heads
+        if n in heads or self.fallback:  # what the block holds comes from all of its heads
             with self.opened(n):
                 return self._by_factors.pull(cs, Span(n, n + 1), heads, chunk=1)
         if n in self.edges:
@@ -255,14 +244,21 @@ def record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = 
     return _record_long(anatomy, inputs, rules or Rules(), keeps_graphs=False)
 
 
-def _record_long(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool) -> LongInput | None:
+def _record_long(
+    anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, *, keeps_graphs: bool, audits: bool = False
+) -> LongInput | None:
     blocks, factors = _BlockGraphs(anatomy, keeps_graphs=keeps_graphs), SomeFactors()
-    recorder = Recorder(anatomy, inputs, rules, RecordOptions(), grad=True, factors=factors, blocks=blocks)
+    recorder = Recorder(
+        anatomy, inputs, rules, RecordOptions(), grad=True, factors=factors, blocks=blocks, audits=audits
+    )
     with own_precision(), without_weight_gradients(anatomy.model), torch.enable_grad():
         try:
             recording = recorder.go()
         except StartAtEmbedding:
             return None
+        except Unaudited:
+            del blocks, factors, recorder  # and the graphs
+            return _record_long(anatomy, inputs, rules, keeps_graphs=keeps_graphs, audits=True)
     if recording is None or recording.side_channels or recording.n_encoder_blocks or recording.graph is None:
         return None
     graph, recording = recording.graph, replace(recording, graph=None)

@@ -24,7 +24,7 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import check_unchanged, replayed
+from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import Traced, constant, is_live
 from tensorlens.models.plain_pass import evaluating, hooked
 
@@ -121,12 +121,12 @@ class Mixing:
     Attributes:
         attention: $A_h$; rows sum to one except where the model has a sink.
         values: $v_{h,j}$, biases and the norm before them included; a value head that several query heads share is
-            repeated.
+            repeated. Of several samples both have an axis for samples in front.
         inputs: What entered each module of the block that takes one hidden state, by the module's path.
     """
 
-    attention: Attention
-    values: Float[Tensor, "head in_token head_channel"]
+    attention: Float[Tensor, "*sample head out_token in_token"]
+    values: Float[Tensor, "*sample head in_token head_channel"]
     inputs: dict[str, Hidden] = field(repr=False)
 
 
@@ -146,7 +146,7 @@ def attention_matrices(recording: Recording, block: int) -> Attention:
 
 
 def _read(recording: Recording, span: Span) -> _Reader:
-    reader = _Reader(type(recording.model).__name__)
+    reader = _Reader(type(recording.model).__name__, recording.n_samples)
     with own_precision(), torch.no_grad():
         replayed(recording, recording.states[span.start], span, observers=(reader,))
     return reader
@@ -155,8 +155,8 @@ def _read(recording: Recording, span: Span) -> _Reader:
 class _Reader:
     """Looks on where attention meets values."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, n_samples: int) -> None:
+        self.model, self.n_axes = model, 3 if n_samples == 1 else 4
         self.found: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.inputs: dict[int, dict[str, Hidden]] = {}
 
@@ -168,7 +168,7 @@ class _Reader:
                 "method that needs no attention matrix, such as `tensor.norm`."
             )
         attention, values = found[0]
-        values = values.repeat_interleave(len(attention) // len(values), 0)
+        values = values.repeat_interleave(attention.shape[-3] // values.shape[-3], -3)
         return Mixing(attention=attention, values=values, inputs=self.inputs.get(block, {}))
 
     def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -178,7 +178,7 @@ class _Reader:
             return
         attention = _formed(*args, **kwargs) if met.attention is None else met.attention
         pair = _one(attention), _one(met.values)
-        if all(part.dim() == 3 for part in pair):
+        if all(part.dim() == self.n_axes for part in pair):
             self.found.setdefault(met.block, []).append(pair)
 
     def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -10,8 +10,8 @@ from tensorlens.errors import AnatomyError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.recorder import Recorder, RecordOptions, StartAtEmbedding
-from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.recorder import Recorder, RecordOptions
+from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.module_tree import parameters
 
@@ -45,14 +45,18 @@ def _is_inference(value: Any) -> bool:
 
 def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: RecordOptions) -> Recording | None:
     """One anatomy tried: with gradients if they pass, from the embeddings if need be; None if no block ran."""
-    grad, at_embedding = gradients_pass(anatomy.model), False
+    grad, at_embedding, audits = gradients_pass(anatomy.model), False, False
     while True:
         factors = KeptFactors() if options.keeps_factors else NoFactors()
-        recorder = Recorder(anatomy, inputs, rules, options, grad=grad, at_embedding=at_embedding, factors=factors)
+        recorder = Recorder(
+            anatomy, inputs, rules, options, grad=grad, at_embedding=at_embedding, factors=factors, audits=audits
+        )
         try:
             return recorder.go()
         except StartAtEmbedding:
             at_embedding = True
+        except Unaudited:
+            audits = True
         except Exception:
             # Code may fail for its gradients alone: a write in place. Without them it is held.
             if not grad or recorder.has_leak or recorder.is_refused:

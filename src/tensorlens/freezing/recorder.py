@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, NotLinearError
-from tensorlens.freezing.audit import LeakAudit, input_kind, is_audited, note_audit, refuse_custom_nodes, refuse_scripts
+from tensorlens.freezing.audit import AuditLog, LeakAudit, refuse_custom_nodes, refuse_scripts
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
@@ -20,7 +20,7 @@ from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find
 from tensorlens.freezing.observe import refuse_unrepeatable
 from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.prologue import Prologue
-from tensorlens.freezing.recording import Graph, Reached, Recording
+from tensorlens.freezing.recording import Graph, Reached, Recording, StartAtEmbedding, Unaudited
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
@@ -52,10 +52,6 @@ class BlockGraphs(Protocol):
         """Block n returned."""
 
 
-class StartAtEmbedding(BaseException):
-    """Asks for a new recording that starts at the embeddings."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
     """How a recording is made.
@@ -81,16 +77,18 @@ class Recorder:
         options: How to record.
         grad: Whether to build the graph while recording.
         at_embedding: Whether to start at the token embeddings.
+        audits: Whether to look, below the rules, for live values that leave unseen, though other ways through the
+            model were looked at.
         factors: Where held factors go.
         blocks: Makes a graph for each block instead of one for all.
     """
 
     def __init__(
         self, anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, options: RecordOptions, *, grad: bool,
-        factors: dict[Site, Any], at_embedding: bool = False, blocks: BlockGraphs | None = None,
+        factors: dict[Site, Any], at_embedding: bool = False, audits: bool = False, blocks: BlockGraphs | None = None,
     ) -> None:  # fmt: skip
         self.anatomy, self.inputs, self.rules, self.at_embedding = anatomy, inputs, rules, at_embedding
-        self.options, self.factors, self.blocks = options, factors, blocks
+        self.options, self.factors, self.blocks, self.audits = options, factors, blocks, audits
         self.states: list[Tensor] = []
         self.layouts: list[AxisLayout] = []
         self.splits: list[int] = []
@@ -119,8 +117,8 @@ class Recorder:
         """Run the model and give what was learnt; None if no block ran."""
         refuse_scripts(self.anatomy.model)
         self.found = current_fingerprint(self.anatomy.model)
-        audit_key = (self.found, self.rules, input_kind(self.inputs))
-        if self.found is not None and not is_audited(audit_key):
+        log = AuditLog(self.found, self.rules, self.inputs)
+        if self.audits or log.is_due:
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
         before = random_state(next(self.anatomy.model.parameters()).device)
@@ -133,6 +131,8 @@ class Recorder:
         if not self.block_outputs:
             return None
         if self.run.audit is None:
+            if not log.has_seen(self.run.signature):
+                raise Unaudited
             return self._finished(readout)
         self.is_refused = True  # unless it passes what follows
         refuse_custom_nodes(readout, self.end)
@@ -140,7 +140,7 @@ class Recorder:
         if recording.ignored or sets_attributes(self.anatomy.model) or random_state(self.states[0].device) != before:
             refuse_unrepeatable(recording)
         self.is_refused = False
-        note_audit(audit_key)
+        log.note(self.run.signature)
         return recording
 
     def _run(self) -> Tensor:

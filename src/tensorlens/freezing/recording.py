@@ -178,3 +178,11 @@ class Reached(BaseException):
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
+
+
+class StartAtEmbedding(BaseException):
+    """Asks for a new recording that starts at the embeddings."""
+
+
+class Unaudited(BaseException):
+    """Asks for a new recording under an audit: this input took a way through the model that none has seen."""

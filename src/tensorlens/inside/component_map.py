@@ -31,28 +31,31 @@ class Component:
         kind: ``"embedding"``, ``"attention head"``, ``"attention"`` where its heads cannot be told apart,
             ``"attention bias"`` (of its output projection), ``"feed-forward"``, ``"bias"`` (on the stream itself), or
             ``"block"`` where the parts of a block cannot be told apart. A further attention of a block is
-            ``"attention 2"``. Where neurons were asked for, ``"neuron"`` and ``"feed-forward bias"``.
+            ``"attention 2"``. Where neurons were asked for, ``"neuron"`` and ``"feed-forward bias"``; where
+            experts were, ``"expert"``, and ``"feed-forward"`` for what is no expert's.
         block: The block it is in, if any.
         head: Its number, if it is a head.
         neuron: Its number, if it is a neuron.
+        expert: Its number, if it is an expert.
     """
 
     kind: str
     block: int | None = None
     head: int | None = None
     neuron: int | None = None
+    expert: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "block":
             return f"block {self.block}"
-        number = self.head if self.neuron is None else self.neuron
+        number = next((one for one in (self.neuron, self.expert) if one is not None), self.head)
         what = self.kind if number is None else f"{self.kind} {number}"
         return what if self.block is None else f"block {self.block}, {what}"
 
     @property
     def column(self) -> str | None:
         """Its column in the picture of blocks and heads; None if it has no cell there."""
-        if self.block is None or self.kind.endswith("bias") or self.neuron is not None:
+        if self.block is None or self.kind.endswith("bias") or self.neuron is not None or self.expert is not None:
             return None
         if self.head is None:
             return self.kind

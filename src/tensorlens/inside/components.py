@@ -14,8 +14,18 @@ from torch.nn.functional import pad
 from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component, ComponentMap
 from tensorlens.inside.stream import Write
-from tensorlens.inside.target import Pass, pass_to, weights_of
-from tensorlens.inside.walk import Row, Walk, head_rows, kinds, neuron_rows, seen_from, told_apart, whole_write
+from tensorlens.inside.target import Finer, Pass, pass_to, weights_of
+from tensorlens.inside.walk import (
+    Row,
+    Walk,
+    finer_rows,
+    head_rows,
+    is_finer,
+    kinds,
+    seen_from,
+    told_apart,
+    whole_write,
+)
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.operators.matrix_free import FrozenOperator
 
@@ -32,12 +42,12 @@ class Found:
 
 def component_map(
     operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, effect: Effect, *,
-    tokens: tuple[str, ...], meta: dict[str, Any], neurons: frozenset[int] = frozenset(),
+    tokens: tuple[str, ...], meta: dict[str, Any], finer: Finer | None = None,
 ) -> ComponentMap:  # fmt: skip
     """All components of a target, as a record."""
     weights = weights_of(operator, classes, target, out_token)
     assert classes is not None, "a target has classes"
-    with pass_to(operator, weights, out_token, neurons) as run:
+    with pass_to(operator, weights, out_token, finer) as run:
         found = find(run, effect)
     channels = operator.recording.side_channels
     if channels and run.seen.memory is None:
@@ -108,18 +118,18 @@ def total(run: Pass) -> Found:
             )
             continue
         for write, kind in kinds(run, n, sums):
-            if not write.mixtures and n in run.seen.neurons:
-                found.rows += _neurons(run, at, write, kind, n)
+            if is_finer(run, n, write):
+                found.rows += _finer(run, at, write, kind, n)
                 continue
             of_heads = [at.times(mixture.edge, mixture.value) for mixture in told_apart(run, n, write)]
             found.rows += head_rows(run, kind, n, run.by_token(n, at.times(write.edge, write.value)), of_heads)
     return found
 
 
-def _neurons(run: Pass, at: Cotangents, write: Write, kind: str, n: int) -> list[Row]:
+def _finer(run: Pass, at: Cotangents, write: Write, kind: str, n: int) -> list[Row]:
     cotangent = at.times(write.edge, torch.ones_like(write.value))
     whole = run.by_token(n, cotangent * write.value)
-    rows = neuron_rows(run, kind, n, write, cotangent[None], whole[None])
+    rows = finer_rows(run, kind, n, write, cotangent[None], whole[None])
     return [Row(row.component, row.scores[0]) for row in rows]
 
 

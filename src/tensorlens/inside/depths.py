@@ -16,7 +16,8 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import replace_state, state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import check_unchanged, head_weights, replayed
+from tensorlens.freezing.replay import head_weights
+from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import constant, plain
 from tensorlens.inside.stream import edge_of
 from tensorlens.models.fingerprint import in_this_thread

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import check_unchanged
+from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents
 from tensorlens.inside.stream import Mixture, Write, order

@@ -7,7 +7,7 @@ What a head read of token j, over all tokens where it wrote:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import Component, ComponentMap
 from tensorlens.inside.components import Cotangents, Found, direct, total
 from tensorlens.inside.graph import Growth
+from tensorlens.inside.looks import Look, Why, strongest, why
 from tensorlens.inside.target import Pass, pass_to, weights_of
 from tensorlens.inside.walk import kinds, told_apart
 from tensorlens.maps.files import replace_file
@@ -45,12 +46,16 @@ class Inside:
         direct: Direct effects of all components.
         graph: Nodes and edges grown from the target.
         reads: For each head, what it read of each token; none where attention cannot be told apart, or is too large.
+        looks: For each of these heads, where it looked when it read what moved the target most.
+        whys: For the strongest of them, why it looked there.
     """
 
     total: ComponentMap
     direct: ComponentMap
     graph: ComponentGraph
     reads: dict[Component, Tensor]
+    looks: dict[Component, Look] = field(default_factory=dict)
+    whys: dict[Component, Why] = field(default_factory=dict)
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
         """Print the strongest components and the heaviest edges; without a console, to standard output."""
@@ -66,9 +71,15 @@ class Inside:
         return path
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds: the three records, and what heads read by their names."""
+        """What the JSON file holds: the three records; by the names of heads what they read, where they looked, why."""
         records = {name: getattr(self, name).as_dict() for name in ("total", "direct", "graph")}
-        return {"format": FORMAT, **records, "reads": {str(head): row.tolist() for head, row in self.reads.items()}}
+        reads = {str(head): row.tolist() for head, row in self.reads.items()}
+        return {
+            "format": FORMAT,
+            **records,
+            "reads": reads,
+            "looks": {str(head): self._look(head) for head in self.looks},
+        }
 
     def _write_json(self, path: Path) -> None:
         path.write_text(to_json(self.as_dict()), encoding="utf-8")
@@ -103,7 +114,14 @@ class Inside:
             return None
         wrote = self.total.scores[self.total.labels.index(label)].tolist()
         read = self.reads[label].tolist() if label in self.reads else None
-        return {"wrote": wrote, "read": read} | {effect: values.get(label, 0.0) for effect, values in sums.items()}
+        told = {"wrote": wrote, "read": read, "look": self._look(label)}
+        return told | {effect: values.get(label, 0.0) for effect, values in sums.items()}
+
+    def _look(self, label: Component) -> dict[str, Any] | None:
+        look = self.looks.get(label)
+        if look is None:
+            return None
+        return look._asdict() | {"why": self.whys[label].payload() if label in self.whys else None}
 
 
 def _columns(found: ComponentMap) -> list[str]:
@@ -118,16 +136,16 @@ def _columns(found: ComponentMap) -> list[str]:
 
 def look_inside(
     operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, share: float,
-    max_nodes: int, *, tokens: tuple[str, ...], meta: dict[str, Any],
+    max_nodes: int, n_whys: int, *, tokens: tuple[str, ...], meta: dict[str, Any],
 ) -> Inside:  # fmt: skip
-    """Everything about one target, from one replay."""
+    """Everything about one target, from one replay, and why the strongest heads looked where they did."""
     weights = weights_of(operator, classes, target, out_token)
     assert classes is not None, "a target has classes"
     name = " − ".join(classes.name(index) for index in weights)
     with pass_to(operator, weights, out_token) as run:
         maps = {"total": total(run), "direct": direct(run)}
         grown = Growth(run).grow(share, max_nodes)
-        reads = head_reads(run)
+        reads, looks = head_reads(run)
         value = float(run.t.detach())
     graph = ComponentGraph(
         nodes=tuple(grown.nodes), edges=tuple(grown.edges), tokens=tokens, target=name, value=value,
@@ -135,7 +153,10 @@ def look_inside(
         meta=meta | {"asked_share": share, "max_nodes": max_nodes},
     )  # fmt: skip
     made = {effect: _map(found, effect, tokens, name, value, meta) for effect, found in maps.items()}
-    return Inside(total=made["total"], direct=made["direct"], graph=graph, reads=reads)
+    worth = dict(zip(made["total"].labels, made["total"].scores.sum(1).abs().tolist(), strict=True))
+    first = sorted(looks, key=lambda head: -worth[head])[:n_whys]
+    whys = {head: found for head in first if (found := why(operator, head, looks[head], tokens)) is not None}
+    return Inside(**made, graph=graph, reads=reads, looks=looks, whys=whys)
 
 
 def _map(found: Found, effect: str, tokens: tuple[str, ...], target: str, value: float, meta: Any) -> ComponentMap:
@@ -145,23 +166,25 @@ def _map(found: Found, effect: str, tokens: tuple[str, ...], target: str, value:
     )  # fmt: skip
 
 
-def head_reads(run: Pass) -> dict[Component, Tensor]:
-    """What each head read of each token, over all tokens where it wrote."""
+def head_reads(run: Pass) -> tuple[dict[Component, Tensor], dict[Component, Look]]:
+    """What each head read of each token, over all tokens where it wrote; and where it looked for most of it."""
     if run.x.shape[1] > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.operator.span.start:
-        return {}
+        return {}, {}
     try:
         mixed = mixings(run.recording)
     except MethodError:
-        return {}
+        return {}, {}
     writes = [
         (n, told[0]) for n, sums in run.sums.items() for write, kind in kinds(run, n, sums or [])
         if kind == "attention" and (told := told_apart(run, n, write))
     ]  # fmt: skip
     at = Cotangents(run, [mixture.edge for _, mixture in writes])
-    found = {}
+    found, looks = {}, {}
     for n, mixture in writes:
         cotangent = at.times(mixture.edge, torch.ones_like(mixture.value)).reshape(-1, *mixture.value.shape[-2:])
         by_pair = mixed[n].attention * torch.einsum("hic,hjc->hij", cotangent, mixed[n].values)
-        for head, row in enumerate(by_pair.sum(1).detach().cpu()):
-            found[Component(block=n, kind="attention head", head=head)] = row
-    return found
+        for head, pairs in enumerate(by_pair.detach().cpu()):
+            label = Component(block=n, kind="attention head", head=head)
+            found[label] = pairs.sum(0)
+            looks[label] = strongest(pairs, mixed[n].attention[head])
+    return found, looks

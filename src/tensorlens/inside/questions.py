@@ -13,7 +13,8 @@ from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
-from tensorlens.inside.score import score_map
+from tensorlens.inside.score import By, score_map
+from tensorlens.inside.target import Finer
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -35,7 +36,7 @@ class InsideQuestions(TensorOperator):
     @own_modes
     def components(
         self, out_token: int = -1, target: Target | None = None, effect: Effect = "total", *,
-        neurons: Sequence[int] = (),
+        neurons: Sequence[int] = (), experts: Sequence[int] = (),
     ) -> ComponentMap:  # fmt: skip
         r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
 
@@ -45,14 +46,16 @@ class InsideQuestions(TensorOperator):
             effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
                 ``"direct"``: the way along the residual stream alone; these sum to the target.
             neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
-                matrix. Experts are one feed-forward.
+                matrix.
+            experts: Blocks whose feed-forwards are to be taken apart into the experts that were chosen; elsewhere a
+                mixture of experts is one feed-forward.
         """
         i, meta = self._output(out_token)
         start, stop = self.operator.span
-        wrong = [n for n in neurons if not 0 <= n < stop - start]
+        wrong = [n for n in (*neurons, *experts) if not 0 <= n < stop - start]
         if wrong:
             raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
-        chosen = frozenset(start + n for n in neurons)
+        finer = Finer(*(frozenset(start + n for n in blocks) for blocks in (neurons, experts)))
         return component_map(
             self.operator,
             self.context.classes,
@@ -61,7 +64,7 @@ class InsideQuestions(TensorOperator):
             effect,
             tokens=self.context.tokens,
             meta=meta,
-            neurons=chosen,
+            finer=finer,
         )
 
     @own_modes
@@ -87,8 +90,9 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def inside(
-        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
-    ) -> Inside:
+        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200,
+        n_whys: int = 4,
+    ) -> Inside:  # fmt: skip
         """Components, flow, what heads read, and the graph of one target, together; `.save("inside.html")` is a page.
 
         Args:
@@ -96,15 +100,20 @@ class InsideQuestions(TensorOperator):
             target: As for `map`; None explains the model's own prediction.
             share: Of the graph.
             max_nodes: Of the graph.
+            n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
         """
         i, meta = self._output(out_token)
         return look_inside(
-            self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
-        )
+            self.operator, self.context.classes, i, target, share, max_nodes, n_whys, tokens=self.context.tokens,
+            meta=meta,
+        )  # fmt: skip
 
     @own_modes
-    def score(self, block: int, head: int, query: int, key: int | tuple[int, int]) -> TokenMap:
-        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs of input tokens.
+    def score(
+        self, block: int, head: int, query: int, key: int | tuple[int, int], *, by: By = "token",
+        attention: int | None = None,
+    ) -> TokenMap:  # fmt: skip
+        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
 
         Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
         what the model adds to it in the last corner.
@@ -114,10 +123,16 @@ class InsideQuestions(TensorOperator):
             head: Counts query heads.
             query: The token that looks.
             key: The token it looks at, or a pair of them for the difference of two scores.
+            by: ``"token"``: pairs of input tokens. ``"component"``: pairs of earlier components, by what each wrote to
+                the stream where the query and the key read it.
+            attention: Which attention of the block, from 0, where it has several. Queries and keys count the tokens
+                that this attention has.
         """
         own = ("model", "versions")
         meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
-        return score_map(self.operator, block, head, query, key, tokens=self.context.tokens, meta=meta)
+        return score_map(
+            self.operator, block, head, query, key, by=by, attention=attention, tokens=self.context.tokens, meta=meta
+        )
 
     @own_modes
     def ablate(

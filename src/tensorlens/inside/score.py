@@ -5,14 +5,15 @@ With norms held, $q_i$ and $k_j$ of a block are affine in X⁰, so their product
     s = c·q_iᵀk_j + m = Σ_a Σ_b c·U_aᵀV_b + m,   U_a = (∂q_i/∂x_a) x_a,   V_b = (∂k_j/∂x_b) x_b,
 
 with one further row and column for the constants of q and k, and m what the model adds (position biases). q and k are
-taken where they meet, so rotations by position and norms of queries and keys are inside.
+taken where they meet, so rotations by position and norms of queries and keys are inside. `score_components` takes
+both apart by earlier component instead of by token.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,17 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import gradients, replayed
+from tensorlens.freezing.replay import gradients
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import constant, is_live, plain
+from tensorlens.inside.score_components import named, written
+from tensorlens.inside.stream import StreamObserver
+from tensorlens.inside.target import StreamPass, sums_of
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
+
+By = Literal["token", "component"]
 
 MOVES = frozenset(
     ["to", "float", "double", "view", "reshape", "contiguous", "clone", "dropout", "unflatten", "flatten"]
@@ -119,68 +126,113 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None =
     return met
 
 
+class Asked(NamedTuple):
+    """One score: of which attention of which block, by which head, from where to where; two keys for a contrast."""
+
+    block: int
+    head: int
+    query: int
+    keys: tuple[int, ...]
+    attention: int | None = None
+
+
+class Pairs(NamedTuple):
+    """The pair map of each key, and the labels of rows and columns."""
+
+    maps: list[Tensor]
+    labels: tuple[str, ...]
+
+
 def score_map(
     operator: FrozenOperator, block: int, head: int, query: int, key: int | tuple[int, int], *,
-    tokens: tuple[str, ...], meta: dict[str, Any],
+    by: By = "token", attention: int | None = None, tokens: tuple[str, ...], meta: dict[str, Any],
 ) -> TokenMap:  # fmt: skip
     """The pair map of one score, or of the difference of two scores of one query.
 
     Raises:
-        MethodError: the block has no attention whose queries and keys meet once, or the input is long.
+        MethodError: the block has no such attention whose queries and keys meet, or the input is long.
         InputError: no such block, head or token, or a masked key.
     """
     keys = tuple(key) if isinstance(key, (tuple, list)) else (key,)
     if len(keys) not in (1, 2):
         raise InputError(f"`key` must be a position or a pair of positions for a contrast; got {key!r}.")
+    if by not in ("token", "component"):
+        raise InputError(f"`by` must be 'token' or 'component'; got {by!r}.")
     start, stop = operator.span
     if not (isinstance(block, int) and 0 <= block < stop - start):
         raise InputError(f"There is no block {block!r}; expected one of 0 to {stop - start - 1}.")
     if operator.is_streamed:
         raise MethodError("The input is so long that no factors are kept; scores need them. Expected a shorter input.")
-    parts = _pair_maps(operator, start + block, head, query, keys)
-    scores = parts[0] if len(parts) == 1 else parts[0] - parts[1]
-    labels = (*tokens, "bias")
+    asked = Asked(start + block, head, query, keys, attention)
+    maps, labels = _by_token(operator, asked, tokens) if by == "token" else _by_component(operator, asked)
+    scores = maps[0] if len(maps) == 1 else maps[0] - maps[1]
+    asks = {"block": block, "head": head, "query": query, "key": key, "by": by, "score": float(scores.sum())}
     return TokenMap(
         scores=scores, out_tokens=labels, in_tokens=labels, method="score",
-        bias_share=torch.full((len(labels),), float("nan")),
-        meta=meta | {"block": block, "head": head, "query": query, "key": key, "score": float(scores.sum())},
+        bias_share=torch.full((len(labels),), float("nan")), meta=meta | asks,
     )  # fmt: skip
 
 
-def _pair_maps(operator: FrozenOperator, block: int, head: int, query: int, keys: tuple[int, ...]) -> list[Tensor]:
-    recording, start = operator.recording, operator.span.start
+def _by_token(operator: FrozenOperator, asked: Asked, tokens: tuple[str, ...]) -> Pairs:
     with own_precision(), torch.enable_grad():
-        x = recording.states[start].detach().clone().requires_grad_()
-        met = _meet(operator, x, block, grad=True)
+        x = operator.recording.states[operator.span.start].detach().clone().requires_grad_()
+        met = _meet(operator, x, asked, grad=True)
         with torch.no_grad():
-            zero = _meet(operator, torch.zeros_like(x), block, grad=False)
-        n_heads, n_queries = met.query.shape[:2]
-        if not (isinstance(head, int) and 0 <= head < n_heads):
-            raise InputError(f"Block {block} has heads 0 to {n_heads - 1}; got {head!r}.")
-        of_key = head // (n_heads // met.key.shape[0])
-        i = check_token(query, n_queries)
-        u = _parts(met.query[head, i], zero.query[head, i], x)
-        maps = []
-        for key in keys:
-            j = check_token(key, met.key.shape[1])
-            _refuse_masked(met, head, i, j)
-            v = _parts(met.key[of_key, j], zero.key[of_key, j], x)
-            pairs = math.prod(float(_at(met, factor, head, i, j)) for factor in met.scaled) * u.T @ v
-            pairs[-1, -1] += sum(float(_at(met, one, head, i, j)) for one in met.added)
-            maps.append(pairs)
-    return maps
-
-
-def _meet(operator: FrozenOperator, x: Tensor, block: int, *, grad: bool) -> Meeting:
-    seen = ScoreObserver(block)
-    span = Span(operator.span.start, block + 1)
-    replayed(operator.recording, x, span, operator.heads, grad=grad, observers=(seen,))
-    if len(seen.found) != 1:
-        raise MethodError(
-            f"In block {block} of `{type(operator.recording.model).__name__}`, queries and keys meet before a softmax "
-            f"{len(seen.found)} times in a way that can be followed; expected once. Use `tensor.in_class`."
+            zero = _meet(operator, torch.zeros_like(x), asked, grad=False)
+        u, *vs = (_parts(*ends, x) for ends in zip(_vectors(met, asked), _vectors(zero, asked), strict=True))
+        return Pairs(
+            [_met_pairs(met, asked, key, u, v) for key, v in zip(asked.keys, vs, strict=True)], (*tokens, "bias")
         )
-    return seen.found[0]
+
+
+def _by_component(operator: FrozenOperator, asked: Asked) -> Pairs:
+    with own_precision(), torch.enable_grad():
+        x = operator.recording.states[operator.span.start].detach().clone().requires_grad_()
+        seen = StreamObserver(operator.recording)
+        met = _meet(operator, x, asked, seen, grad=True)
+        end = seen.outputs[asked.block][0].node
+        sums = sums_of(operator, seen, x, end, range(operator.span.start, asked.block + 1))
+        run = StreamPass(operator=operator, x=x, seen=seen, sums=sums)
+        found = written(run, asked.block, asked.attention or 0, torch.stack(_vectors(met, asked)))
+        u, *vs = found.parts
+        maps = [_met_pairs(met, asked, key, u, v) for key, v in zip(asked.keys, vs, strict=True)]
+        return Pairs(maps, named(found.components))
+
+
+def _vectors(met: Meeting, asked: Asked) -> list[Tensor]:
+    """The query and the keys."""
+    n_heads, n_queries = met.query.shape[:2]
+    if not (isinstance(asked.head, int) and 0 <= asked.head < n_heads):
+        raise InputError(f"Block {asked.block} has heads 0 to {n_heads - 1}; got {asked.head!r}.")
+    of_key = asked.head // (n_heads // met.key.shape[0])
+    i = check_token(asked.query, n_queries)
+    keys = [check_token(key, met.key.shape[1]) for key in asked.keys]
+    for j in keys:
+        _refuse_masked(met, asked.head, i, j)
+    return [met.query[asked.head, i], *(met.key[of_key, j] for j in keys)]
+
+
+def _met_pairs(met: Meeting, asked: Asked, key: int, u: Tensor, v: Tensor) -> Tensor:
+    """c·UᵀV, and in the corner what the model adds."""
+    place = asked.head, asked.query % met.query.shape[1], key % met.key.shape[1]
+    pairs = math.prod(float(_at(met, factor, *place)) for factor in met.scaled) * u.T @ v
+    pairs[-1, -1] += sum(float(_at(met, one, *place)) for one in met.added)
+    return pairs
+
+
+def _meet(operator: FrozenOperator, x: Tensor, asked: Asked, *others: Any, grad: bool) -> Meeting:
+    seen = ScoreObserver(asked.block)
+    span = Span(operator.span.start, asked.block + 1)
+    replayed(operator.recording, x, span, operator.heads, grad=grad, observers=(seen, *others))
+    n_found, wanted = len(seen.found), asked.attention or 0
+    if not 0 <= wanted < n_found or n_found > 1 and asked.attention is None:
+        advice = f"Choose one by `attention=0` to `{n_found - 1}`." if n_found > 1 else "Use `tensor.in_class`."
+        raise MethodError(
+            f"In block {asked.block} of `{type(operator.recording.model).__name__}`, queries and keys meet before a "
+            f"softmax {n_found} times in a way that can be followed; expected {'once' if n_found < 2 else 'a choice'}. "
+            f"{advice}"
+        )
+    return seen.found[wanted]
 
 
 def _parts(vector: Tensor, at_zero: Tensor, x: Tensor) -> Tensor:

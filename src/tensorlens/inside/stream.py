@@ -28,6 +28,9 @@ PASSES_ON = frozenset(
 )
 """Nodes after which a state is still the same state."""
 
+TELLING = frozenset(["add", "add_", "scaled_dot_product_attention", "matmul", "bmm"])
+"""Functions that may write to the stream, or mix values by attention; the others need not be looked at."""
+
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
@@ -85,7 +88,9 @@ class StreamObserver:
 
     def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Keep a sum of two live tensors, or what attention mixed."""
-        if run.block is None or not is_live(result) or not raw(getattr, result, "requires_grad"):
+        if run.block is None or name not in TELLING and run.block in self.first_nodes or not is_live(result):
+            return
+        if not raw(getattr, result, "requires_grad"):
             return
         edge = edge_of(result)
         self.first_nodes.setdefault(run.block, order(edge.node))
@@ -104,12 +109,13 @@ class StreamObserver:
         if not is_sum or edge.node.name() != "AddBackward0" or terms[0].shape != terms[1].shape:
             return
         # Copies: the model may write over its states later.
-        value, second = constant(result).clone(), constant(terms[1]).clone()
-        first = value - second if is_in_place else constant(terms[0]).clone()
         self.sums[edge.node] = parents[0], parents[1]
-        self.values[_key(edge)] = value
-        self.values.setdefault(_key(parents[0]), first)
-        self.values.setdefault(_key(parents[1]), second)
+        value = self.values[_key(edge)] = constant(result).clone()
+        first, second = map(_key, parents)
+        if second not in self.values:
+            self.values[second] = constant(terms[1]).clone()
+        if first not in self.values:
+            self.values[first] = value - self.values[second] if is_in_place else constant(terms[0]).clone()
 
     def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep the state that a block leaves, and what the encoder hands to the decoder."""
@@ -119,18 +125,21 @@ class StreamObserver:
         self.n_calls[run.module] += 1
         self._keep_taker(run, args)
         first: Any = output[0] if isinstance(output, tuple) and output else output
-        if run.block is not None and is_live(first) and raw(getattr, first, "requires_grad"):
-            self.modules.setdefault((run.block, edge_of(first).node), []).append(run.module)  # the outermost last
-            self._keep_step(run.block, module, args, edge_of(first).node)
+        node = raw(getattr, first, "grad_fn") if run.block is not None and is_live(first) else None
+        if run.block is not None and node is not None:
+            self.modules.setdefault((run.block, node), []).append(run.module)  # the outermost last
+            self._keep_step(run.block, module, args, node)
         if id(module) in self._blocks and run.block is None:
             state = state_of(output, self._place)
             if raw(getattr, state, "requires_grad"):
                 self.outputs[run.place.block] = edge_of(state), constant(state).clone()
 
     def _keep_step(self, block: int, module: nn.Module, args: tuple[Any, ...], node: Node) -> None:
+        if block not in self.neurons:
+            return
         weight = getattr(module, "weight", None)
         is_matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not any(True for _ in module.children())
-        if block in self.neurons and is_matrix and args and is_live(args[0]):
+        if is_matrix and args and is_live(args[0]):
             self.steps[node] = MapStep(edge_of(args[0]), constant(args[0]).clone(), node)
 
     def last_matrix(self, write: Write) -> MapStep | None:
@@ -148,11 +157,13 @@ class StreamObserver:
 
     def _keep_taker(self, run: Interpreter, args: tuple[Any, ...]) -> None:
         """Notice the module that takes in what heads mixed, side by side: the output projection."""
-        if run.block is None or not args or not is_live(args[0]):
+        mixtures = [] if run.block is None else self.mixtures.get(run.block, [])
+        open_ones = [mixture for mixture in mixtures if mixture.edge.node not in self.takers]
+        if not open_ones or not args or not is_live(args[0]):
             return
-        for mixture in self.mixtures.get(run.block, ()):
+        for mixture in open_ones:
             value = mixture.value[0] if mixture.value.dim() == 4 and len(mixture.value) == 1 else mixture.value
-            if value.dim() != 3 or value.numel() != args[0].numel() or mixture.edge.node in self.takers:
+            if value.dim() != 3 or value.numel() != args[0].numel():
                 continue
             beside = value.transpose(0, 1).flatten(1)
             if torch.equal(constant(args[0]).reshape(beside.shape), beside):
@@ -186,7 +197,8 @@ class Stream:
     seen: StreamObserver
     target: Node
     leaf: Node
-    _live: set[Node] = field(init=False, repr=False)
+    _live: dict[Node, int] = field(init=False, repr=False)
+    _known: dict[Node, list[Node]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Find the nodes that the state reaches; the others are parameters' alone."""
@@ -229,7 +241,10 @@ class Stream:
         return None
 
     def _sum(self, block: int, root: Node, entry: Node) -> Sum | None:
-        """Take a sum apart: the stream is the term that every other one was computed from."""
+        """Take a sum apart: the stream is the nearest term that every other one was computed from.
+
+        In $(x + f(x)) + g(x + f(x))$ that is $x + f(x)$, a sum itself; in $(f(x) + g(x)) + x$ it is $x$.
+        """
         aside = {entry} if self.seen.memory is None else {entry, self.seen.memory[0].node}
         # With attention held, what a decoder reads of the encoder comes from no stream of its own.
         terms = [
@@ -237,14 +252,19 @@ class Stream:
             for way, term in self._terms(root, entry, ())
             if entry in self._ancestors(term.node, order(entry), aside)
         ]
-        for is_same in (lambda node: node, self._same_state):
-            for way, term in terms:
-                origin = is_same(term.node)
-                if all(self._comes_from(other.node, origin) for _, other in terms if other is not term):
+        ways = dict.fromkeys(
+            way[:n] for n in range(1, max((len(way) for way, _ in terms), default=0) + 1, 2) for way, _ in terms
+        )
+        for way in ways:
+            term = self.seen.sums[(root, *way)[-2]][way[-1]]
+            others = [other.node for place, other in terms if place[: len(way)] != way]
+            for origin in (term.node, self._same_state(term.node)):
+                if all(self._comes_from(other, origin) for other in others):
                     return self._split(block, (root, *way), term, {origin, term.node})
         return None
 
     def _terms(self, node: Node, entry: Node, way: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], GradientEdge]]:
+        """What a sum of sums adds up, each with the way to it: turns, and sums between them."""
         for i, parent in enumerate(self.seen.sums[node]):
             further = (*way, i)
             if parent.node in self.seen.sums and parent.node is not entry:
@@ -291,17 +311,20 @@ class Stream:
             if node in stops:
                 continue
             for parent in self._parents(node):
-                if parent not in met and order(parent) >= since:
+                if parent not in met and self._live[parent] >= since:
                     met.add(parent)
                     ahead.append(parent)
         return met
 
     def _parents(self, node: Node) -> list[Node]:
-        return [parent for parent, _ in node.next_functions if parent in self._live]
+        found = self._known.get(node)
+        if found is None:
+            found = self._known[node] = [parent for parent, _ in node.next_functions if parent in self._live]
+        return found
 
 
-def _reached_from(leaf: Node, target: Node) -> set[Node]:
-    """The nodes between a leaf and the target."""
+def _reached_from(leaf: Node, target: Node) -> dict[Node, int]:
+    """The nodes between a leaf and the target, and when each was made."""
     nodes, ahead = {target}, [target]
     children: dict[Node, list[Node]] = {}
     while ahead:
@@ -313,11 +336,11 @@ def _reached_from(leaf: Node, target: Node) -> set[Node]:
             if parent not in nodes:
                 nodes.add(parent)
                 ahead.append(parent)
-    live, ahead = {leaf}, [leaf]
+    live, ahead = {leaf: order(leaf)}, [leaf]
     while ahead:
         for child in children.get(ahead.pop(), ()):
             if child not in live:
-                live.add(child)
+                live[child] = order(child)
                 ahead.append(child)
     return live
 

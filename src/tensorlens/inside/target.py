@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.functional import pad
 
 from tensorlens.errors import MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at, read_logits, replayed
+from tensorlens.freezing.replay import logits_at, read_logits
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import plain
+from tensorlens.inside.experts import ExpertObserver, ExpertPart
 from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.matrix_free import FrozenOperator
 
 Weights = dict[int, float]
+
+
+class Finer(NamedTuple):
+    """Blocks whose feed-forwards are taken apart: into neurons, or into experts."""
+
+    neurons: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
 
 
 def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target | Weights | None, i: int) -> Weights:
@@ -34,26 +44,22 @@ def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pass:
-    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$, with the graph between them.
+class StreamPass:
+    r"""One replay at X with its graph, and what wrote to the stream.
 
     Attributes:
         operator: What was replayed.
         x: The state it began with, (1, token, channel).
-        t: The target, a number with a graph behind it.
-        weights: Its weights on logits.
-        out_token: Where the logits are read.
         seen: Who looked on.
         sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
+        experts: What each expert wrote, in blocks where that was asked for.
     """
 
     operator: FrozenOperator
     x: Tensor
-    t: Tensor
-    weights: Weights
-    out_token: int
     seen: StreamObserver
     sums: dict[int, list[Sum] | None]
+    experts: dict[int, list[ExpertPart]] = field(default_factory=dict)
 
     @property
     def recording(self) -> Recording:
@@ -97,7 +103,24 @@ class Pass:
     def placed(self, block: int, scores: Tensor) -> Tensor:
         """Scores (…, token) of a block's stream among all tokens: the encoder's, then the decoder's."""
         n_others = self.x.shape[1] - self.n_tokens(block)
+        if not n_others:
+            return scores
         return pad(scores, (0, n_others) if block < self.recording.n_encoder_blocks else (n_others, 0))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass(StreamPass):
+    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$.
+
+    Attributes:
+        t: The target, a number with a graph behind it.
+        weights: Its weights on logits.
+        out_token: Where the logits are read.
+    """
+
+    t: Tensor
+    weights: Weights
+    out_token: int
 
 
 def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int) -> tuple[GradientEdge, Tensor]:
@@ -107,28 +130,36 @@ def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int
 
 
 @contextmanager
-def pass_to(
-    operator: FrozenOperator, weights: Weights, i: int, neurons: frozenset[int] = frozenset()
-) -> Iterator[Pass]:
-    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons.
+def pass_to(operator: FrozenOperator, weights: Weights, i: int, finer: Finer | None = None) -> Iterator[Pass]:
+    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons or experts.
 
     Raises:
         MethodError: no factors are kept, the range of blocks does not end at the last, or the number of tokens
             changes on the way.
     """
-    recording, (start, stop) = operator.recording, operator.span
+    recording, (start, stop), finer = operator.recording, operator.span, finer or Finer()
     _check(operator)
     classes = torch.tensor(list(weights), device=operator.device)
     with own_precision(), torch.enable_grad():
         x = recording.states[start].detach().clone().requires_grad_()
-        seen = StreamObserver(recording, neurons)
-        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=(seen,))
+        seen, experts = StreamObserver(recording, finer.neurons), ExpertObserver(finer.experts)
+        watching = (seen, experts) if finer.experts else (seen,)
+        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=watching)
         logits = read_logits(recording, plain(end), i, classes)[0]
         t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()
         assert t.grad_fn is not None, "the state is part of the graph"
-        stream = Stream(seen, t.grad_fn, edge_of(x).node)
-        sums = {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in range(start, stop)}
-        yield Pass(operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums)
+        sums = sums_of(operator, seen, x, t.grad_fn, range(start, stop))
+        yield Pass(
+            operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums, experts=experts.parts
+        )  # fmt: skip
+
+
+def sums_of(
+    operator: FrozenOperator, seen: StreamObserver, x: Tensor, end: Node, blocks: Iterable[int]
+) -> dict[int, list[Sum] | None]:
+    """The writes of some blocks, the last first, in the graph that ends at a node; None: not to be told apart."""
+    stream = Stream(seen, end, edge_of(x).node)
+    return {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in blocks}
 
 
 def _check(operator: FrozenOperator) -> None:

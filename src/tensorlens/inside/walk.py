@@ -16,7 +16,10 @@ from torch.autograd.graph import GradientEdge
 
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.stream import Mixture, Sum, Write, pulled
-from tensorlens.inside.target import Pass
+from tensorlens.inside.target import StreamPass
+
+ROUNDING = 64
+"""Below this many roundings of the whole, experts leave nothing over."""
 
 
 class Row(NamedTuple):
@@ -56,7 +59,7 @@ class Walk:
         joining: Rows that join further down.
     """
 
-    def __init__(self, run: Pass, cotangents: Tensor, joining: Joining | None = None) -> None:
+    def __init__(self, run: StreamPass, cotangents: Tensor, joining: Joining | None = None) -> None:
         self.run, self.cotangents = run, cotangents
         self.joining = joining or Joining()
 
@@ -104,8 +107,8 @@ class Walk:
     def _rows(self, n: int, write: Write, kind: str, by_write: Mapping[int, Tensor]) -> Iterator[Row]:
         cotangents = by_write[id(write)]
         whole = self._by_token(n, cotangents * write.value)
-        if not write.mixtures and n in self.run.seen.neurons:
-            return neuron_rows(self.run, kind, n, write, cotangents, whole)
+        if is_finer(self.run, n, write):
+            return finer_rows(self.run, kind, n, write, cotangents, whole)
         of_heads = [pulled(write.edge, cotangents, one.edge) * one.value for one in told_apart(self.run, n, write)]
         return head_rows(self.run, kind, n, whole, of_heads)
 
@@ -151,7 +154,7 @@ def whole_write(after: Tensor, before: Tensor) -> Tensor:
     return after - before.reshape(after.shape) if after.numel() == before.numel() else after
 
 
-def kinds(run: Pass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
+def kinds(run: StreamPass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
     """What was written in a block, in order, and what to call it."""
     n_attentions = 0
     for one in reversed(sums):
@@ -163,7 +166,7 @@ def kinds(run: Pass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
                 yield write, "feed-forward" if run.seen.mixtures.get(n) else "block"
 
 
-def told_apart(run: Pass, n: int, write: Write) -> list[Mixture]:
+def told_apart(run: StreamPass, n: int, write: Write) -> list[Mixture]:
     """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
     if len(write.mixtures) != 1:
         return []
@@ -172,7 +175,7 @@ def told_apart(run: Pass, n: int, write: Write) -> list[Mixture]:
     return list(write.mixtures) if is_told and value.shape[-2] == run.n_tokens(n) else []
 
 
-def head_rows(run: Pass, kind: str, n: int, whole: Tensor, of_heads: list[Tensor]) -> Iterator[Row]:
+def head_rows(run: StreamPass, kind: str, n: int, whole: Tensor, of_heads: list[Tensor]) -> Iterator[Row]:
     """A row for each head and one for the bias of the output projection, or one for the whole; (…, token) each."""
     if not of_heads:
         yield Row(Component(block=n, kind=kind), whole)
@@ -185,7 +188,30 @@ def head_rows(run: Pass, kind: str, n: int, whole: Tensor, of_heads: list[Tensor
     yield Row(Component(block=n, kind=f"{kind} bias"), whole - heads.sum(n_leading))
 
 
-def neuron_rows(run: Pass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
+def is_finer(run: StreamPass, n: int, write: Write) -> bool:
+    """Whether a feed-forward is to be taken apart."""
+    return not write.mixtures and (n in run.seen.neurons or n in run.experts)
+
+
+def finer_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
+    """A row for each expert or neuron of a feed-forward; (row, token) each."""
+    return (expert_rows if n in run.experts else neuron_rows)(run, kind, n, write, cotangents, whole)
+
+
+def expert_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
+    """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
+    rest = whole
+    for part in run.experts[n]:
+        effects = (pulled(write.edge, cotangents, part.edge) * part.value).sum(-1).flatten(1)[:, part.rows]
+        scores = effects.new_zeros(len(effects), run.n_tokens(n)).index_add(1, part.tokens, effects)
+        scores = run.placed(n, scores)
+        rest = rest - scores
+        yield Row(Component(block=n, kind="expert", expert=part.expert), scores)
+    if bool((rest.abs() > ROUNDING * torch.finfo(rest.dtype).eps * whole.abs().max()).any()):
+        yield Row(Component(block=n, kind=kind), rest)
+
+
+def neuron_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
     """A row for each neuron of a feed-forward, and one for what its last matrix adds; (row, token) each.
 
     A neuron is a channel of what enters the last matrix. Where that cannot be told by token, there is one row for all.

@@ -14,14 +14,15 @@ row sums before they are joined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import Attention, TokenMatrix
+from tensorlens.axes import TokenMatrix
 from tensorlens.errors import MethodError
 from tensorlens.freezing.observe import Mixing, mixings
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
@@ -33,25 +34,44 @@ HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc
 """Rollout adds the identity to measures without the residual only."""
 
 
+Matrices = Float[Tensor, "*sample out_token in_token"]
+"""Of one sample, or of several that were recorded together."""
+
+
 # Within a block ------------------------------------------------------------------------------------------------------
 
 
-def attn(attention: Attention) -> TokenMatrix:
+def attn(attention: Float[Tensor, "*sample head out_token in_token"]) -> Matrices:
     """Attention averaged over heads; rows sum to one."""
-    return in_float64(attention).mean(0)
+    return in_float64(attention).mean(-3)
 
 
-def w_attn(block: Decomposition) -> TokenMatrix:
+def w_attn(block: Decomposition) -> Matrices:
     r"""$\lVert \sum_h A_{h,ij} v_{h,j} W_{o,h} \rVert$: heads summed inside the norm, the output bias left out."""
-    return _lengths(block, block.mixed)
+    return measured(block, ("w_attn",))["w_attn"]
 
 
-def w_attn_res_ln(block: Decomposition) -> TokenMatrix:
+def measured(block: Decomposition, measures: Collection[str]) -> dict[str, Matrices]:
+    """Several measures of a block but `attn`, which share the vectors they are taken of."""
+    parts: dict[str, list[Matrices]] = {measure: [] for measure in measures}
+    for rows in block.chunks():
+        vectors = block.mixed(rows)
+        if "w_attn" in parts:
+            parts["w_attn"].append(_lengths(vectors))
+        others = [measure for measure in parts if measure in OF_ATTENTION_BLOCK]
+        if others:
+            vectors = attention_block(block, vectors, rows)
+        for measure in others:
+            parts[measure].append(OF_ATTENTION_BLOCK[measure](block, vectors, rows))
+    return {measure: torch.cat(found, -2) for measure, found in parts.items()}
+
+
+def _w_attn_res_ln(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     r"""$\lVert g(δ_{ij} x_i + s_{ij}) \rVert$, with g the norm behind the sum in post-LN and nothing elsewhere."""
-    return _lengths(block, partial(attention_block, block))
+    return _lengths(vectors)
 
 
-def glob_enc(block: Decomposition) -> TokenMatrix:
+def _glob_enc(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     """The vectors of `w_attn_res_ln` through the block's second norm; the feed-forward's own part is left out.
 
     Raises:
@@ -63,29 +83,32 @@ def glob_enc(block: Decomposition) -> TokenMatrix:
             f"`glob_enc` does not apply to {layout.replace('_', '-')} blocks: expected a second norm that sees the "
             "attention's output, and here none does. Use `w_attn_res_ln`."
         )
-    return _lengths(block, lambda rows: norm(attention_block(block, rows), rows))
+    return _lengths(norm(vectors, rows))
 
 
-def alti(block: Decomposition) -> TokenMatrix:
+def _alti(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     r"""How near each source comes to the whole (Ferrando et al. 2022).
 
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
     Rows are divided by their sum; one in which no source comes near keeps its own token.
     """
-    found = []
-    for rows in block.chunks():
-        vectors = attention_block(block, rows)
-        whole = attention_output(block, vectors, rows)
-        nearness = whole.abs().sum(-1, keepdim=True) - (vectors - whole[:, None]).abs().sum(-1)
-        found.append(in_float64(nearness.clamp_min(0)))
-    matrix = torch.cat(found)
+    whole = attention_output(block, vectors, rows)
+    nearness = whole.abs().sum(-1, keepdim=True) - (vectors - whole[..., None, :]).abs().sum(-1)
+    matrix = in_float64(nearness.clamp_min(0))
     empty = matrix.sum(-1, keepdim=True) == 0
-    return rows_to_one(torch.where(empty, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device), matrix))
+    own = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)[rows]
+    return rows_to_one(torch.where(empty, own, matrix))
 
 
-def attention_block(block: Decomposition, rows: slice) -> Vectors:
-    """What each source gives to the output of the attention sub-block, the norm behind it included (post-LN)."""
-    vectors = block.with_residual(rows)
+def attention_block(block: Decomposition, mixed: Vectors, rows: slice) -> Vectors:
+    """What each source gives to the output of the attention sub-block, the norm behind it included (post-LN).
+
+    Args:
+        block: The block.
+        mixed: $c_{ij}$ of these rows, which may be written over.
+        rows: The outputs.
+    """
+    vectors = block.with_residual(mixed, rows)
     return vectors if block.norm_1 is None else block.norm_1(vectors, rows)
 
 
@@ -93,23 +116,24 @@ def attention_output(block: Decomposition, vectors: Vectors, rows: slice) -> Ten
     """The true output of the attention sub-block: the sum over sources, the output bias and the norm's shift."""
     bias = block.out_bias(rows)
     if block.norm_1 is not None:
-        bias = block.norm_1(bias[:, None], rows)[:, 0] + block.norm_1.shift(bias[0])
-    return vectors.sum(1) + bias
+        bias = block.norm_1(bias[..., None, :], rows)[..., 0, :] + block.norm_1.shift(bias)
+    return vectors.sum(-2) + bias
 
 
-def _lengths(block: Decomposition, vectors: Callable[[slice], Vectors]) -> TokenMatrix:
-    return torch.cat([in_float64(vectors(rows).norm(dim=-1)) for rows in block.chunks()])
+def _lengths(vectors: Vectors) -> Matrices:
+    return in_float64(vectors.norm(dim=-1))
 
 
-MEASURES: dict[str, Callable[[Decomposition], TokenMatrix]] = {
-    "w_attn": w_attn, "w_attn_res_ln": w_attn_res_ln, "glob_enc": glob_enc, "alti": alti,
+OF_ATTENTION_BLOCK: dict[str, Callable[[Decomposition, Vectors, slice], Matrices]] = {
+    "w_attn_res_ln": _w_attn_res_ln, "glob_enc": _glob_enc, "alti": _alti,
 }  # fmt: skip
+"""Measures of the vectors that make up the output of the attention sub-block."""
 
 
 # Across blocks -------------------------------------------------------------------------------------------------------
 
 
-def rows_to_one(matrix: TokenMatrix) -> TokenMatrix:
+def rows_to_one(matrix: Matrices) -> Matrices:
     """Each row divided by its sum."""
     return matrix / matrix.sum(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
 
@@ -145,8 +169,13 @@ def without_sink(matrix: TokenMatrix) -> TokenMatrix:
 
     A causal rollout ends in its first token, which attends to nothing but itself. The first row is left as it is.
     """
-    kept = matrix.clone()
-    kept[1:, 0] = 0
+    return without_sink_row(matrix, torch.arange(len(matrix)))
+
+
+def without_sink_row(rows: Float[Tensor, "row in_token"], out_tokens: Tensor) -> Float[Tensor, "row in_token"]:
+    """The same of single rows, each of its own output."""
+    kept = rows.clone()
+    kept[out_tokens.to(rows.device) > 0, 0] = 0
     return rows_to_one(kept)
 
 
@@ -178,7 +207,7 @@ def _block_matrix(operator: FrozenOperator, block: int, measure: str) -> TokenMa
         return (
             attn(mixing.attention)
             if measure == "attn"
-            else MEASURES[measure](decompose(operator.recording, block, mixing))
+            else measured(decompose(operator.recording, block, mixing), (measure,))[measure]
         )
 
 

@@ -1,90 +1,41 @@
-r"""Maps of many samples at once: one recording of (sample, token, channel), one pull or push for all of them.
-
-The affine function of a batch is block-diagonal, $\tilde F(X_1, …, X_b) = (T_1 X_1 + B_1, …, T_b X_b + B_b)$, so that
-the gradient of a sum over samples holds every sample's own row. Columns of padding are exactly zero and are cut off.
-"""
+"""Maps of many samples at once: one recording of (sample, token, channel), one pull or push for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.places import Span
+from tensorlens.freezing.conventions import Rules
+from tensorlens.freezing.record import record
+from tensorlens.freezing.recorder import RecordOptions
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
+from tensorlens.maps.batch_question import (
+    BatchQuestion,
+    Notes,
+    Pending,
+    reader,
+    target_names,
+    targets_of,
+)
+from tensorlens.maps.batched_baselines import BASELINES, baseline
+from tensorlens.maps.batched_gradients import integrated
+from tensorlens.maps.controls import position_scores, random_scores, recency_scores
+from tensorlens.maps.gradients import jacobian_rules
 from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
-from tensorlens.maps.targets import Classes, Target, no_head
-from tensorlens.memory import other_failures_passed_over
+from tensorlens.maps.targets import no_head
+from tensorlens.models.anatomy import Anatomy
+from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import probe_vectors
 
-Notes = dict[str, Any]
-Pending = Callable[[], list[Answer]]
-"""Answers whose work is under way on the device: a call waits for it. Until then the next batch can be begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchQuestion:
-    """What is asked of a batch, one output for each sample.
-
-    Attributes:
-        replay: The affine function of the batch.
-        lengths: Tokens of each sample without padding.
-        out_tokens: (sample,) the output asked for.
-        target: What In+Class explains; None for the model's own prediction.
-        targets: The same, one for each sample, instead of one for all.
-        classes: Names of the classes, or None for a model without a head.
-        probes: For `tensor.norm`: how many random probes to sketch it with.
-        seed: Seed for the probes.
-    """
-
-    replay: FactorReplay
-    lengths: tuple[int, ...]
-    out_tokens: Tensor
-    target: Target | None = None
-    targets: Sequence[Target] | None = None
-    classes: Classes | None = None
-    probes: int | None = None
-    seed: int = 0
-
-    @property
-    def recording(self) -> Recording:
-        """The recording of the batch."""
-        return self.replay.recording
-
-    @property
-    def span(self) -> Span:
-        """All blocks."""
-        return Span(0, self.recording.n_blocks)
-
-    def rows(self, state: Tensor) -> Tensor:
-        """(sample, channel): each sample's own output of a state (sample, token, channel)."""
-        return state[torch.arange(len(state), device=state.device), self.out_tokens.to(state.device)]
-
-    def weigh(self, pulled: Tensor) -> Tensor:
-        r"""$⟨(T^\top u)_j, x_j⟩$ for each sample and input token."""
-        return (pulled * self.recording.states[0]).sum(-1)
-
-    def answers(self, scores: Tensor, shares: Tensor, notes: Callable[[], Sequence[Notes]]) -> Pending:
-        """One answer per sample from (sample, token) scores, padding cut off."""
-
-        def finish() -> list[Answer]:
-            rows = zip(scores.cpu(), shares.cpu(), self.lengths, notes(), strict=True)  # one copy for all of them
-            return [
-                Answer(scores=row[None, :length], bias_share=share[None], notes=note)
-                for row, share, length, note in rows
-            ]
-
-        return finish
-
-    def alike(self, **notes: Any) -> Callable[[], list[Notes]]:
-        """The same notes for each sample."""
-        return lambda: [notes] * len(self.lengths)
+GRAPH_SHARE = 0.5
+"""Part of the free memory that the graph of a batch may take: unlike that of one input, it is what was asked for."""
 
 
 def in_class(question: BatchQuestion) -> Pending:
@@ -92,8 +43,8 @@ def in_class(question: BatchQuestion) -> Pending:
     recording, classes = question.recording, question.classes
     if classes is None or recording.readout is None:
         raise no_head(recording.model)
-    ids, weights = _targets(question)
-    read = _reader(question, ids, weights)
+    ids, weights = targets_of(question)
+    read = reader(question, ids, weights)
     logits = read(recording.readout).detach()
     pulled = question.replay.pull(
         torch.ones(1, len(question.lengths), dtype=logits.dtype, device=logits.device), question.span, read=read,
@@ -102,99 +53,44 @@ def in_class(question: BatchQuestion) -> Pending:
     scores = question.weigh(pulled)
 
     def notes() -> list[Notes]:
-        return [
-            {"target": _name(classes, some, of_some), "logit": [value], "bias": BY_COMPLETENESS}
-            for some, of_some, value in zip(ids.tolist(), weights.tolist(), logits.tolist(), strict=True)
-        ]
+        named = zip(target_names(question, ids, weights), logits.tolist(), strict=True)
+        return [{"target": name, "logit": [value], "bias": BY_COMPLETENESS} for name, value in named]
 
     return question.answers(scores, not_carried(scores, logits), notes)
 
 
-def _targets(question: BatchQuestion) -> tuple[Tensor, Tensor]:
-    """Classes (sample, k) of each sample's target with their weights."""
-    recording, classes = question.recording, question.classes
-    assert classes is not None and recording.readout is not None
-    device = recording.readout.device
-    n = len(question.lengths)
-    if question.target is None and question.targets is None:
-        best = _all_logits(question, recording.readout).argmax(-1)
-        return best[:, None], torch.ones(len(best), 1, device=device)
-    asked = [question.target] * n if question.targets is None else question.targets
-    chosen = [list(classes.weights(one).items()) for one in asked]  # type: ignore[arg-type]  # None was answered above
-    longest = max(map(len, chosen))
-    filled = [some + [(0, 0.0)] * (longest - len(some)) for some in chosen]
-    ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
-    return ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device)
-
-
-def _name(classes: Classes, ids: list[int], weights: list[float]) -> str:
-    return " − ".join(classes.name(index) for index, weight in zip(ids, weights, strict=True) if weight)
-
-
-def predictions(question: BatchQuestion) -> Callable[[], list[Notes]]:
-    """What the model ranks first at each sample's output; nothing for a model without a head."""
-    readout, classes = question.recording.readout, question.classes
-    if readout is None or classes is None:
-        return question.alike()
-    best = _all_logits(question, readout).argmax(-1)
-    return lambda: [{"prediction": classes.name(index)} for index in best.tolist()]
-
-
-def _all_logits(question: BatchQuestion, readout: Tensor) -> Tensor:
-    """(sample, class) at each sample's output."""
-    unembedding = question.recording.anatomy.unembedding
-    if unembedding is not None:
-        return F.linear(question.rows(readout), unembedding.weight, unembedding.bias)
-    return readout if readout.dim() == 2 else question.rows(readout)
-
-
-def _reader(question: BatchQuestion, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
-    """From what the batch ended with to each sample's weighted logits; only classes with a weight are read."""
-    unembedding = question.recording.anatomy.unembedding
-
-    def read(readout: Tensor) -> Tensor:
-        scale = weights.to(readout)
-        if unembedding is None:
-            logits = readout if readout.dim() == 2 else question.rows(readout)
-            return (logits.gather(1, ids) * scale).sum(1)
-        columns = (unembedding.weight[ids].detach() * scale[..., None]).sum(1)
-        value = (question.rows(readout) * columns).sum(-1)
-        return value if unembedding.bias is None else value + (unembedding.bias[ids].detach() * scale).sum(1)
-
-    return read
-
-
 def in_out(question: BatchQuestion) -> Pending:
     """`tensor.in_out` of every sample by one pull."""
+    return question.answers(_along_outputs(question), _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
+
+
+def _along_outputs(question: BatchQuestion) -> Tensor:
+    r"""$⟨T^\top y, x⟩$ of each sample's own output y, by input token."""
+    if "in_out" not in question.shared:
+        ends = question.rows(question.recording.states[-1])
+        pulled = question.replay.pull(ends[None], question.span, read=question.rows)[0]
+        question.shared["in_out"] = question.weigh(pulled)
+    return question.shared["in_out"]
+
+
+def _bias_shares(question: BatchQuestion) -> Tensor:
+    r"""The bias's share of each sample's output, $1 - ⟨T^\top y, x⟩/‖y‖^2$."""
     ends = question.rows(question.recording.states[-1])
-    pulled = question.replay.pull(ends[None], question.span, read=question.rows)[0]
-    scores = question.weigh(pulled)
-    return question.answers(scores, not_carried(scores, ends.square().sum(-1)), question.alike(bias=BY_COMPLETENESS))
+    return not_carried(_along_outputs(question), ends.square().sum(-1))
 
 
 def contribution(question: BatchQuestion) -> Pending:
-    """`tensor.contribution` of every sample: one push for each token, of all samples together."""
-    rows = _pushed_by_graph(question) or _pushed_by_factors(question)
-    scores = torch.stack([row.norm(dim=-1) for row in rows], 1)
-    return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
+    """`tensor.contribution` of every sample: one push for each token, of all samples together.
 
-
-def _pushed_by_graph(question: BatchQuestion) -> list[Tensor] | None:
-    r"""$T_{ij} x_j$ (sample, channel) for each input token j, without a replay.
-
-    $T v = ∂⟨T^\top u, v⟩/∂u$: the gradient of a pull through the kept graph is a push. None where no graph is kept, or
-    a fused kernel in it has no second derivative.
+    Where the exact norm is asked too, the rows that it needs are there to be multiplied instead.
     """
-    recording = question.recording
-    if recording.graph is None or recording.graph.end is None:
-        return None
-    x, n = recording.states[0], max(question.lengths)
-    with other_failures_passed_over(), torch.enable_grad():
-        u = torch.zeros_like(question.rows(x), requires_grad=True)
-        pulled = torch.autograd.grad(question.rows(recording.graph.end), recording.graph.leaves, u, create_graph=True)
-        tokens = torch.cat(pulled, 1).unbind(1)
-        return [torch.autograd.grad(tokens[j], u, x[:, j], retain_graph=True)[0] for j in range(n)]
-    return None
+    if "tensor.norm" in question.methods:
+        scores = _by_rows(question)[1]
+    else:
+        pushed = question.replay.push_each_token(question.recording.states[0], question.rows)
+        rows = _pushed_by_factors(question) if pushed is None else pushed
+        scores = torch.stack([row.norm(dim=-1) for row in rows], 1)
+    return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
 
 
 def _pushed_by_factors(question: BatchQuestion) -> list[Tensor]:
@@ -209,9 +105,10 @@ def _pushed_by_factors(question: BatchQuestion) -> list[Tensor]:
 
 
 def norm(question: BatchQuestion) -> Pending:
-    """`tensor.norm` of every sample, sketched: one pull for each probe, of all samples together."""
+    """`tensor.norm` of every sample; sketched by one pull for each probe, of all samples together."""
     if question.probes is None:
-        raise MethodError("In a batch `tensor.norm` is sketched: pass `probes`, of which 16 are a good start.")
+        notes = question.alike(norm="frobenius", probes=None, bias=BY_COMPLETENESS)
+        return question.answers(_by_rows(question)[0], _bias_shares(question), notes)
     ends = question.rows(question.recording.states[-1])
     probes = probe_vectors(question.probes, ends.shape[-1], question.seed, ends.device, ends.dtype)
     x = question.recording.states[0]
@@ -221,11 +118,86 @@ def norm(question: BatchQuestion) -> Pending:
     return question.answers(squares.mean(0).sqrt(), _bias_shares(question), notes)
 
 
-def _bias_shares(question: BatchQuestion) -> Tensor:
-    r"""The bias's share of each sample's output, $1 - ⟨T^\top y, x⟩/‖y‖^2$."""
-    ends = question.rows(question.recording.states[-1])
-    pulled = question.replay.pull(ends[None], question.span, read=question.rows)[0]
-    return not_carried(question.weigh(pulled), ends.square().sum(-1))
+def _by_rows(question: BatchQuestion) -> tuple[Tensor, Tensor]:
+    r"""$\lVert T_{ij} \rVert_F$ and $\lVert T_{ij} x_j \rVert$ (sample, token), from the dense rows of each sample.
+
+    Raises:
+        MethodError: the blocks cannot be folded, so that rows would take a backward pass for each channel.
+    """
+    if "rows" not in question.shared:
+        first = FrozenOperator(FactorReplay(question.recording.sample(0)))
+        if first.folded is None:
+            raise MethodError("The blocks cannot be folded; the rows of each sample go by backward passes.")
+        others = (first.beside(question.recording.sample(i)) for i in range(1, len(question.lengths)))
+        places = question.out_tokens.tolist()
+        found = [_of_sample(one, place) for one, place in zip((first, *others), places, strict=True)]
+        norms, contributions = zip(*found, strict=True)
+        question.shared["rows"] = torch.stack(norms), torch.stack(contributions)
+    return question.shared["rows"]
+
+
+def _of_sample(operator: FrozenOperator, out_token: int) -> tuple[Tensor, Tensor]:
+    """Norms and contributions of one sample: its rows are a product with each channel's unit vector."""
+    x = operator.input.to(operator.compute_type)
+    squares, carried = x.new_zeros(len(x)), x.new_zeros(len(x))
+    units = torch.eye(operator.shape[1], dtype=x.dtype, device=x.device)
+    for piece in operator.pull_outputs((out_token,), units[None]):
+        tokens = slice(*piece.tokens)
+        squares[tokens] += torch.linalg.vector_norm(piece.rows, dim=-1).square().sum(-1)
+        carried[tokens] += torch.einsum("tcd,td->tc", piece.rows, x[tokens].to(piece.rows)).square().sum(-1)
+    return squares.sqrt(), carried.sqrt()
+
+
+# Other members, and what is not of T ---------------------------------------------------------------------------------
+
+
+def times_input(question: BatchQuestion) -> Pending:
+    """`gradient.times_input` of every sample: In+Class, or In+Out without classes, of the member `Rules.jacobian`."""
+    recording = question.recording
+    rules = jacobian_rules(recording.rules)
+    if rules != recording.rules:
+        made = record_samples(recording.anatomy, recording.inputs, rules, len(question.lengths), keeps_factors=False)
+        question = replace(question, replay=FactorReplay(made), shared={})
+    if not question.has_classes:
+        return question.answers_without_bias(_along_outputs(question), question.alike(explains="output state"))
+    pending = in_class(question)
+
+    def finish() -> list[Answer]:
+        return [
+            Answer(scores=one.scores, bias_share=one.bias_share * torch.nan, notes={"explains": one.notes["target"]})
+            for one in pending()
+        ]
+
+    return finish
+
+
+def record_samples(
+    anatomy: Anatomy, arguments: dict[str, Any], rules: Rules, n_samples: int, *, keeps_factors: bool
+) -> Recording:
+    """One recording of several samples; without factors there must be a graph to ask.
+
+    Raises:
+        torch.OutOfMemoryError: The graph would take more memory than there is.
+    """
+    options = RecordOptions(n_samples=n_samples, graph_share=GRAPH_SHARE, keeps_factors=keeps_factors)
+    made = record(anatomy, arguments, rules, options)
+    if not keeps_factors and made.graph is None:
+        raise torch.OutOfMemoryError("The graph of the batch would take more memory than there is.")
+    return made
+
+
+def _embedding_norm(question: BatchQuestion) -> Pending:
+    return question.answers_without_bias(question.recording.states[0].norm(dim=-1))
+
+
+def _by_place(scores: Callable[[int], Tensor]) -> Callable[[BatchQuestion], Pending]:
+    """A control that knows the number of tokens alone."""
+
+    def control(question: BatchQuestion) -> Pending:
+        share = torch.full((1,), torch.nan)
+        return lambda: [Answer(scores=scores(n)[None], bias_share=share) for n in question.lengths]
+
+    return control
 
 
 BATCHED: dict[str, Callable[[BatchQuestion], Pending]] = {
@@ -233,8 +205,15 @@ BATCHED: dict[str, Callable[[BatchQuestion], Pending]] = {
     "tensor.in_out": in_out,
     "tensor.contribution": contribution,
     "tensor.norm": norm,
+    **{name: partial(baseline, name=name) for name in BASELINES},
+    "gradient.times_input": times_input,
+    "gradient.integrated": integrated,
+    "control.random": _by_place(lambda n: random_scores(1, n)[0]),
+    "control.recency": _by_place(recency_scores),
+    "control.position": _by_place(position_scores),
+    "control.embedding_norm": _embedding_norm,
 }
-"""Methods that go for all samples of a batch at once; the others go one sample after the other through its factors."""
+"""How each method goes for all samples of a batch at once. One that raises goes one sample after the other."""
 
-PULLS_ONLY = frozenset({"tensor.in_class", "tensor.in_out", "tensor.norm"})
-"""Those of them that need the graph of the recording and no factors."""
+PULLS_ONLY = frozenset({"tensor.in_class", "tensor.in_out"})
+"""Those of them that need the graph of the recording and no factors, as does `tensor.norm` where it is sketched."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
@@ -18,6 +19,16 @@ from tensorlens.maps.methods import Answer, Question, method
 def random_scores(n_out: int, n_in: int, seed: Sequence[int] | int = 0) -> TokenMatrix:
     """Uniform numbers, the same on every machine for the same seed."""
     return torch.from_numpy(np.random.default_rng(seed).random((n_out, n_in)))
+
+
+def recency_scores(n_tokens: int) -> Float[Tensor, " in_token"]:
+    """The later, the higher."""
+    return torch.arange(n_tokens, dtype=torch.float64)
+
+
+def position_scores(n_tokens: int) -> Float[Tensor, " in_token"]:
+    """The earlier, the higher; never negative, since a study may rank by magnitude."""
+    return recency_scores(n_tokens).flip(0)
 
 
 def _answer(question: Question, scores: Tensor) -> Answer:
@@ -33,13 +44,12 @@ def _random(question: Question) -> Answer:
 
 @method("control.recency", "Control: the later the token, the higher")
 def _recency(question: Question) -> Answer:
-    return _answer(question, torch.arange(len(question.operator.input), dtype=torch.float64))
+    return _answer(question, recency_scores(len(question.operator.input)))
 
 
 @method("control.position", "Control: the earlier the token, the higher")
 def _position(question: Question) -> Answer:
-    n_tokens = len(question.operator.input)  # never negative: a study may rank by magnitude
-    return _answer(question, torch.arange(n_tokens - 1, -1, -1, dtype=torch.float64))
+    return _answer(question, position_scores(len(question.operator.input)))
 
 
 @method("control.embedding_norm", "Control: length of the state that enters the first block")

@@ -6,7 +6,8 @@ For output i and source j, in the words of METHOD and of Kobayashi et al.:
 - $s_{ij}$: the same after what stands between attention and the residual sum (a norm, a layer scale);
 - $y_{ij} = \delta_{ij} x_i + s_{ij}$: with the residual; $\sum_j y_{ij}$ and the output bias make the residual stream.
 
-Tensors of this library leave value biases to B; these measures, after their sources, do not.
+Tensors of this library leave value biases to B; these measures, after their sources, do not. Of several samples that
+were recorded together every tensor has an axis for samples in front.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import Attention, Hidden
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.folding.parts import BlockParts, NormPart
 from tensorlens.folding.rebuild import norm_scale
@@ -28,9 +28,9 @@ from tensorlens.freezing.places import Place
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import at_least_float32
 
-Vectors = Float[Tensor, "out_token in_token channel"]
-CHUNK_BYTES = 2**26
-"""Vectors of one chunk of rows; all of them would be L²·D numbers."""
+Vectors = Float[Tensor, "*sample out_token in_token channel"]
+CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**26}
+"""Vectors of one chunk of rows; all of them would be L²·D numbers for each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Norm:
     """A norm as the linear map it is once its scale is held: no shift."""
 
     part: NormPart
-    inverse_std: Float[Tensor, " out_token"]
+    inverse_std: Float[Tensor, "*sample out_token"]
 
     def __call__(self, vectors: Vectors, rows: slice) -> Vectors:
         """Each vector by the scale of its output; each centred by its own mean, where the norm centres."""
         if self.part.kind == "layer":
             vectors = vectors - vectors.mean(-1, keepdim=True)
-        vectors = vectors * self.inverse_std[rows, None, None].to(vectors)
+        vectors = vectors * self.inverse_std[..., rows, None, None].to(vectors)
         return vectors if self.part.gain is None else vectors * at_least_float32(self.part.gain).to(vectors)
 
     def shift(self, like: Tensor) -> Tensor:
@@ -67,47 +67,45 @@ class Decomposition:
     """
 
     parts: BlockParts
-    x: Hidden
-    attention: Attention
-    projected: Float[Tensor, "head in_token channel"]
+    x: Float[Tensor, "*sample token channel"]
+    attention: Float[Tensor, "*sample head out_token in_token"]
+    projected: Float[Tensor, "*sample head in_token channel"]
     norm_1: Norm | None
     post_norm_1: Norm | None
     norm_2: Norm | None
 
     def chunks(self) -> Iterator[slice]:
         """Ranges of output tokens small enough to hold vectors for every source."""
-        n_tokens, n_channels = self.x.shape
-        size = max(1, CHUNK_BYTES // (n_tokens * n_channels * self.x.element_size()))
+        n_tokens, most = self.x.shape[-2], CHUNK_BYTES.get(self.x.device.type, 2**26)
+        size = max(1, most // self.x.nbytes)
         return (slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size))
 
     def mixed(self, rows: slice) -> Vectors:
         """$c_{ij}$, the layer scale and residual factor of the model applied: they are part of its output weight."""
-        vectors = torch.einsum("hij,hjd->ijd", self.attention[:, rows], self.projected)
+        vectors = torch.einsum("...hij,...hjd->...ijd", self.attention[..., rows, :], self.projected)
         return vectors if self.post_norm_1 is not None else self._scaled(vectors)
 
-    def added(self, rows: slice) -> Vectors:
-        """$s_{ij}$: what each source adds to the residual stream."""
-        vectors = self.mixed(rows)
+    def added(self, vectors: Vectors, rows: slice) -> Vectors:
+        """$s_{ij}$ from $c_{ij}$: what each source adds to the residual stream."""
         return vectors if self.post_norm_1 is None else self._scaled(self.post_norm_1(vectors, rows))
 
-    def with_residual(self, rows: slice) -> Vectors:
-        """$y_{ij} = δ_{ij} x_i + s_{ij}$."""
-        vectors = self.added(rows)
-        places = torch.arange(rows.start, rows.stop, device=vectors.device)
-        vectors[places - rows.start, places] += self.x[places].to(vectors)
+    def with_residual(self, mixed: Vectors, rows: slice) -> Vectors:
+        """$y_{ij} = δ_{ij} x_i + s_{ij}$ from $c_{ij}$, which may be written over."""
+        vectors = self.added(mixed, rows)
+        vectors.diagonal(rows.start, -3, -2).add_(self.x[..., rows, :].to(vectors).mT)
         return vectors
 
-    def out_bias(self, rows: slice) -> Float[Tensor, "out_token channel"]:
+    def out_bias(self, rows: slice) -> Float[Tensor, "*sample out_token channel"]:
         """What the output bias, and the shift of a norm behind it, add to the residual stream."""
         bias = (
-            torch.zeros_like(self.projected[0, 0])
+            torch.zeros_like(self.projected[(0,) * (self.projected.dim() - 1)])
             if self.parts.out.bias is None
             else at_least_float32(self.parts.out.bias)
         )
-        vectors = bias.to(self.projected).expand(rows.stop - rows.start, 1, -1)
+        vectors = bias.to(self.projected).expand(*self.x.shape[:-2], rows.stop - rows.start, 1, -1)
         if self.post_norm_1 is not None:
             vectors = self.post_norm_1(vectors, rows) + self.post_norm_1.shift(bias)
-        return self._scaled(vectors)[:, 0]
+        return self._scaled(vectors)[..., 0, :]
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         scale = self.parts.layer_scale_1
@@ -121,8 +119,9 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
     Raises:
         MethodError: the block is not made of attention and a feed-forward that are known.
     """
+    is_one = recording.n_samples == 1
     try:
-        parts = block_parts(recording, block)
+        parts = block_parts(recording if is_one else recording.sample(0), block)
     except AnatomyError as error:
         raise MethodError(
             f"This baseline needs the value and output weights of block {block}, which were not found. {error} "
@@ -130,14 +129,14 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
         ) from error
     values = at_least_float32(mixing.values)
     weight = (
-        at_least_float32(parts.out.weight).to(values).unflatten(0, (len(values), -1))
+        at_least_float32(parts.out.weight).to(values).unflatten(0, (values.shape[-3], -1))
     )  # (head, head_channel, channel)
     post_ln = parts.layout == "post_ln"
     return Decomposition(
         parts=parts,
-        x=at_least_float32(recording.states[block][0]),
+        x=at_least_float32(recording.states[block][0] if is_one else recording.states[block]),
         attention=at_least_float32(mixing.attention),
-        projected=torch.einsum("hjc,hcd->hjd", values, weight),
+        projected=torch.einsum("...hjc,hcd->...hjd", values, weight),
         norm_1=_norm(recording, block, parts.norm_1) if post_ln else None,
         post_norm_1=_norm(recording, block, parts.post_norm_1),
         norm_2=_norm(recording, block, parts.norm_2),
@@ -153,4 +152,5 @@ def _norm(recording: Recording, block: int, part: NormPart | None) -> Norm | Non
             f"The scale of `{part.path}` in block {block} is not one number a token, as this baseline needs. Use "
             "`rollout.attn` or a method of the tensor."
         )
-    return Norm(part=part, inverse_std=scale)
+    shape = recording.states[block].shape[:-1]
+    return Norm(part=part, inverse_std=scale.reshape(shape[1:] if recording.n_samples == 1 else shape))

@@ -18,6 +18,7 @@ from typing import Any
 from tensorlens.errors import LoadError, missing_extra
 from tensorlens.models.cache import cache_key, convert_once
 from tensorlens.models.foreign_files import MOST_BLOCKS, check_proportion, foreign_reader
+from tensorlens.models.gguf_header import read_once
 from tensorlens.models.gguf_tokenizer import Metadata, read_tokenizer
 
 _MAGIC = b"GGUF"
@@ -48,7 +49,7 @@ def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> P
             if importlib.util.find_spec(package) is None:
                 raise missing_extra("Reading a .gguf file", package, "gguf")
         with foreign_reader(lambda said: _unreadable(name, said)):  # noqa: SIM117  # the file is removed within
-            with _one_file(parts, target) as file, _progress_for_people():
+            with _one_file(parts, target) as file, _progress_for_people(), read_once(file):
                 _dequantise(name, file, target)
 
     return convert_once(cache_key(name, parts, pinned=pinned), make)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorlens.folding.proof import Proof
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Span
+from tensorlens.freezing.proof import Proof
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import Replay
 
@@ -24,7 +24,7 @@ class Engines:
         self._replay, self._span, self._heads = replay, span, heads
         self.answered: dict[str, None] = {}
         self.ways: dict[str, None] = {}
-        self.fallback: str | None = None
+        self.fallback = replay.fallback
         self._last: str | None = None
 
     @property

@@ -16,7 +16,7 @@ from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import replayed
+from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import Traced, constant, plain, raw
 from tensorlens.models.evidence import main_tensor
 from tensorlens.models.precision import in_float64

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.folding.proof import compare
 from tensorlens.folding.pull import CAPTURES, FoldedRows
 from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
 from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.places import Place, Span
+from tensorlens.freezing.proof import compare
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, FrozenOperator

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.folding.proof import Proof, compare, known_proof, remember_proof, tolerance_of
 from tensorlens.folding.pull import FoldedRows, Way
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import Replay, read_logits
+from tensorlens.freezing.proof import Proof, compare, known_proof, remember_proof, tolerance_of
+from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.replay import FactorReplay, Replay, read_logits
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type, tf32, tf32_allowed
 from tensorlens.operators.base import Pulled, TensorOperator
@@ -197,6 +198,13 @@ class FrozenOperator(TensorOperator):
             return FoldedRows(self.recording, self.span, self.heads, self.precision)
         except AnatomyError:
             return None
+
+    def beside(self, recording: Recording) -> FrozenOperator:
+        """The same operator of another sample, recorded together with this one: what is folded is shared."""
+        other = FrozenOperator(FactorReplay(recording), self.span, self.heads, precision=self.precision)
+        if self.folded is not None:
+            other.folded = self.folded.beside(recording)
+        return other
 
     @property
     def may_fold(self) -> bool:

@@ -74,13 +74,15 @@ def plain_pass(
     return watch.states
 
 
-def true_function(recording: Recording, span: Span, x: Float[Tensor, "token channel"], *, grad: bool = False) -> Tensor:
-    """F over the blocks of `span` at another state `x`: the model itself, nothing held."""
-    inside = span.stop < recording.n_blocks
+def true_function(
+    recording: Recording, span: Span, x: Float[Tensor, "*state token channel"], *, grad: bool = False
+) -> Float[Tensor, "*state token channel"]:
+    """F over the blocks of `span` at another state `x`, or at several: the model itself, nothing held."""
+    inside, many = span.stop < recording.n_blocks, x if x.dim() == 3 else x[None]
     states = plain_pass(
         recording.anatomy,
-        recording.inputs,
-        put={span.start: x[None]},
+        {name: _for_each(value, len(many)) for name, value in recording.inputs.items()},
+        put={span.start: many},
         read=(span.stop,) if inside else (),
         n_blocks=recording.n_blocks,
         grad=grad,
@@ -90,7 +92,13 @@ def true_function(recording: Recording, span: Span, x: Float[Tensor, "token chan
     if not inside and (recording.anatomy.body_end is None or not recording.rules.include_final_norm):
         found = states.leaving
     assert found is not None, "a pass through the blocks meets these states"
-    return found[0]
+    return found if x.dim() == 3 else found[0]
+
+
+def _for_each(value: Any, n: int) -> Any:
+    """What belongs to the one sample, for each of several states of it."""
+    is_sample = isinstance(value, Tensor) and value.dim() and len(value) == 1
+    return value.expand(n, *value.shape[1:]) if is_sample and n > 1 else value
 
 
 def read_out(anatomy: Anatomy, states: Float[Tensor, "sample channel"]) -> Float[Tensor, "sample class"]:

@@ -6,8 +6,11 @@ and are written there, so that no file system need be shared.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from tqdm import tqdm
 
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.mapper import Mapper
@@ -15,6 +18,10 @@ from tensorlens.studies.map_table import EncodedPart, encoded
 
 AHEAD = 2
 """Parts that wait for each actor, so that none is idle while a finished one is written."""
+
+
+QUIET_SECONDS = 60.0
+"""After so long without a finished part it is said what the cluster has free."""
 
 
 class PartActor:
@@ -62,12 +69,26 @@ def parts_on_ray(
         _give(source, actor, running)
     try:
         while running:
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            _give(source, running.pop(done), running)
-            yield ray.get(done)
+            finished, _ = ray.wait(list(running), num_returns=1, timeout=QUIET_SECONDS)
+            if not finished:
+                _tell_of_quiet(count, n_gpus, ray.available_resources())
+                continue
+            _give(source, running.pop(finished[0]), running)
+            yield ray.get(finished[0])
     finally:
         for actor in actors:  # their CPUs and GPUs are free for whoever comes next, also after an error
             ray.kill(actor)
+
+
+def _tell_of_quiet(n_actors: int, n_gpus: int, free: dict[str, float]) -> None:
+    """Processes that find no place wait for ever, and so do the parts that they were given."""
+    kind = "GPU" if n_gpus else "CPU"
+    tqdm.write(
+        f"tensorlens: no part has come back for {QUIET_SECONDS:.0f} s. Expected room for {n_actors} processes, one "
+        f"{kind} each; the cluster has {free.get(kind, 0.0):g} free besides those that found theirs. If parts are "
+        f"merely long, wait; otherwise add machines, or give it more (`ray start --num-{kind.lower()}s`).",
+        file=sys.stderr,
+    )
 
 
 def _give(source: Iterator[tuple[int, list[Any], int]], actor: Any, running: dict[Any, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,12 @@ from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.parts import Parts
 from tensorlens.app.explorer.pictures import read_picture
-from tensorlens.app.explorer.questions import Ask, Subject
+from tensorlens.app.explorer.questions import Ask, Score, Subject
 from tensorlens.app.explorer.recent import Recent
+from tensorlens.app.map_questions import recommended
+from tensorlens.app.options import rules_named
 from tensorlens.errors import InputError
+from tensorlens.inside.looks import Why
 from tensorlens.lens import Lens
 from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
@@ -96,7 +100,7 @@ class Answers:
         T = parts.part(ask)
         found = self.results.get(ask.key) or self._fresh(job, ask, T)
         self.keep(ask.key, found)
-        job.tell("map", map=payload(found.view()), result=ask.key)
+        job.tell("map", map=payload(found.view()), result=ask.key, recommended=recommended(found))
         if is_of_tensor(found.method) and not found.meta.get("certificate"):
             job.tell("progress", stage="Measuring the certificate", done=None)
             certificate = T.certificate()
@@ -109,7 +113,7 @@ class Answers:
         """Heads, flow and graph of what a question is about."""
         T = self._parts(job, ask.subject).whole
         job.tell("progress", stage="Looking inside", done=None)
-        found = T.inside(_output(T, ask), _target(ask), max_nodes=INSIDE_NODES)
+        found = T.inside(_output(T, ask), _target(ask), max_nodes=INSIDE_NODES, n_whys=0)
         return {"type": "done", "inside": found.payload()}
 
     def ablate(self, job: Job, ask: Ask, component: str) -> Event:
@@ -117,6 +121,12 @@ class Answers:
         T = self._parts(job, ask.subject).whole
         job.tell("progress", stage=f"Running the model without {component}", done=None)
         return {"type": "done", "ablation": T.ablate(component, _output(T, ask), _target(ask)).as_dict()}
+
+    def why(self, job: Job, ask: Ask, score: Score) -> Event:
+        """Why a head looked there: its score over pairs of tokens and of components."""
+        T = self._parts(job, ask.subject).whole
+        job.tell("progress", stage=f"Taking the score of head {score.head} in block {score.block} apart", done=None)
+        return {"type": "done", "why": Why(T.score(*score), T.score(*score, by="component")).payload()}
 
     def _fresh(self, job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
         compute = _rows if ask.method in ROWS_AT_A_TIME else _at_once
@@ -142,7 +152,7 @@ class Answers:
         kept = self.tensors.get(subject)
         if kept is not None:
             return kept
-        lens = self.lens(job, subject.model)
+        lens = held_by(self.lens(job, subject.model), subject.rules)
         job.tell("progress", stage="Model pass", done=None)
         made = Parts(self._tensor(lens, subject))
         self.tensors.put(subject, made, made.n_bytes)
@@ -159,6 +169,15 @@ class Answers:
         T = lens(ids)
         about_text = {"text": subject.text, "offsets": offsets, "causal": is_causal(lens.model)}
         return AttentionTensor(T.operator, replace(T.context, meta=T.context.meta | about_text))
+
+
+def held_by(lens: Lens, member: str | None) -> Lens:
+    """The lens with another member of the family of rules; the lens itself if none is named."""
+    if member is None:
+        return lens
+    held = copy(lens)  # the model and what is known of its anatomy are shared
+    held.rules = replace(rules_named(member), include_final_norm=lens.rules.include_final_norm)
+    return held
 
 
 def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:

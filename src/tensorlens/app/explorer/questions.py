@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.options import RULES
 from tensorlens.errors import InputError
 from tensorlens.maps.methods import METHODS
 
@@ -23,11 +24,13 @@ class Subject:
         model: One of the names given at start.
         text: The text, or None.
         image: The id of an uploaded picture, or None.
+        rules: The member of the family, a name in `RULES`; None for the one that the explorer was started with.
     """
 
     model: str
     text: str | None
     image: str | None
+    rules: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +98,8 @@ def read_subject(document: Any, limits: Limits) -> Subject:
     """Model and input in a JSON document."""
     if not isinstance(document, Mapping):
         raise InputError(f"Expected a JSON object, got {_brief(document)}. Send names and values.")
-    model, text, image = (document.get(name) for name in ("model", "text", "image"))
-    for name, value in (("model", model), ("text", text), ("image", image)):
+    model, text, image, rules = (document.get(name) for name in ("model", "text", "image", "rules"))
+    for name, value in (("model", model), ("text", text), ("image", image), ("rules", rules)):
         if value is not None and not isinstance(value, str):
             raise InputError(f"Expected `{name}` to be text, got {_brief(value)}. Send a string.")
     if model is None:
@@ -105,7 +108,9 @@ def read_subject(document: Any, limits: Limits) -> Subject:
         raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
     if text is not None:
         check_text(text, limits)
-    return Subject(model=model, text=text, image=image)
+    if rules is not None and rules not in RULES:
+        raise InputError(f"Expected one of {', '.join(RULES)} as `rules`, got {_brief(rules)}. Choose one on the page.")
+    return Subject(model=model, text=text, image=image, rules=rules)
 
 
 def read_output(document: Any) -> int:
@@ -120,6 +125,23 @@ def read_component(document: Any) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= 100:
         raise InputError(f"Expected a component by name, got {_brief(name)}. Choose one in the picture.")
     return name
+
+
+class Score(NamedTuple):
+    """One attention score: of which head, from which token to which."""
+
+    block: int
+    head: int
+    query: int
+    key: int
+
+
+def read_score(document: Any) -> Score:
+    """The score that is to be explained."""
+    found = [_number(document, name) for name in Score._fields]
+    if None in found:
+        raise InputError(f"Expected the numbers {', '.join(Score._fields)}, got {found}. Choose a head in the picture.")
+    return Score(*(number for number in found if number is not None))
 
 
 def check_text(text: str, limits: Limits) -> None:

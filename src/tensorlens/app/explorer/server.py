@@ -28,8 +28,9 @@ from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.method_titles import QUESTIONS
-from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_subject
+from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_score, read_subject
 from tensorlens.app.explorer.recent import Recent
+from tensorlens.app.options import RULES
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
@@ -103,6 +104,7 @@ class _Explorer:
             Route("/api/predictions", self.predict, methods=["POST"]),
             Route("/api/inside", self.inside, methods=["POST"]),
             Route("/api/ablate", self.ablate, methods=["POST"]),
+            Route("/api/why", self.why, methods=["POST"]),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -161,6 +163,7 @@ class _Explorer:
                     }
                     for name, method in METHODS.items()
                 ],
+                "members": list(RULES),
                 "maps": [title for title, _ in self.library.maps],
                 "reports": [report.title for report in self.library.reports],
                 "limits": asdict(self.limits),
@@ -197,6 +200,11 @@ class _Explorer:
         document = await self._json(request)
         ask, component = read_ask(document, self.limits), read_component(document)
         return self._stream(request, lambda job: self.answers.ablate(job, ask, component))
+
+    async def why(self, request: Request) -> Response:
+        document = await self._json(request)
+        ask, score = read_ask(document, self.limits), read_score(document)
+        return self._stream(request, lambda job: self.answers.why(job, ask, score))
 
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)

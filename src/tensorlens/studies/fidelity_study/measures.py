@@ -15,9 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Hidden
+from tensorlens.memory import in_parts
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.plain_pass import plain_pass, true_function
 from tensorlens.tensor import AttentionTensor
+
+MOST_STATES = {"cuda": 64, "cpu": 8}
+"""Moved inputs that go through the model at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +127,23 @@ def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float
     sizes = sorted({*sizes, *([] if direction.natural_size is None else [direction.natural_size])})
     scale, at_x = float(T.output.norm()), in_float64(T.output)
     slope = in_float64(jacobian_times(T, direction.unit[None])[0])
-    found = Errors(sizes=sizes, tensor=[], jacobian=[], nothing=[])
-    for size in sizes:
-        length = size * float(T.input.norm())
-        x = T.input + length * direction.unit
-        change = in_float64(true_function(operator.recording, operator.span, x)) - at_x
-        found.tensor.append(float((in_float64(operator.push(x[None])[0]) - at_x - change).norm()) / scale)
-        found.jacobian.append(float((length * slope - change).norm()) / scale)
-        found.nothing.append(float(change.norm()) / scale)
-    return found
+    lengths = torch.tensor(sizes, dtype=torch.float64)[:, None, None] * float(T.input.norm())
+    moved = T.input + lengths.to(T.input) * direction.unit
+    changes = in_float64(_true_function_of_many(T, moved)) - at_x
+    pushed = in_float64(operator.push(moved)) - at_x
+
+    def relative(errors: Tensor) -> list[float]:
+        return (errors.flatten(1).norm(dim=1) / scale).tolist()
+
+    jacobian = relative(lengths.to(slope) * slope - changes)
+    return Errors(sizes=sizes, tensor=relative(pushed - changes), jacobian=jacobian, nothing=relative(changes))
+
+
+def _true_function_of_many(T: AttentionTensor, states: Float[Tensor, "n token channel"]) -> Tensor:
+    """F at several states, many of them in one pass where the model keeps samples apart."""
+    operator = T.operator
+    together = MOST_STATES.get(operator.device.type, 8) if operator.is_batchable and not operator.is_streamed else 1
+    return torch.cat(in_parts(states, together, lambda x: true_function(operator.recording, operator.span, x)))
 
 
 def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[str, float]:

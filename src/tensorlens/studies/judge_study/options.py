@@ -30,6 +30,7 @@ class JudgeOptions:
         peer_seconds: How long a peer may take for one item before it is given up.
         peer_total_seconds: How long a peer may take for all items; what it has answered by then counts.
         peer_limit: Items of each set that peers are asked about, at most; as many as `limit` if None.
+        peer_workers: Peers that run at once. More than one makes their times say little.
     """
 
     judges: Sequence[str] = ("evidence",)
@@ -44,9 +45,10 @@ class JudgeOptions:
     peer_seconds: float = 60.0
     peer_total_seconds: float | None = None
     peer_limit: int | None = None
+    peer_workers: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(self, "limit", "n_tokens", "group_size", "peer_limit")
+        check_positive(self, "limit", "n_tokens", "group_size", "peer_limit", "peer_workers")
         object.__setattr__(self, "judges", checked_names(self.judges, JUDGES, "judges"))
         if self.methods is not None:
             given = (self.methods,) if isinstance(self.methods, str) else tuple(self.methods)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from itertools import chain, zip_longest
 from typing import Any
 
 from tensorlens.lens import Lens
@@ -27,37 +29,48 @@ def ask_peers(
     questions = _questions(items, records, options.peer_limit)
     model = run.folder / "peers" / "model"
     save_model(lens, model)
-    about: dict[str, Any] = {}
-    for name in options.peers:
-        peer = Peer(
-            name, run.folder / "peers", options.peer_python, options.peer_seconds, options.peer_total_seconds
-        )  # fmt: skip
-        found = peer.run(model, questions)
-        about[name] = found["about"] | {"n": len(found["answers"])}
+    peers = [
+        Peer(name, run.folder / "peers", options.peer_python, options.peer_seconds, options.peer_total_seconds)
+        for name in options.peers
+    ]
+    with ThreadPoolExecutor(options.peer_workers) as pool:  # each waits for a process
+        asked = [pool.submit(copy_context().run, peer.run, model, questions) for peer in peers]
+        found = {peer.name: one.result() for peer, one in zip(peers, asked, strict=True)}
+    for name, one in found.items():
         for record in records:
-            answer = found["answers"].get(record["index"] + 1)
-            if answer is None:
-                continue
-            if "error" in answer:
-                record["missing"][name] = answer["error"]
-            else:
-                record["scores"][name] = unit_sums(items[record["index"]], answer["scores"])
-                record["seconds"][name] = answer["seconds"]
-    return about
+            answer = one["answers"].get(record["index"] + 1)
+            if answer is not None:
+                _put(record, name, items[record["index"]], answer)
+    return {name: one["about"] | {"n": len(one["answers"])} for name, one in found.items()}
+
+
+def _put(record: dict[str, Any], name: str, item: Item, answer: dict[str, Any]) -> None:
+    """A peer's answer beside ours, or why there is none."""
+    scores = answer.get("scores")
+    if "error" in answer:
+        record["missing"][name] = answer["error"]
+    elif not isinstance(scores, list) or len(scores) != len(item.ids):
+        given = len(scores) if isinstance(scores, list) else "no"
+        record["missing"][name] = f"it gave {given} scores for {len(item.ids)} tokens"
+    else:
+        record["scores"][name] = unit_sums(item, scores)
+        record["seconds"][name] = answer["seconds"]
 
 
 def _questions(
     items: Sequence[Item], records: Sequence[dict[str, Any]], limit: int | None
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What peers are asked; index 0 is theirs to speak about themselves."""
-    taken: Counter[str] = Counter()
-    found = []
+    """What peers are asked; index 0 is theirs to speak about themselves. The sets in turn: a peer may be ended."""
+    of_set: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         item = items[record["index"]]
-        is_ours = item.model == "" and item.judge != "patching" and "left_out" not in record
-        if not is_ours or limit is not None and taken[f"{item.judge}/{item.set}"] >= limit:
+        if item.model == "" and item.judge != "patching" and "left_out" not in record:
+            of_set.setdefault((item.judge, item.set), []).append(record)
+    found = []
+    for record in chain.from_iterable(zip_longest(*(some[:limit] for some in of_set.values()))):
+        if record is None:
             continue
-        taken[f"{item.judge}/{item.set}"] += 1
+        item = items[record["index"]]
         target = record["target"]
         target = list(target) if isinstance(target, (tuple, list)) else [target]
         found.append({"index": record["index"] + 1, "ids": item.ids, "target": target, "units": item.units})

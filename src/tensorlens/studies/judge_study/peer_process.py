@@ -67,14 +67,15 @@ def lxt(folder: str, method: str) -> tuple[Score, str]:
         inner = types.ModuleType("torchvision.models.vision_transformer")
         inner.nn, models.vision_transformer, vision.models = nn, inner, models  # type: ignore[attr-defined]
         sys.modules |= {"torchvision": vision, "torchvision.models": models, inner.__name__: inner}
-    kind = transformers.AutoConfig.from_pretrained(folder).model_type.removesuffix("_text")
+    model_type = transformers.AutoConfig.from_pretrained(folder).model_type
+    kind = model_type.removesuffix("_text")
     modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     maps = importlib.import_module(f"lxt.efficient.models.{kind}")
     importlib.import_module("lxt.efficient").monkey_patch(modeling, getattr(maps, method))
     if isinstance(modeling.ALL_ATTENTION_FUNCTIONS, dict):  # transformers asks it for an interface by now
         modeling.ALL_ATTENTION_FUNCTIONS = _Functions(modeling.ALL_ATTENTION_FUNCTIONS)
     model = load(folder)
-    return lambda question: input_times_gradient(model, question).tolist(), _conserves(kind)
+    return lambda question: input_times_gradient(model, question).tolist(), _conserves(model_type)
 
 
 class _Functions(dict):
@@ -82,14 +83,14 @@ class _Functions(dict):
         return self.get(name, default)
 
 
-def _conserves(kind: str) -> str:
+def _conserves(model_type: str) -> str:
     """LRP's own law on a small model without biases: what is given out is the logit (of CP-LRP exactly)."""
     config = transformers.AutoConfig.for_model(
-        kind, vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        model_type, vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(config, "text_config", config)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     found = input_times_gradient(model, {"ids": [3, 1, 4, 1, 5], "target": [9]})
     logit = float(model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1, 9].detach())
     return f"relevance {float(found.sum()):.5f} of a logit {logit:.5f}"

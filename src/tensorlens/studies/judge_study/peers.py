@@ -125,8 +125,8 @@ class Peer:
                 record = read_record(line, None)
             except ValueError:
                 continue
-            if record["index"] == 0 and "about" in record:
+            if record["index"] == 0 and isinstance(record.get("about"), dict):
                 about = record["about"]
-            else:
+            elif record["index"]:
                 answers[record["index"]] = record
         return {"answers": answers, "about": about}

@@ -17,6 +17,8 @@ from tensorlens.models.plain_pass import evaluating, hooked
 
 NO_TOKEN = -1
 """An id that no token has."""
+BATCH_SIZES = {"cuda": 256, "cpu": 64}
+"""Inputs at a time: a GPU has to be launched for each batch, a CPU's cache holds few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +42,12 @@ class PlainModel:
 
     Args:
         lens: Its model is used and left in the mode it was in.
-        batch_size: Inputs at a time; halved when memory runs out.
+        batch_size: Inputs at a time, by the device if None; halved when memory runs out.
     """
 
-    def __init__(self, lens: Lens, batch_size: int = 64) -> None:
-        self.model, self.body, self.batch_size = lens.model, lens.anatomy.body, batch_size
+    def __init__(self, lens: Lens, batch_size: int | None = None) -> None:
+        self.model, self.body = lens.model, lens.anatomy.body
+        self.batch_size = batch_size or BATCH_SIZES.get(next(lens.model.parameters()).device.type, 64)
         parameters = inspect.signature(lens.model.forward).parameters
         self.has_head = lens.anatomy.body is not lens.model
         self.keeps_last = "logits_to_keep" in parameters

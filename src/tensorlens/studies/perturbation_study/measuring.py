@@ -18,7 +18,7 @@ from tensorlens.studies.perturbation_study.changes import Changes, Wanted, chang
 from tensorlens.studies.perturbation_study.forward import Outputs, PlainModel
 from tensorlens.studies.perturbation_study.measures import ORDERS, masks_along, ranking
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.sample_maps import Missing, maps_of
+from tensorlens.studies.perturbation_study.sample_maps import Missing, SampleMaps
 from tensorlens.studies.perturbation_study.subjects import Sample, Subject, maskable
 
 N_EXAMPLES = 3
@@ -55,6 +55,10 @@ class Measurement:
         self.lens, self.subject, self.options, self.folder = lens, subject, options, folder
         self.plain = PlainModel(lens, options.batch_size)
         self.out_token = -1 if subject.is_causal else 0
+        self.maps = SampleMaps(
+            lens, [name for name in options.methods or () if name != RANDOM], out_token=self.out_token,
+            norm_probes=options.norm_probes, seed=options.seed,
+        )  # fmt: skip
 
     def measure(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The records of a group of samples; one that cannot be measured is skipped and says why."""
@@ -91,12 +95,7 @@ class Measurement:
         self, samples: Mapping[int, Sample], skipped: dict[int, str]
     ) -> Iterator[tuple[int, dict[str, Scores]]]:
         options = self.options
-        methods = [name for name in options.methods or () if name != RANDOM]
-        every = maps_of(
-            self.lens, list(samples.values()), methods, out_token=self.out_token, norm_probes=options.norm_probes,
-            seed=options.seed,
-        )  # fmt: skip
-        for (index, sample), maps in zip(samples.items(), every, strict=True):
+        for (index, sample), maps in zip(samples.items(), self.maps.of(list(samples.values())), strict=True):
             if isinstance(maps, str):
                 skipped[index] = maps
                 continue

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tensorlens.errors import InputError
 from tensorlens.maps.methods import METHODS
+from tensorlens.studies.judge_study.methods import MEMBERS, split
 from tensorlens.studies.options import check_positive, checked_names
 from tensorlens.studies.perturbation_study.measures import GRID, check_grid
 from tensorlens.studies.perturbation_study.subjects import Cut
@@ -20,7 +21,8 @@ class PerturbationOptions:
     """Everything a perturbation run depends on besides model and data.
 
     Attributes:
-        methods: Names in `METHODS`; all of them if None. One that does not apply to the model is reported as missing.
+        methods: Names in `METHODS`; all of them if None. Those of T may have a member of the family of rules behind an
+            @: ``tensor.in_class@attn_lrp``. One that does not apply to the model is reported as missing.
         limit: How many samples at most.
         presets: For decoders, one or both of ``strict`` (the last token stays) and ``paper-like`` (it may go).
         replacements: What takes a token's place. Texts: ``token`` (mask, unknown, padding or end token), ``zero``,
@@ -36,7 +38,8 @@ class PerturbationOptions:
         seed: For the random control and the bootstrap.
         n_random: Random orders that the random control averages over.
         norm_probes: Estimate `tensor.norm` by this many random probes; exact if None.
-        batch_size: Replaced copies run at a time. Numbers depend on it by rounding alone.
+        batch_size: Replaced copies run at a time; 256 on a GPU and 64 elsewhere if None. Numbers depend on it by
+            rounding alone.
         group_size: Samples measured together, so that copies of several share a batch; an interruption loses at most
             as many. None: 16, or fewer where a run has few samples. Numbers depend on it by rounding alone.
     """
@@ -55,7 +58,7 @@ class PerturbationOptions:
     seed: int = 0
     n_random: int = 5
     norm_probes: int | None = None
-    batch_size: int = 64
+    batch_size: int | None = None
     group_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +66,20 @@ class PerturbationOptions:
         if self.cut not in CUTS:
             raise InputError(f"Expected `cut` among {', '.join(CUTS)}; got {self.cut!r}.")
         methods = METHODS if self.methods is None else self.methods
-        object.__setattr__(self, "methods", checked_names(methods, METHODS, "methods"))
+        object.__setattr__(self, "methods", _checked_methods(methods))
         object.__setattr__(self, "presets", checked_names(self.presets, PRESETS, "presets"))
         object.__setattr__(self, "grid", check_grid(self.grid))
+
+
+def _checked_methods(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of maps, each once, with the member behind an @."""
+    names = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+    checked_names([split(name)[0] if isinstance(name, str) else name for name in names], METHODS, "methods")
+    for name in names:
+        base, member = split(name)
+        if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
+            known = ", ".join(MEMBERS)
+            raise InputError(
+                f"Expected behind an @ one of {known}, and a method of the tensor before it; got {name!r}."
+            )
+    return names

@@ -9,6 +9,7 @@ class Inside {
     this.root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
     this.shade = shadeAround();
     this.effect = "total";
+    this.by = "component";
     this.build();
     onShadeChange(() => this.reshade());
     this.reshade();
@@ -113,9 +114,45 @@ class Inside {
     const parts = [element("h3", { text: name })];
     if (one?.wrote) parts.push(this.text("Wrote at (total effect by token)", one.wrote));
     if (one?.read) parts.push(this.text("Read from (its effect by the token it took it from)", one.read));
+    if (one?.look) parts.push(this.lookNode(one.look));
     if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, of which direct ${formatNumber(one.direct, true)}` }));
     this.about.replaceChildren(...parts);
-    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about } }));
+    const again = () => this.showAbout(name, one);
+    this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about, look: one?.look, again } }));
+  }
+
+  // Where the head looked for most of what it carries, and the score that made it look there, pair by pair.
+  lookNode(look) {
+    const at = (token) => `${token} “${visible(this.data.tokens[token]).trim()}”`;
+    const where = `At ${at(look.query)} it looked at ${at(look.key)} (attention ${(100 * look.attention).toFixed(0)} %); what it took from there moved the target most.`;
+    const parts = [element("span", { class: "name", text: "Why it looked there" }), element("p", { text: where })];
+    if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns).` }), ...this.whyNodes(look));
+    return element("div", { class: "look" }, parts);
+  }
+
+  whyNodes(look) {
+    const tip = element("p", { class: "pair", text: this.strongestPair(look.why[this.by]) });
+    const choose = element("select", { "aria-label": "Pairs" }, ["component", "token"].map((name) => element("option", { value: name, text: `pairs of ${name}s` })));
+    choose.value = this.by;
+    const canvas = element("canvas", { role: "img", "aria-label": "Pairs that made the score" });
+    const draw = () => {
+      const { rows, columns, cells } = look.why[this.by];
+      const grid = new Grid(canvas, { rows: rows.map(briefly), columns: columns.map(briefly), isSlanted: true, left: 96 });
+      grid.onPoint = (row, column) => (tip.textContent = pairText(rows[row], columns[column], cells[row][column]));
+      grid.draw(cells, this.shade, Math.abs(strongestOf(look.why[this.by]).score));
+    };
+    choose.addEventListener("change", () => {
+      this.by = choose.value;
+      tip.textContent = this.strongestPair(look.why[this.by]);
+      draw();
+    });
+    draw();
+    return [choose, element("div", { class: "scrolls" }, [canvas]), tip];
+  }
+
+  strongestPair(table) {
+    const { row, column, score } = strongestOf(table);
+    return `Strongest pair: ${pairText(row, column, score)}`;
   }
 
   text(title, scores) {
@@ -146,11 +183,30 @@ class Inside {
   }
 }
 
+// Of all pairs that have a name on both sides: many weak ones may add up to more.
+function strongestOf({ rows, columns, cells }) {
+  const isNamed = (name) => !/^\d+ others$/.test(name);
+  let best = { row: rows[0], column: columns[0], score: 0 };
+  rows.forEach((row, i) => columns.forEach((column, j) => {
+    if (isNamed(row) && isNamed(column) && Math.abs(cells[i][j]) > Math.abs(best.score)) best = { row, column, score: cells[i][j] };
+  }));
+  return best;
+}
+
+function pairText(row, column, score) {
+  return `query ${visible(row)} × key ${visible(column)}: ${formatNumber(score, true)}`;
+}
+
+// Names of components as short as a picture needs them.
+function briefly(name) {
+  const short = visible(name).replace(/^block (\d+), /, "$1 ").replace("attention head ", "head ").replace("feed-forward", "ff");
+  return shorten(short.replace(/^(\d+) head /, "$1."), 14);
+}
+
 // A small heat map with labels, drawn whole: blocks and heads are few, and tokens scroll.
 class Grid {
-  constructor(canvas, { rows, columns, isFlipped = false, isSlanted = false }) {
-    Object.assign(this, { canvas, rows, columns, isFlipped, isSlanted });
-    this.left = 34;
+  constructor(canvas, { rows, columns, isFlipped = false, isSlanted = false, left = 34 }) {
+    Object.assign(this, { canvas, rows, columns, isFlipped, isSlanted, left });
     this.bottom = isSlanted ? 74 : 22;
     this.cell = Math.max(4, Math.min(CELL, Math.floor((isSlanted ? 900 : 420) / columns.length)));
     this.height = Math.min(CELL, Math.max(9, Math.floor(420 / rows.length)));
@@ -177,7 +233,8 @@ class Grid {
     this.onPoint?.(row, column);
   }
 
-  draw(cells, shade) {
+  // Scores beyond `most` wear the colour of `most`.
+  draw(cells, shade, most = 0) {
     const { canvas, rows, columns, cell, height, left, bottom } = this;
     const ratio = window.devicePixelRatio || 1;
     const [w, h] = [left + cell * columns.length + 8, height * rows.length + bottom];
@@ -185,14 +242,14 @@ class Grid {
     Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
     const pen = canvas.getContext("2d");
     pen.scale(ratio, ratio);
-    const limit = Math.max(...cells.flat().map((score) => Math.abs(score ?? 0))) || 1;
+    const limit = most || Math.max(...cells.flat().map((score) => Math.abs(score ?? 0))) || 1;
     const colours = new Colours(true, shade);
     const ink = shade === "dark" ? "#c9d0d8" : "#333a42";
     pen.font = "10px system-ui, sans-serif";
     rows.forEach((name, row) => {
       const y = (this.isFlipped ? rows.length - 1 - row : row) * height;
       cells[row].forEach((score, column) => {
-        pen.fillStyle = score === null ? "transparent" : colours.css(score / limit);
+        pen.fillStyle = score === null ? "transparent" : colours.css(Math.max(-1, Math.min(1, score / limit)));
         pen.fillRect(left + column * cell, y, cell - 0.5, height - 0.5);
       });
       if (height >= 10 || row % 5 === 0) {

@@ -1,6 +1,6 @@
 // The second page: a prompt, what the model says after it, and what of the prompt the answer stands on.
 
-import { ask } from "./api.js";
+import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";
 import { Result } from "./result.js";
 
@@ -40,8 +40,9 @@ function asPython(view) {
   return ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)})`, `answer = lens.answer(${prompt}, ${options})`, `answer.map(${literal(view.groups)}, ${rows}, set_aside=(0,))`, ""].join("\n");
 }
 
-export class AnswerPanel {
+export class AnswerPanel extends Asking {
   constructor(catalogue, view, { onChange, onCopy }) {
+    super();
     this.view = { ...view, model: catalogue.models.some(({ name }) => name === view.model) ? view.model : (catalogue.models[0]?.name ?? null) };
     this.onChange = onChange;
     this.result = new Result({ onSelect: () => {}, copies: [["Python", () => onCopy(asPython(this.view))]] });
@@ -74,24 +75,18 @@ export class AnswerPanel {
     ]);
     const composer = element("div", { class: "composer" }, [field("Prompt", this.prompt, "wide"), element("div", { class: "buttons" }, [this.go])]);
     const given = element("div", { class: "given" }, [field("Answer to explain", this.answer), field("Rather than", this.against)]);
-    this.stage = element("span", { class: "stage" });
-    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, element("progress", { "aria-label": "Progress" }), button("Cancel", "Stop", () => this.stop())]);
     this.said = element("div", { class: "card said", "aria-live": "polite", "aria-label": "What the model says", hidden: "" });
-    this.error = element("div", { class: "card error", role: "alert", hidden: "" });
     this.node = element("section", { class: "panel answer-panel" }, [element("form", { class: "card ask" }, [composer, given, fields]), this.progress, this.error, this.said, this.result.node]);
     this.node.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   }
 
   area(name, label, placeholder) {
-    const node = element("textarea", { "aria-label": label, placeholder, rows: name === "prompt" ? "6" : "2", spellcheck: "false" });
-    node.value = this.view[name];
-    node.addEventListener("input", () => {
-      this.view[name] = node.value;
+    const write = (text) => {
+      this.view[name] = text;
       this.onChange();
-    });
-    node.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.run();
-    });
+    };
+    const node = textArea(label, { placeholder, rows: name === "prompt" ? "6" : "2" }, { write, send: () => this.run() });
+    node.value = this.view[name];
     return node;
   }
 
@@ -108,20 +103,8 @@ export class AnswerPanel {
   }
 
   async run() {
-    this.stop();
-    const mine = (this.running = new AbortController());
     this.asked = true;
-    this.began = performance.now();
-    this.error.hidden = true;
-    this.hear({ type: "progress", stage: "Asking" });
-    try {
-      this.result.finish(await ask("/api/answer", this.question(), { signal: mine.signal, hear: (event) => this.hear(event) }));
-    } catch (error) {
-      if (error.name !== "AbortError") this.fail(error);
-    } finally {
-      if (this.running === mine) this.rest();
-      this.onChange();
-    }
+    await this.put("/api/answer", this.question());
   }
 
   hear(event) {
@@ -132,31 +115,13 @@ export class AnswerPanel {
     if (event.type === "map") {
       this.said.hidden = true; // it stands in the result
       this.result.show(event.map);
-      this.result.offer(event.result, (performance.now() - this.began) / 1000);
+      this.result.offer(event.result, this.seconds);
     }
-    if (event.type === "waiting") this.say(event.ahead ? `Waiting behind ${event.ahead}` : "Waiting");
-    if (event.type === "progress") this.say(event.stage);
-  }
-
-  say(text) {
-    this.progress.hidden = false;
-    this.stage.textContent = visible(text);
-  }
-
-  rest() {
-    this.progress.hidden = true;
-  }
-
-  stop() {
-    this.running?.abort();
-    this.running = null;
-    this.rest();
+    super.hear(event);
   }
 
   fail(error) {
-    this.rest();
+    super.fail(error);
     this.said.hidden = true;
-    this.error.textContent = visible(error.message).replaceAll("⏎", "\n");
-    this.error.hidden = false;
   }
 }

@@ -38,7 +38,8 @@ export class InsidePanel {
     }
   }
 
-  offerSwitch({ name, about }) {
+  offerSwitch({ name, about, look, again }) {
+    if (look && !look.why) this.offerWhy(about, look, name, again);
     const said = element("p", { class: "said", role: "status" });
     const act = button("Switch it off", `Switch it off: run the model without ${name}`, async () => {
       act.disabled = true;
@@ -53,6 +54,25 @@ export class InsidePanel {
       }
     });
     about.append(act, said);
+  }
+
+  offerWhy(about, look, name, again) {
+    const [block, head] = name.match(/\d+/g).map(Number);
+    const said = element("p", { class: "said", role: "status" });
+    const act = button("Why did it look there?", `Why did ${name} look there: the pairs that made its score`, async () => {
+      act.disabled = true;
+      try {
+        const { why } = await ask("/api/why", { ...this.asked, block, head, query: look.query, key: look.key }, { hear: this.say });
+        look.why = why;
+        again();
+      } catch (error) {
+        said.textContent = visible(error.message);
+        act.disabled = false;
+      } finally {
+        this.rest();
+      }
+    });
+    about.querySelector(".look").append(act, said);
   }
 
   sentence({ target, value, predicted, true: truth, before, after }) {

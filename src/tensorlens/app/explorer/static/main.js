@@ -61,7 +61,7 @@ class Explorer {
   }
 
   makePanel(view) {
-    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied.") });
+    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied."), onBeside: (panel, rules) => this.putBeside(panel, rules) });
   }
 
   async start(panel) {
@@ -109,11 +109,12 @@ class Explorer {
     }
     this.showPage();
     const linked = fromFragment(location.hash);
-    const { models, methods, maps } = this.catalogue;
+    const { models, methods, members, maps } = this.catalogue;
     const known = (view) => ({
       ...view,
       model: models.some(({ name }) => name === view.model) ? view.model : (models[0]?.name ?? null),
       method: methods.some(({ name }) => name === view.method) ? view.method : FRESH.method,
+      rules: members.includes(view.rules) ? view.rules : null,
       isLinked: true,
     });
     const fresh = { ...structuredClone(FRESH), model: models[0]?.name ?? null, text: EXAMPLES[0], saved: models.length || !maps.length ? null : 0 };
@@ -137,7 +138,18 @@ class Explorer {
       this.write();
       return;
     }
-    const view = { ...structuredClone(this.panels[0].view), isLinked: true };
+    await this.openSecond({});
+  }
+
+  // The same question by another member of the family, beside the one that asks for it.
+  async putBeside(panel, rules) {
+    const other = this.panels.find((one) => one !== panel);
+    if (other) other.change({ rules });
+    else await this.openSecond({ rules });
+  }
+
+  async openSecond(change) {
+    const view = { ...structuredClone(this.panels[0].view), ...change, isLinked: true };
     const second = this.makePanel(view);
     second.thumbnail.src = this.panels[0].thumbnail.src;
     this.panels.push(second);

@@ -1,7 +1,9 @@
 // One side of the explorer: an input, the controls, and the map they ask for.
 
 import { ask, uploadImage } from "./api.js";
+import { Asking, textArea } from "./asking.js";
 import { blockRange, choice, field, group, headGrid, methodChoice, percent, targets } from "./controls.js";
+import { Advice } from "./advice.js";
 import { InsidePanel } from "./inside_panel.js";
 import { Result } from "./result.js";
 import { asCommand, asPython } from "./snippets.js";
@@ -16,8 +18,9 @@ export const EXAMPLES = [
   "One, two, three, four,",
 ];
 
-export class Panel {
-  constructor(catalogue, view, { onChange, onSelect, onCopy }) {
+export class Panel extends Asking {
+  constructor(catalogue, view, { onChange, onSelect, onCopy, onBeside }) {
+    super();
     this.catalogue = catalogue;
     this.view = view;
     this.onChange = onChange;
@@ -25,38 +28,35 @@ export class Panel {
     const snippet = (make) => () => onCopy(make({ ...this.mapped, output: this.view.output }));
     this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
     this.inside = new InsidePanel({ question: () => question(this.mapped), say: (event) => this.hear(event), rest: () => this.rest() });
+    this.advice = new Advice({ turn: (rules) => this.change({ rules }), beside: (rules) => onBeside(this, rules) });
     this.build();
     this.show();
   }
 
   build() {
-    const { models, methods } = this.catalogue;
+    const { models, methods, members } = this.catalogue;
     this.model = choice("Model", models, (name) => this.useModel(name));
     this.method = methodChoice(methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
+    this.member = choice("Rules", [{ name: "", title: "default" }, ...members.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
     this.outputs = choice("Outputs", [{ name: "every", title: "every output" }, { name: "one", title: "the selected one" }], (value) => this.change({ every: value === "every" }));
     this.targets = targets((change) => this.pick(change));
     this.blocks = blockRange((change) => this.change({ ...change, heads: inRange(this.view.heads, change.blocks) }));
     this.heads = headGrid((change) => this.change(change));
     this.summary = element("p", { class: "summary" });
     this.more = [group("Blocks", this.blocks.node), group("Heads", this.heads.node), ...this.targets.nodes];
-    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), field("Method", this.method.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, ...this.targets.nodes]);
-    this.buildProgress();
-    this.error = element("div", { class: "card error", role: "alert", hidden: "" });
+    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), field("Method", this.method.node), field("Rules", this.member.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, ...this.targets.nodes]);
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
     const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), this.buildExamples(), fields]);
     this.ask = card;
-    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.inside.node, this.welcome]);
+    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.advice.node, this.result.node, this.inside.node, this.welcome]);
   }
 
   buildComposer() {
-    this.text = element("textarea", { "aria-label": "Text", placeholder: "Type a text, or drop an image here", spellcheck: "false", rows: "2", dir: "auto" });
-    this.text.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.run();
-    });
-    this.text.addEventListener("input", () => {
-      this.view.text = this.text.value;
+    const write = (text) => {
+      this.view.text = text;
       this.showAge();
-    });
+    };
+    this.text = textArea("Text", { placeholder: "Type a text, or drop an image here", rows: "2" }, { write, send: () => this.run() });
     this.text.addEventListener("paste", (event) => this.take(event.clipboardData?.files, event));
     this.thumbnail = element("img", { alt: "The picture to look at" });
     this.picture = element("div", { class: "image-input", hidden: "" }, [this.thumbnail, button("Remove", "Remove the picture", () => this.dropImage())]);
@@ -97,12 +97,6 @@ export class Panel {
     this.result.node.classList.toggle("stale", this.mapped !== undefined && !this.isSameInput(this.mapped));
   }
 
-  buildProgress() {
-    this.stage = element("span", { class: "stage" });
-    this.meter = element("progress", { max: "1", "aria-label": "Progress" });
-    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, this.meter, button("Cancel", "Stop the work", () => this.stop())]);
-  }
-
   takesTarget(name) {
     return this.catalogue.methods.find((method) => method.name === name)?.takes_target ?? false;
   }
@@ -116,6 +110,7 @@ export class Panel {
     this.picture.hidden = view.image === null;
     this.model.show(view.model);
     this.method.show(view.method ?? CLASS_METHOD);
+    this.member.show(view.rules ?? "");
     this.outputs.show(view.every ? "every" : "one");
     const method = this.catalogue.methods.find(({ name }) => name === (view.method ?? CLASS_METHOD));
     this.summary.replaceChildren(element("code", { text: method.name }), ` ${method.summary}`);
@@ -229,25 +224,11 @@ export class Panel {
 
   // Asking.
   async run() {
-    this.stop();
-    const mine = new AbortController();
-    this.running = mine;
-    this.began = performance.now();
     if (this.asked && !this.isOfSameInput()) this.view.output = null;
     this.asked = { ...this.view };
     this.showAge();
-    this.error.hidden = true;
     this.welcome.hidden = true;
-    this.hear({ type: "progress", stage: "Asking", done: null });
-    try {
-      const found = await ask("/api/map", question(this.view), { signal: mine.signal, hear: (event) => this.hear(event) });
-      this.result.finish(found);
-    } catch (error) {
-      if (error.name !== "AbortError") this.fail(error);
-    } finally {
-      if (this.running === mine) this.rest();
-      this.onChange();
-    }
+    await this.put("/api/map", question(this.view));
   }
 
   hear(event) {
@@ -258,16 +239,16 @@ export class Panel {
       this.result.show(event.map, { output: this.view.output, isPreview: true });
       this.showAge();
     }
-    if (event.type === "waiting") this.say(event.ahead ? `Waiting behind ${event.ahead}` : "Waiting", null);
-    if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
+    super.hear(event);
   }
 
-  answered({ map, result }) {
+  answered({ map, result, recommended }) {
     this.result.show(map, { output: this.view.output });
-    this.result.offer(result, (performance.now() - this.began) / 1000);
+    this.result.offer(result, this.seconds);
     this.view.output = this.result.output;
     this.mapped = Object.assign(this.asked, { method: this.view.method, every: this.view.every });
     this.inside.offer(this.input.predictions.length > 0);
+    this.advice.offer(recommended, this.view);
     this.show();
   }
 
@@ -276,31 +257,6 @@ export class Panel {
     this.view.output ??= event.out_token;
     if (this.view.method === null) Object.assign(this.view, { method: event.method, every: event.every });
     this.show();
-  }
-
-  say(text, part) {
-    this.progress.hidden = false;
-    this.result.node.classList.add("asking");
-    this.stage.textContent = visible(text);
-    if (part === null) this.meter.removeAttribute("value");
-    else this.meter.value = part;
-  }
-
-  rest() {
-    this.progress.hidden = true;
-    this.result.node.classList.remove("asking");
-  }
-
-  stop() {
-    this.running?.abort();
-    this.running = null;
-    this.rest();
-  }
-
-  fail(error) {
-    this.rest();
-    this.error.textContent = visible(error.message).replaceAll("⏎", "\n");
-    this.error.hidden = false;
   }
 
   // A click on an output: its predictions, and its row if only one is shown.
@@ -315,9 +271,9 @@ export class Panel {
 
   async predict(output) {
     if (!this.isOfSameInput() || !this.input.predictions.length) return;
-    const { model, text, image } = this.view;
+    const { model, text, image, rules } = this.view;
     try {
-      const { predictions } = await ask("/api/predictions", { model, ...(image ? { image } : { text }), out_token: output });
+      const { predictions } = await ask("/api/predictions", { model, rules, ...(image ? { image } : { text }), out_token: output });
       this.input = { ...this.input, predictions, out_token: output };
       this.show();
     } catch {
@@ -337,6 +293,7 @@ export class Panel {
     this.result.origin.textContent = visible(title);
     this.result.copies.hidden = true;
     this.inside.offer(false);
+    this.advice.offer(null, this.view);
   }
 }
 

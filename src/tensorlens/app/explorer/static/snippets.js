@@ -18,7 +18,7 @@ function headsInRange(view) {
 }
 
 export function asPython(view) {
-  const lines = ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)})`, `T = lens(${literal(view.image ? "picture.png" : view.text)})`];
+  const lines = ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}${view.rules ? `, rules=tl.Rules.${view.rules}()` : ""})`, `T = lens(${literal(view.image ? "picture.png" : view.text)})`];
   if (view.blocks) lines.push(`T = T.blocks(${view.blocks.join(", ")})`);
   const heads = headsInRange(view).map(([block, list]) => `${block}: [${list.join(", ")}]`);
   if (heads.length) lines.push(`T = T.without_heads({${heads.join(", ")}})`);
@@ -31,6 +31,7 @@ export function asPython(view) {
 
 export function asCommand(view) {
   const options = ["--method", view.method];
+  if (view.rules) options.push("--rules", view.rules);
   if (!view.every && view.output !== null) options.push("--out-token", String(view.output));
   if (view.target) options.push("--target", String(named(view.target)));
   if (view.against) options.push("--against", String(named(view.against)));

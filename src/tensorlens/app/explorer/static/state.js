@@ -5,6 +5,7 @@ export const FRESH = {
   text: "",
   image: null,
   saved: null,
+  rules: null, // the member of the family that the explorer was started with
   method: null, // the server's choice, until someone chooses
   every: true,
   output: null,
@@ -18,7 +19,7 @@ const PICKS = ["target", "against"];
 
 function write(view) {
   const parts = new URLSearchParams();
-  for (const name of ["model", view.image ? "image" : "text", "method"]) if (view[name]) parts.set(name, view[name]);
+  for (const name of ["model", view.image ? "image" : "text", "method", "rules"]) if (view[name]) parts.set(name, view[name]);
   if (view.saved !== null) parts.set("saved", view.saved);
   if (view.output !== null) parts.set("output", view.output);
   if (!view.every) parts.set("only", "1");
@@ -32,7 +33,7 @@ function write(view) {
 function read(text) {
   const parts = new URLSearchParams(text);
   const view = structuredClone(FRESH);
-  for (const name of ["model", "text", "image", "method"]) if (parts.get(name)) view[name] = parts.get(name);
+  for (const name of ["model", "text", "image", "method", "rules"]) if (parts.get(name)) view[name] = parts.get(name);
   view.saved = whole(parts.get("saved"));
   view.output = whole(parts.get("output"));
   view.every = parts.get("only") !== "1";
@@ -83,6 +84,7 @@ export function question(view) {
   return {
     model: view.model,
     ...(view.image ? { image: view.image } : { text: view.text }),
+    rules: view.rules,
     method: view.method,
     out_token: view.every ? null : view.output,
     is_one: !view.every,

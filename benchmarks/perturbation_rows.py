@@ -1,0 +1,35 @@
+"""The rows of docs/performance.md about the perturbation study, from what `benchmarks/perturbation.py` wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PERTURBATION = (
+    "NVIDIA H200, torch 2.11, tf32, SmolLM2's shape, windows of 128 tokens, one process, one replacement, all 20 "
+    "methods, in groups of 16: maps of a group from one recording beside maps of one sample after the other; replaced "
+    "copies of several samples share batches in both. One run, whose spread was not kept. In float32, one sample after "
+    "the other, it had been 0.45 samples a second; ten times that was the bar, and it is missed: the replaced copies "
+    "alone, which are plain passes of the model, take most of the time that the bar allows."
+)
+HEADS = ["weights", "together, samples a second", "one by one", "ratio", "where the time goes"]
+NAMES = {
+    "plain model": "replaced copies",
+    "rollout.w_attn": "measures of `w_attn` and its kin",
+    "rollout.attn": "attention",
+}
+"""What the first of several methods pays for all of them."""
+
+
+def perturbation_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Samples a second together and one by one, and the parts that take more than two hundredths."""
+    rows = []
+    for name, one in found.items():
+        parts = dict(one["parts, seconds a sample"])
+        total = parts.pop("all")
+        rest = total - sum(parts.values())
+        largest = {NAMES.get(part, part): seconds for part, seconds in parts.items() if seconds > 0.02 * total}
+        shares = [f"{part} {100 * seconds / total:.0f} %" for part, seconds in largest.items()]
+        together, alone = (one[f"{way}, samples a second"] for way in ("together", "one by one"))
+        said = ", ".join([*shares, f"the rest of the study {100 * rest / total:.0f} %"])
+        rows.append([name, f"{together:.2f}", f"{alone:.2f}", f"**{together / alone:.1f}×**", said])
+    return rows

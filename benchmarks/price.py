@@ -1,0 +1,121 @@
+"""What trust costs: the same work with and without proofs, audits, fingerprints and checked samples, ratios of one run.
+
+    PYTHONPATH=src python benchmarks/price.py --out benchmarks/results/price.json [--device cpu]
+
+Both ways take turns, so that a noisy machine disturbs both. `first` forgets before each turn what was proved of the
+model; without it the model is known, as in any second call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers as hf
+
+import tensorlens as tl
+from benchmarks.data_sets import SMOLLM2, times_of
+from tensorlens.freezing import audit, proof
+from tensorlens.freezing.proof import Proof
+
+N_TURNS = 7
+N_TOKENS = 64
+N_INPUTS = 200
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "bert-base": lambda: hf.BertForMaskedLM(hf.BertConfig()),
+    "smollm2": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMOLLM2)),  # type: ignore[arg-type]
+}
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Everything believed: no engine proved, no pass audited, no state of a model compared, no sample mapped twice."""
+    with ExitStack() as stack:
+        for name, value in {
+            "operators.matrix_free.FrozenOperator._is_proved": lambda *_: True,
+            "freezing.replay_of._prove": lambda *_: Proof(0.0, 1.0),
+            "freezing.recorder.refuse_scripts": lambda *_: None,
+            "freezing.recorder.current_fingerprint": lambda *_: None,
+            "freezing.replay.check_unchanged": lambda *_: None,
+            "freezing.replayed.check_unchanged": lambda *_: None,
+            "folding.pull.check_unchanged": lambda *_: None,
+            "dataset_maps.Work._checked": lambda _, prepared, made: made,
+        }.items():
+            stack.enter_context(patch(f"tensorlens.{name}", value))
+        yield
+
+
+def forget() -> None:
+    """Nothing was ever proved."""
+    proof._proofs.clear()
+    audit._audited.clear()
+
+
+def works(lens: Any, vocabulary: int) -> dict[str, Callable[[], Any]]:
+    """The works of the table, by name."""
+    draw = random.Random(0)
+    ids = [[draw.randrange(5, vocabulary) for _ in range(N_TOKENS)] for _ in range(N_INPUTS)]
+    mixed = [one[: draw.randrange(16, N_TOKENS + 1)] for one in ids]
+    return {
+        "In+Out": lambda: lens(ids[0]).map("tensor.in_out", -1),
+        "In+Class": lambda: lens(ids[0]).map("tensor.in_class", -1),
+        "rows": lambda: lens(ids[0]).rows(N_TOKENS - 1),
+        "norm": lambda: lens(ids[0]).map("tensor.norm", -1),
+        "200 inputs of one length": lambda: list(lens.maps(ids, "tensor.in_class", -1, progress=False)),
+        "200 inputs of many lengths": lambda: list(lens.maps(mixed, "tensor.in_class", -1, progress=False)),
+    }
+
+
+def measure(work: Callable[[], Any], *, first: bool) -> dict[str, float]:
+    """Median seconds with and without, in turns, and the median of their ratios."""
+    with_it, without, ratios = [], [], []
+    work()
+    with unchecked():
+        work()
+    for _ in range(N_TURNS):
+        if first:
+            forget()
+        with_it += times_of(work, 1)
+        with unchecked():
+            without += times_of(work, 1)
+        ratios.append(with_it[-1] / without[-1])
+    return {
+        "seconds": median(with_it), "seconds_without": median(without), "ratio": median(ratios),
+        "lowest": min(ratios), "highest": max(ratios),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    options = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    for name in options.models:
+        torch.manual_seed(0)
+        model = MODELS[name]().eval().to(options.device)
+        lens = tl.Lens(model)
+        for what, work in works(lens, model.config.vocab_size).items():
+            for first in (False, True):
+                row = {"model": name, "device": options.device, "work": what, "first": first}
+                found.append(row | measure(work, first=first))
+                one = found[-1]
+                print(f"{name:10} {what:27} {'first' if first else 'again':6} {one['ratio']:.3f} "
+                      f"({one['lowest']:.2f} to {one['highest']:.2f}), {one['seconds']:.3f} s", flush=True)  # fmt: skip
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Which member of the family of rules to take for "which tokens to hide": the tables of docs/members.md.
+
+    python experiments/perturbation.py --data DATA --out RUNS --part members-smollm2-wikitext … [--seconds 80]
+    python experiments/members.py areas RUNS --out AREAS
+    python experiments/members.py page AREAS [--write]
+
+The first makes the runs; a run that was stopped counts with the samples that it has. `areas` keeps of each one number a
+sample, condition and method, which is all that `page` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorlens.strict_json import to_json
+
+PAGE = Path(__file__).parents[1] / "docs" / "members.md"
+METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC"}
+MAPS = {"tensor.in_class": "In+Class", "tensor.in_out": "In+Out"}
+MEMBERS = {"half_gate": "gate halved", "attn_lrp": "AttnLRP", "jacobian": "Jacobian"}
+OTHERS = ("mean.attn", "control.recency", "control.random")
+N_RESAMPLES = 2000
+
+
+def areas(run: Path) -> dict[str, Any]:
+    """The area under each curve of each sample, by condition, metric and method, most relevant first."""
+    from tensorlens.studies.perturbation_study.measures import auc
+
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    settings, found, n = config["settings"], {}, 0
+    for path in sorted(run.glob("samples*.jsonl")):
+        for line in path.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            n += "skipped" not in record
+            for condition, cells in record.get("conditions", {}).items():
+                for method, cell in cells.items():
+                    for metric, curve in cell.get("most", {}).items():
+                        by_metric = found.setdefault(condition, {}).setdefault(metric, {})
+                        by_metric.setdefault(method, {})[record["index"]] = float(f"{auc(curve, settings['grid']):.6g}")
+    kept = ("model", "matmul_precision", "grid", "seed", "n_random", "data", "dtype")
+    return {"n": n, "settings": {name: settings.get(name) for name in kept}, "versions": config["versions"],
+            "areas": found}  # fmt: skip
+
+
+def difference(part: dict[str, Any], conditions: list[str], metric: str, name: str, base: str) -> str:
+    """How far one method's area is above another's, in per cent, averaged over conditions, with a 95 % interval.
+
+    Paired: every resample draws whole samples, with all of their conditions.
+    """
+    areas = [
+        (part["areas"][condition][metric][name], part["areas"][condition][metric][base]) for condition in conditions
+    ]
+    both = sorted(set.intersection(*(first.keys() & second.keys() for first, second in areas)))
+    a, b = (np.array([[side[index] for index in both] for side in sides]) for sides in zip(*areas, strict=True))
+    draws = np.random.default_rng(part["settings"]["seed"]).integers(0, len(both), (N_RESAMPLES, len(both)))
+    found = [100 * ((a[:, chosen] - b[:, chosen]).mean(1) / b[:, chosen].mean(1)).mean() for chosen in draws]
+    mean = 100 * ((a - b).mean(1) / b.mean(1)).mean()
+    low, high = np.percentile(found, (2.5, 97.5))
+    text = f"{mean:+.0f} [{low:+.0f}, {high:+.0f}]"
+    return f"**{text}**" if low > 0 else f"*{text}*" if high < 0 else text
+
+
+def table(part: dict[str, Any], base: str, metric: str) -> list[str]:
+    """Conditions by members: how much more, or less, than under the paper's rules."""
+    paper, areas = f"{base}@paper", part["areas"]
+    names = {f"{base}@{member}": words for member, words in MEMBERS.items()} | {name: f"`{name}`" for name in OTHERS}
+    conditions = [one for one, by_metric in areas.items() if paper in by_metric.get(metric, {})]
+    if not conditions:
+        return []
+    rows = {one: [one] for one in conditions} | {"all of them": conditions}
+    lines = [
+        f"| {label} | {' | '.join(difference(part, some, metric, name, paper) for name in names)} |"
+        for label, some in rows.items()
+    ]
+    return [f"| {MAPS[base]} | {' | '.join(names.values())} |", "| --- " * (len(names) + 1) + "|", *lines, ""]
+
+
+def page(folder: Path, *, every: bool) -> str:
+    """The tables of HS-MSE by In+Class, of In+Out where a model has no classes; or all of them."""
+    lines = []
+    for path in sorted(folder.glob("*.json.gz")):
+        part = json.loads(gzip.decompress(path.read_bytes()))
+        name = path.name.removeprefix("members-").removesuffix(".json.gz")
+        for metric, words in METRICS.items():
+            tables = [found for base in MAPS if (found := table(part, base, metric))]
+            shown = tables if every else tables[:1] if metric == "hs_mse" else []
+            if shown:
+                lines += [f"**{name}**, {part['n']} samples, {words}", "", *(line for one in shown for line in one)]
+    return "\n".join(lines).rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("areas")
+    making.add_argument("runs", type=Path)
+    making.add_argument("--out", type=Path, required=True)
+    writing = commands.add_parser("page")
+    writing.add_argument("areas", type=Path)
+    writing.add_argument("--every", action="store_true", help="both maps and both measures, not what the page shows")
+    writing.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
+    chosen = parser.parse_args()
+    if chosen.command == "areas":
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        for run in sorted(path.parent for path in chosen.runs.glob("members-*/config.json")):
+            data = to_json(areas(run)).encode()
+            (chosen.out / f"{run.name}.json.gz").write_bytes(gzip.compress(data, mtime=0))
+    elif chosen.write:
+        before, rest = PAGE.read_text("utf-8").split("<!-- perturbation: members -->")
+        after = rest.split("<!-- /perturbation -->")[1]
+        tables = page(chosen.areas, every=False)
+        text = f"{before}<!-- perturbation: members -->\n\n{tables}\n\n<!-- /perturbation -->{after}"
+        PAGE.write_text(text, "utf-8")
+    else:
+        print(page(chosen.areas, every=chosen.every))
+
+
+if __name__ == "__main__":
+    main()

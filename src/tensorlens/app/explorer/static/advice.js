@@ -1,0 +1,25 @@
+// Which member of the family to ask: the recommendation for "which word decided", and the way back to the paper's.
+
+const { element, button } = window.TensorLens;
+const RECOMMENDED = "attn_lrp";
+const METHOD = "tensor.in_class";
+
+export class Advice {
+  constructor({ turn, beside }) {
+    Object.assign(this, { turn, beside });
+    this.node = element("div", { class: "card advice", role: "note", "aria-label": "Recommendation", hidden: "" });
+  }
+
+  // `recommended` is the member that the server would rather ask, null if there is none.
+  offer(recommended, view) {
+    const isFollowed = view.method === METHOD && !view.every && view.rules === RECOMMENDED;
+    this.node.hidden = !recommended && !isFollowed;
+    if (this.node.hidden) return;
+    const [text, other, title] = recommended
+      ? [`Which word decided? On known evidence, ${recommended} ranked the deciding word higher.`, recommended, "Show it"]
+      : [`This is ${RECOMMENDED}, recommended for the question which word decided.`, "paper", "Show the paper’s"];
+    const turn = button(title, `${title}: the same question by ${other}`, () => this.turn(other));
+    const beside = button("Side by side", `Side by side: the same question by ${other} in a second map`, () => this.beside(other));
+    this.node.replaceChildren(element("span", { text }), turn, beside);
+  }
+}

@@ -1,0 +1,75 @@
+// What both pages share: one question at a time, how far it is, and what went wrong.
+
+import { ask } from "./api.js";
+
+const { element, button, visible } = window.TensorLens;
+
+export class Asking {
+  constructor() {
+    this.stage = element("span", { class: "stage" });
+    this.meter = element("progress", { max: "1", "aria-label": "Progress" });
+    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, this.meter, button("Cancel", "Stop the work", () => this.stop())]);
+    this.error = element("div", { class: "card error", role: "alert", hidden: "" });
+  }
+
+  // Ask, hear of every event, and finish with the last; a newer question takes the place of this one.
+  async put(path, question) {
+    this.stop();
+    const mine = (this.running = new AbortController());
+    this.began = performance.now();
+    this.error.hidden = true;
+    this.hear({ type: "progress", stage: "Asking" });
+    try {
+      this.result.finish(await ask(path, question, { signal: mine.signal, hear: (event) => this.hear(event) }));
+    } catch (error) {
+      if (error.name !== "AbortError") this.fail(error);
+    } finally {
+      if (this.running === mine) this.rest();
+      this.onChange();
+    }
+  }
+
+  get seconds() {
+    return (performance.now() - this.began) / 1000;
+  }
+
+  hear(event) {
+    if (event.type === "waiting") this.say(event.ahead ? `Waiting behind ${event.ahead}` : "Waiting");
+    if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
+  }
+
+  say(text, part = null) {
+    this.progress.hidden = false;
+    this.result.node.classList.add("asking");
+    this.stage.textContent = visible(text);
+    if (part === null) this.meter.removeAttribute("value");
+    else this.meter.value = part;
+  }
+
+  rest() {
+    this.progress.hidden = true;
+    this.result.node.classList.remove("asking");
+  }
+
+  stop() {
+    this.running?.abort();
+    this.running = null;
+    this.rest();
+  }
+
+  fail(error) {
+    this.rest();
+    this.error.textContent = visible(error.message).replaceAll("⏎", "\n");
+    this.error.hidden = false;
+  }
+}
+
+// A text to write in; Ctrl+Enter asks.
+export function textArea(label, options, { write, send }) {
+  const node = element("textarea", { "aria-label": label, spellcheck: "false", dir: "auto", ...options });
+  node.addEventListener("input", () => write(node.value));
+  node.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+  });
+  return node;
+}

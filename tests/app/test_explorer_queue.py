@@ -1,0 +1,198 @@
+"""The explorer's queue: bounded, fair, cancelled where asked, and never stopped by one question."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from explorer_samples import SENTENCE, library, load, make_client, post_question, serving
+
+from tensorlens import cancel
+from tensorlens.app.explorer import jobs as jobs_module
+from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker, watch
+from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.recent import Recent
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.fixture(scope="module")
+def client():
+    with make_client() as client:
+        yield client
+
+
+def test_the_queue_is_bounded_and_forgets_the_cancelled():
+    worker, gate, started = Worker(2), threading.Event(), threading.Event()
+
+    def hold(job):
+        started.set()
+        gate.wait(10)
+        return {"type": "done"}
+
+    jobs = [Job(hold, seconds=60.0) for _ in range(4)]
+    worker.submit(jobs[0])
+    assert started.wait(5)
+    worker.submit(jobs[1])
+    worker.submit(jobs[2])
+    assert worker.ahead_of(jobs[2]) == 2
+    with pytest.raises(Busy, match="queue of 2"):
+        worker.submit(jobs[3])
+    jobs[1].cancel()
+    worker.submit(jobs[3])
+    gate.set()
+    worker.close()
+
+
+def test_a_job_stops_between_blocks_and_leaves_the_model_whole():
+    worker, lens = Worker(4), load("gpt2")
+    n_runs, before = [], lens(SENTENCE).output
+    watch(lens.anatomy.blocks)
+    job = Job(lambda _: {"type": "done", "map": lens(SENTENCE)}, seconds=60.0)
+    lens.anatomy.blocks[1].register_forward_pre_hook(lambda *_: n_runs.append(1) or job.cancel())
+    worker.submit(job)
+    while not job.is_over:
+        time.sleep(0.01)
+    event = job.news()[-1]
+    assert event["is_cancelled"] and len(n_runs) == 1
+    assert torch.equal(lens(SENTENCE).output, before)
+    worker.close()
+
+
+def test_a_job_stops_where_long_work_checks():
+    steps = []
+
+    def work(_):
+        for step in range(10):
+            cancel.check()
+            steps.append(step)
+            if step == 3:
+                job.cancel()
+        return {"type": "done"}
+
+    job = Job(work, seconds=60.0)
+    job.run()
+    assert job.news()[-1]["is_cancelled"] and steps == [0, 1, 2, 3]
+    cancel.check()  # outside of a job nothing is asked
+
+
+def test_time_is_limited():
+    with make_client(limits=Limits(seconds=0.0)) as client:
+        time.sleep(0.5)
+        response = client.post("/api/map", json={"model": "gpt2", "text": SENTENCE})
+    event = json.loads(response.text.splitlines()[-1])
+    assert event["type"] == "error" and "within 0 s" in event["message"]
+
+
+def test_unread_news_of_a_kind_is_replaced():
+    job = Job(lambda _: {"type": "done"}, seconds=1.0)
+    for done in range(1000):
+        job.tell("progress", done=done)
+    job.run()
+    assert job.news() == [{"type": "progress", "done": 999}, {"type": "done"}]
+    assert issubclass(Cancelled, BaseException) and not issubclass(Cancelled, Exception)
+
+
+def test_recent_is_bounded_in_number_and_bytes():
+    recent = Recent(3, 100)
+    for key in range(5):
+        recent.put(key, str(key), 10)
+    assert len(recent) == 3 and recent.get(1) is None and recent.get(2) == "2"
+    recent.put(9, "large", 500)
+    assert len(recent) == 1 and recent.get(9) == "large" and recent.n_bytes == 500
+
+
+def test_a_hundred_at_once_are_all_answered():
+    with serving(library("gpt2")) as (address, _), ThreadPoolExecutor(100) as pool:
+        found = list(pool.map(lambda k: post_question(address, out_token=k % 6), range(100)))
+    assert {status for status, _ in found} == {200}
+    assert {event["type"] for _, event in found} == {"done"}
+
+
+def test_a_full_queue_refuses_with_a_reason():
+    with serving(library("gpt2"), Limits(waiting=2)) as (address, explorer), ThreadPoolExecutor(12) as pool:
+        gate = threading.Event()
+        explorer.answers.map = lambda job, ask: gate.wait(20) and {"type": "done"}
+        waiting = [pool.submit(post_question, address) for _ in range(12)]
+        while sum(one.done() for one in waiting) < 9:
+            time.sleep(0.02)
+        gate.set()
+        found = [one.result() for one in waiting]
+    assert sorted({status for status, _ in found}) == [200, 503]
+    assert all(status == 200 or "Try again" in event["message"] for status, event in found)
+
+
+def test_clients_take_turns_and_the_greedy_one_makes_room():
+    worker, gate, order = Worker(4), threading.Event(), []
+
+    def job(client, name):
+        def work(_):
+            gate.wait(10)
+            order.append(name)
+            return {"type": "done"}
+
+        return Job(work, seconds=60.0, client=client)
+
+    first = job("greedy", "g0")
+    worker.submit(first)
+    while worker.ahead_of(first) is not None:
+        time.sleep(0.01)
+    greedy = [job("greedy", f"g{k}") for k in range(1, 5)]
+    for one in greedy:
+        worker.submit(one)
+    polite = job("polite", "p")
+    worker.submit(polite)
+    assert greedy[-1].is_over and "Try again" in greedy[-1].news()[-1]["message"]
+    assert worker.ahead_of(polite) == 2, "after the one that runs and the first that waits"
+    gate.set()
+    while not greedy[2].is_over:
+        time.sleep(0.01)
+    assert order == ["g0", "g1", "p", "g2", "g3"]
+    worker.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_model_that_exits_does_not_take_the_worker_with_it(error):
+    def leave(_):
+        raise error
+
+    worker = Worker(4)
+    bad, good = Job(leave, seconds=60.0), Job(lambda _: {"type": "done"}, seconds=60.0)
+    for job in (bad, good):
+        worker.submit(job)
+        while not job.is_over:
+            time.sleep(0.01)
+    assert type(error).__name__ in bad.news()[-1]["message"]
+    assert good.news()[-1] == {"type": "done"}
+    worker.close()
+
+
+def test_a_question_that_never_looks_up_is_given_up(monkeypatch):
+    monkeypatch.setattr(jobs_module, "GRACE", 0.2)
+    ended = threading.Event()
+
+    def stuck(job, ask):
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    with serving(library("gpt2"), Limits(seconds=0.5)) as (address, explorer):
+        while "gpt2" not in explorer.library.opened:
+            time.sleep(0.05)
+        lens, right = explorer.library.opened["gpt2"], explorer.answers.map
+        explorer.answers.map = stuck
+        start = time.monotonic()
+        status, event = post_question(address)
+        assert status == 200 and "within 0.5 s" in event["message"] and time.monotonic() - start < 5
+        assert ended.wait(5), "the thread that was given up has ended"
+        explorer.answers.map = right
+        explorer.answers.limits = Limits()
+        explorer.limits = Limits()
+        assert post_question(address)[1]["type"] == "done"
+        assert explorer.library.opened["gpt2"] is not lens, "a model that may be half changed is loaded again"
