@@ -2,93 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from explorer_samples import SENTENCE, library, load, png, serving, tokenizer
+from explorer_samples import SENTENCE, library, load, png, serving
+from explorer_tabs import ask, caption, mapped
 from playwright.sync_api import expect
 
 import tensorlens as tl
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("unchecked")]
-
-
-def long_map(n_tokens: int) -> tl.TokenMap:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(n_tokens, n_tokens, generator=generator).tril()
-    words = tuple(f" word{k}" for k in range(n_tokens))
-    return tl.TokenMap(
-        scores=scores, out_tokens=words, in_tokens=words, method="tensor.in_out", bias_share=torch.zeros(n_tokens)
-    )
-
-
-@pytest.fixture(scope="module")
-def server():
-    hostile = load("gpt2")(SENTENCE).map("tensor.in_out")
-    labels = ("<img src=x onerror=window.hacked=1>", "</script><script>window.hacked=1</script>", "שלום",
-              "e\u0301\u0301", "👩‍🚀", "x" * 5000)  # fmt: skip
-    named = tl.TokenMap(
-        scores=hostile.scores.clone().fill_diagonal_(torch.nan), out_tokens=labels, in_tokens=labels,
-        method="<b>bold</b>", bias_share=hostile.bias_share, meta={"model": "<script>window.hacked=1</script>"},
-    )  # fmt: skip
-    maps = (("long.json", long_map(2000)), ("<i>hostile</i>.json", named), ("one.json", long_map(1)))
-    with serving(library(maps=maps)) as (address, _):
-        yield address
-
-
-@pytest.fixture
-def open_tab(browser, server):
-    """Open the explorer; at the end nothing may have failed, left the server's address, or run a label."""
-    contexts, problems = [], []
-
-    def open_it(fragment: str = "", **options):
-        context = browser.new_context(viewport={"width": 1360, "height": 1000}, **options)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.set_default_timeout(30_000)
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        tab.on(
-            "request", lambda r: problems.append(r.url) if not r.url.startswith((server, "blob:", "data:")) else None
-        )
-        tab.goto(f"{server}/{fragment}")
-        tab.wait_for_selector(".panel")
-        return tab
-
-    yield open_it
-    hacked = [tab.evaluate("window.hacked") for context in contexts for tab in context.pages]
-    for context in contexts:
-        context.close()
-    assert problems == []
-    assert not any(hacked)
-
-
-def mapped(tab, panel: int = 0):
-    """Wait until a map with its verdict is there, and give its panel."""
-    node = tab.locator(".panel").nth(panel)
-    node.locator(".progress").wait_for(state="hidden")
-    node.locator(".verdict", has_text=re.compile("Certified|Not derived")).wait_for()
-    return node
-
-
-def ask(tab, text: str = SENTENCE, method: str = "tensor.in_out"):
-    """Map every output of a text."""
-    tab.get_by_label("Text", exact=True).fill(text)
-    tab.get_by_role("combobox", name="Method").select_option(method)
-    tab.get_by_role("combobox", name="Outputs").select_option("every")
-    tab.get_by_role("button", name="Map", exact=True).click()
-    tab.locator(".caption", has_text=text).wait_for()
-    return mapped(tab)
-
-
-def caption(panel) -> str:
-    return panel.locator(".caption").inner_text()
 
 
 def test_type_map_click_target_blocks_export_and_reload(open_tab, tmp_path):
@@ -307,119 +233,3 @@ def test_a_map_that_was_replaced_is_let_go(open_tab):
         tab.wait_for_timeout(100)
         session.send("HeapProfiler.collectGarbage")
     assert tab.evaluate("window.first.deref() === undefined")
-
-
-# The first two minutes ------------------------------------------------------------------------------------------------
-
-
-def test_the_example_runs_on_load_and_says_what_the_model_says_first(open_tab):
-    tab = open_tab()
-    panel = mapped(tab)
-    text = tab.get_by_label("Text", exact=True).input_value()
-    (first,) = load("gpt2")(tokenizer()(text)["input_ids"]).predictions(1, -1)
-    percent = re.compile(rf"^The model says “{re.escape(first.name)}” \(.*%\)$")
-    expect(panel.locator(".says")).to_have_text(percent)
-    expect(panel.locator(".lens h2")).to_have_text("tensor.in_class")
-    expect(panel.locator(".sum")).to_have_text(re.compile("^inputs sum to .*; the bias gives .*; the logit is "))
-    pressed = panel.get_by_role("group", name="Explain", exact=True).locator(".chip[aria-pressed=true] bdi")
-    expect(pressed).to_have_text(first.name)
-    assert (
-        panel.get_by_role("combobox", name="Method").evaluate("node => node.selectedOptions[0].text")
-        == "Why this word?"
-    )
-    expect(panel.locator(".summary code")).to_have_text("tensor.in_class")
-    assert re.search(r"#model=gpt2&text=The\+Eiffel\+Tower", tab.url)
-
-
-def test_example_chips_and_an_edited_text_dims_the_old_map(open_tab):
-    tab = open_tab()
-    panel = mapped(tab)
-    panel.get_by_role("group", name="Examples").get_by_role("button").nth(2).click()
-    tab.locator(".caption", has_text="One, two").wait_for()
-    panel = mapped(tab)
-    opacity = "node => getComputedStyle(node).opacity"
-    assert panel.locator(".host").evaluate(opacity) == "1"
-    tab.get_by_label("Text", exact=True).fill("One, two, three")
-    assert float(panel.locator(".host").evaluate(opacity)) < 0.5
-    expect(panel.locator(".age")).to_be_visible()
-    tab.get_by_label("Text", exact=True).fill("One, two, three, four,")
-    assert panel.locator(".host").evaluate(opacity) == "1"
-    expect(panel.locator(".age")).to_be_hidden()
-
-
-def test_only_maps_of_T_wear_the_green_badge(open_tab):
-    tab = open_tab("#model=gpt2&text=The+cat+sat&method=rollout.attn")
-    verdict = mapped(tab).locator(".verdict")
-    expect(verdict).to_have_text("Not derived from T")
-    grey = verdict.evaluate("node => getComputedStyle(node).color")
-    tab.get_by_role("combobox", name="Method").select_option("tensor.in_out")
-    expect(verdict).to_contain_text("Certified", timeout=30_000)
-    assert verdict.evaluate("node => getComputedStyle(node).color") != grey
-    assert "not derived" not in caption(tab.locator(".panel"))
-
-
-def test_the_heads_close_by_escape_and_by_a_click_outside(open_tab):
-    tab = open_tab()
-    box = mapped(tab).locator(".head-box")
-    box.locator("summary").click()
-    box.locator(".head").first.wait_for()
-    tab.keyboard.press("Escape")
-    expect(box.locator(".popover")).to_be_hidden()
-    box.locator("summary").click()
-    expect(box.locator(".popover")).to_be_visible()
-    tab.locator(".says").click()
-    expect(box.locator(".popover")).to_be_hidden()
-
-
-def test_files_can_be_saved_before_the_certificate_is_there(browser, monkeypatch):
-    gate = threading.Event()
-    certify = tl.AttentionTensor.certificate
-    monkeypatch.setattr(tl.AttentionTensor, "certificate", lambda T: gate.wait(30) and certify(T))
-    with serving(library("gpt2")) as (address, _):
-        tab = browser.new_page()
-        tab.goto(address)
-        tab.locator(".saves a[data-kind=svg]").wait_for()
-        assert tab.locator(".verdict").inner_text() == ""
-        with tab.expect_download() as download:
-            tab.locator(".saves a[data-kind=svg]").click()
-        assert b"<svg" in Path(download.value.path()).read_bytes()
-        gate.set()
-        expect(tab.locator(".verdict")).to_contain_text("Certified", timeout=30_000)
-        expect(tab.locator(".caption")).to_contain_text("passed")
-        tab.close()
-
-
-def test_a_view_can_be_copied_as_python_and_as_a_command(open_tab, server):
-    link = "#model=gpt2&text=It's+%22The%22+cat&method=tensor.in_class&output=2&only=1&blocks=1:3"
-    tab = open_tab(link + "&without=%7B%222%22:[0]%7D")
-    tab.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server)
-    panel = mapped(tab)
-    clipboard = "navigator.clipboard.readText()"
-    panel.get_by_role("button", name="Copy as Python").click()
-    tab.locator(".toast.shown").wait_for()
-    expected = [
-        "import tensorlens as tl", "", 'lens = tl.load("gpt2")', 'T = lens("It\'s \\"The\\" cat")',
-        "T = T.blocks(1, 3)",
-        "T = T.without_heads({1: [0]})", 'T.map("tensor.in_class", out_token=2)', "",
-    ]  # fmt: skip
-    assert tab.evaluate(clipboard).splitlines() == expected[:-1]
-    compile("\n".join(expected), "snippet", "exec")
-    panel.get_by_role("button", name="Copy as Command").click()
-    tab.wait_for_function("navigator.clipboard.readText().then((text) => text.startsWith('tensorlens'))")
-    words = shlex.split(tab.evaluate(clipboard))
-    assert words == [
-        "tensorlens", "map", "--method", "tensor.in_class", "--out-token", "2", "--blocks", "1:3",
-        "--without-heads", "1:0", "--", "gpt2", 'It\'s "The" cat',
-    ]  # fmt: skip
-
-
-def test_words_are_saved_as_they_are_shown(open_tab, tmp_path):
-    tab = open_tab("#model=gpt2&text=%3Cscript%3Ealert(1)%3C/script%3Ew1+w2&method=tensor.in_out")
-    panel = mapped(tab)
-    if panel.get_by_label("Whole words").count():
-        panel.get_by_label("Whole words").check()
-    with tab.expect_download() as download:
-        panel.locator(".saves a[data-kind=json]").click()
-    download.value.save_as(tmp_path / "map.json")
-    n_shown = panel.locator(".text.row .token").count()
-    assert tl.TokenMap.load(tmp_path / "map.json").shape[1] == n_shown
