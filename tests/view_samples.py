@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -67,3 +68,8 @@ def eventually(check) -> None:
             return
         time.sleep(0.05)
     assert check()
+
+
+def patience() -> float:
+    """How many times longer work may take than on a quiet machine: processes that want a core, by cores."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -11,6 +11,7 @@ import torch
 from explorer_samples import SENTENCE, library, load, png, serving
 from explorer_tabs import ask, caption, mapped
 from playwright.sync_api import expect
+from view_samples import patience
 
 import tensorlens as tl
 
@@ -154,7 +155,7 @@ def test_two_thousand_tokens_within_a_second_from_data_to_picture(open_tab):
     tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     took = tab.evaluate("performance.getEntriesByName('explorer:picture')[0].duration")
     print(f"2,000 × 2,000: {took:.0f} ms from data to picture")
-    assert took < 1000
+    assert took < 1000 * patience()
     canvas = "document.querySelector('.host').shadowRoot.querySelector('canvas.base')"
     pixels = tab.evaluate(f"Array.from({canvas}.getContext('2d').getImageData(300, 300, 40, 40).data)")
     assert np.unique(np.array(pixels).reshape(-1, 4), axis=0).shape[0] > 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from playwright.sync_api import expect
-from view_samples import HOSTILE, SCRIPT, background, eventually, map_view, square
+from view_samples import HOSTILE, SCRIPT, background, eventually, map_view, patience, square
 
 from tensorlens.views import page
 from tensorlens.views.record import MapView
@@ -177,8 +177,8 @@ def test_2000_tokens_are_drawn_within_a_second_and_stay_responsive(open_map):
             tab.mouse.move(300 + 10 * k, 300 + 7 * k)
 
     # The best of a few: what else the machine does is not ours to measure.
-    assert min(longest_task(tab, use) for _ in range(3)) < 300
-    assert min(seconds_to_picture(tab) for _ in range(3)) < 1.0
+    assert min(longest_task(tab, use) for _ in range(3)) < 300 * patience()
+    assert min(seconds_to_picture(tab) for _ in range(3)) < patience()
 
 
 def test_long_maps_show_their_numbers(open_map):
