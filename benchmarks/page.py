@@ -297,7 +297,7 @@ def _inside(found: dict[str, Any]) -> str:
     before = (
         f"{found['device']}, SmolLM2's shape, random weights, float32; medians of one run, whose spread was "
         "not kept. A recorded input has its recording behind it. All components of a target take "
-        f"{ids:.1f} times a map of it from ids, where the bar was 2, and {recorded:.1f} times once it is recorded."
+        f"{ids:.1f} times a map of it from ids, and {recorded:.1f} times once it is recorded."
     )
     return _table("Components, pair maps, graphs", ["work", "time"], rows, before)
 

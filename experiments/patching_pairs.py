@@ -36,11 +36,13 @@ MEMBERS = {
     "attn_lrp": tl.Rules.attn_lrp(),
     "jacobian": tl.Rules.jacobian(),
 }
+PLAIN = "jacobian"  # attribution patching
 BOTH = ", both ends"
 METHODS = [*MEMBERS, *(name + BOTH for name in MEMBERS)]
 KINDS = ("attention head", "feed-forward", "state of a token")
+LATER = "feed-forward after block 0"
 TASKS = ("ioi", "greater_than")
-DEPTHS = range(0, 30, 3)
+EVERY = 3  # of the blocks: states of single tokens are many
 
 
 class Pair(NamedTuple):
@@ -72,7 +74,8 @@ def main() -> None:
         found |= {"left_out": left_out, "summary": summary(found["rows"])}
         write_json(options.out, found)
         print(pair.task, pair.line, f"{time.monotonic() - began:.1f} s", flush=True)
-    print(table(found["summary"]))
+    write_json(options.out, found | {"summary": summary(found["rows"])})
+    print(table(summary(found["rows"])))
 
 
 def parsed() -> argparse.Namespace:
@@ -140,12 +143,12 @@ def measured(lenses: dict[str, tl.Lens], pair: Pair, batch: int) -> dict[str, di
 def predictions(lens: tl.Lens, pair: Pair) -> dict[str, Tensor]:
     """For each kind of component (end, component): its change times its cotangent in the clean and the other run."""
     operators = [lens(ids).operator for ids in (pair.clean, pair.corrupted)]
-    last = len(pair.clean) - 1
+    last, depths = len(pair.clean) - 1, range(0, operators[0].recording.n_blocks, EVERY)
     with pass_to(operators[0], pair.weights, last) as clean, pass_to(operators[1], pair.weights, last) as corrupted:
         runs = clean, corrupted
         both = list(zip(parts(clean), parts(corrupted), strict=True))
         at = [
-            Cotangents(run, [*(pair[end].edge for pair in both), *(run.entry(n)[0] for n in DEPTHS)])
+            Cotangents(run, [*(pair[end].edge for pair in both), *(run.entry(n)[0] for n in depths)])
             for end, run in enumerate(runs)
         ]
         found: dict[str, list[list[Tensor]]] = {kind: [[], []] for kind in KINDS}
@@ -157,7 +160,7 @@ def predictions(lens: tl.Lens, pair: Pair) -> dict[str, Tensor]:
                     cotangent = cotangent.reshape(-1, *cotangent.shape[-2:])[part.component.head]
                 if part.component.kind in KINDS:
                     found[part.component.kind][end].append((cotangent * (theirs.value - ours.value)).sum()[None])
-            for n in DEPTHS:
+            for n in depths:
                 change = corrupted.entry(n)[1] - clean.entry(n)[1]
                 found[KINDS[2]][end].append(at[end].times(run.entry(n)[0], change)[0].sum(-1))
     return {kind: torch.stack([torch.cat(one) for one in ends]).cpu() for kind, ends in found.items()}
@@ -206,7 +209,7 @@ class Truth:
         def put(x: Tensor, row: int, n: int, token: int) -> None:
             x[row, token] = self.kept["state", n][0, token]
 
-        places = [(n, token) for n in DEPTHS for token in range(len(self.clean))]
+        places = [(n, token) for n in range(0, len(self.layers), EVERY) for token in range(len(self.clean))]
         return self._patched(places, lambda n: self.layers[n], put, before=True)
 
     def _patched(self, places: list[tuple[int, int]], module: Any, put: Any, *, before: bool) -> Tensor:
@@ -248,15 +251,30 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Correlations of predicted with true effects by task, kind, method: means over pairs with 95 % intervals."""
     found: dict[str, Any] = {}
     for task in dict.fromkeys(row["task"] for row in rows):
-        chosen = [row["effects"] for row in rows if row["task"] == task]
-        for kind in KINDS:
+        chosen = [row["effects"] | {LATER: later(row["effects"])} for row in rows if row["task"] == task]
+        for kind in (*KINDS, LATER):
+            plain = torch.tensor([correlation(*moved(of[kind], PLAIN)) for of in chosen])
             for method in METHODS:
-                both = [tuple(torch.tensor(of[kind][name]).double() for name in (method, "true")) for of in chosen]
+                both = [moved(of[kind], method) for of in chosen]
+                pearson = torch.tensor([correlation(*pair) for pair in both])
                 found.setdefault(task, {}).setdefault(kind, {})[method] = {
-                    "pearson": interval(torch.tensor([correlation(*pair) for pair in both])),
+                    "pearson": interval(pearson),
+                    "less_plain": interval(pearson - plain),
                     "rank": interval(torch.tensor([correlation(*(ranks(one) for one in pair)) for pair in both])),
                 }
     return found
+
+
+def later(effects: dict[str, Any]) -> dict[str, list[float]]:
+    """Feed-forwards but for that of block 0, on which all that follows builds: its patch is one of the whole input."""
+    return {name: values[1:] for name, values in effects["feed-forward"].items()}
+
+
+def moved(effects: dict[str, list[float]], method: str) -> tuple[Tensor, Tensor]:
+    """Predicted and true effects of what differs between the prompts: a state before that is no patch at all."""
+    known = {name: torch.tensor(values).double() for name, values in effects.items()}
+    differs = torch.stack([values for name, values in known.items() if name != "true"]).any(0)
+    return known[method][differs], known["true"][differs]
 
 
 def interval(values: Tensor) -> dict[str, float]:
@@ -271,7 +289,10 @@ def table(found: dict[str, Any]) -> str:
     for task, kinds in found.items():
         for kind, methods in kinds.items():
             for method, of in methods.items():
-                shown = [f"{of[name]['mean']:.2f} ({of[name]['low']:.2f} to {of[name]['high']:.2f})" for name in of]
+                shown = [
+                    f"{of[name]['mean']:.2f} ({of[name]['low']:.2f} to {of[name]['high']:.2f})"
+                    for name in ("pearson", "rank")
+                ]
                 lines.append(f"| {task} | {kind} | {method} | {of['pearson']['n']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 

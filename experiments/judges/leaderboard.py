@@ -23,6 +23,7 @@ from tensorlens.studies.pages import as_markdown
 from tensorlens.studies.sample_lines import whole_lines
 
 PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
+MODELS = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b")
 BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n).*?(<!-- /judges -->)", re.DOTALL)
 MEMBERS = {
     "tensor.in_class": "the paper's (= CP-LRP)", "tensor.in_class@half_gate": "gate halved",
@@ -48,7 +49,7 @@ class Found(NamedTuple):
 def read(folder: Path) -> Found:
     """Judges, the searches over ways, the runs with peers and the areas of perturbation."""
     found = Found({}, {}, {}, {})
-    for path in sorted(one for one in folder.glob("*/*") if one.is_dir()):
+    for path in sorted((one for one in folder.glob("*/*") if one.is_dir()), key=_order):
         model, summary = path.parts[-2], summary_of(path)
         if summary is None:
             continue
@@ -61,6 +62,12 @@ def read(folder: Path) -> Found:
         if summary.get("perturbation"):
             found.areas[model] = summary["perturbation"]
     return found
+
+
+def _order(path: Path) -> tuple[int, str]:
+    """Known models first, from small to large."""
+    model = path.parts[-2]
+    return (MODELS.index(model) if model in MODELS else len(MODELS), str(path))
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
@@ -93,22 +100,25 @@ def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = N
         values = {model: runs[model][name]["measures"][measure]["methods"] for model in models}
         known = {method for some in values.values() for method in some if only is None or method in only}
         methods = sorted(known, key=lambda m: -sum(some.get(m, {}).get("mean") or 0.0 for some in values.values()))
-        rows = []
+        rows, cost_of = [], f"ms an item, {models[0]}"
         for method in methods:
             cells = {model: value(values[model].get(method)) for model in models}
-            cost = next((runs[model][name]["seconds"].get(method) for model in models), None)
+            cost = runs[models[0]][name]["seconds"].get(method)
             label = f"`{method}`" if only is None else f"{only[method]}"
-            rows.append({"method": label} | cells | {"ms an item": "–" if cost is None else f"{1000 * cost:.0f}"})
+            rows.append({"method": label} | cells | {cost_of: "–" if cost is None else f"{1000 * cost:.0f}"})
         chance = {model: f"{runs[model][name]['measures'][measure]['random']:.3f}" for model in models}
-        rows.append({"method": "chance"} | chance | {"ms an item": ""})
-        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {_sets(runs[models[0]][name])}, "
-                     f"95 % intervals\n\n{as_markdown(rows)}")  # fmt: skip
+        rows.append({"method": "chance"} | chance | {cost_of: ""})
+        sets = _sets([runs[model][name] for model in models])
+        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {sets}, 95 % intervals"
+                     f"\n\n{as_markdown(rows)}")  # fmt: skip
     return "\n\n".join(parts) or "No run yet."
 
 
-def _sets(found: dict[str, Any]) -> str:
-    n = len(found["sets"])
-    return "one set" if n == 1 else f"{n} sets"
+def _sets(found: list[dict[str, Any]]) -> str:
+    counts = [sum(one["n_measured"] > 0 for one in each["sets"].values()) for each in found]
+    if len(set(counts)) > 1:
+        return f"sets ({', '.join(map(str, counts))} of them)"
+    return "one set" if counts[0] == 1 else f"{counts[0]} sets"
 
 
 def value(one: dict[str, Any] | None) -> str:

@@ -157,7 +157,7 @@ class AttentionTensor(InsideQuestions):
         if not isinstance(chosen, Mapping) or not all(isinstance(heads, Iterable) for heads in chosen.values()):
             raise InputError(f"Heads are named by block, such as {{0: [1, 2]}}; got {chosen!r}.")
         for block, heads in chosen.items():
-            if not (isinstance(block, int) and 0 <= block < self.n_blocks):
+            if type(block) is not int or not 0 <= block < self.n_blocks:
                 raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
             index = self.operator.span.start + block
             multiplier = self._head_multiplier(index, list(heads), keep=keep)
@@ -168,7 +168,7 @@ class AttentionTensor(InsideQuestions):
         n_heads = self.operator.recording.n_heads.get(index)
         if n_heads is None:
             raise MethodError(f"Block {index} has no attention heads that could be told apart; use `blocks` instead.")
-        wrong = [head for head in heads if not (isinstance(head, int) and 0 <= head < n_heads)]
+        wrong = [head for head in heads if type(head) is not int or not 0 <= head < n_heads]
         if wrong:
             raise InputError(f"Block {index} has heads 0 to {n_heads - 1}; got {wrong[0]!r}.")
         multiplier = torch.full((n_heads,), 0.0 if keep else 1.0)
@@ -320,6 +320,8 @@ class AttentionTensor(InsideQuestions):
         They come from the whole model, its soft caps and scales included, whatever the range of blocks.
         """
         recording, classes = self.operator.recording, self.context.classes
+        if type(k) is not int or k < 1:
+            raise InputError(f"`k` must be a number of predictions, 1 or more; got {k!r}.")
         if classes is None or recording.readout is None:
             raise no_head(recording.anatomy.model)
         logits = plain_logits(recording, check_token(out_token, self.shape[0]))

@@ -95,7 +95,7 @@ def test_from_a_map_to_the_inside_and_a_head_switched_off(open_tab, unchecked): 
     inside.get_by_role("button", name="Why did").click()
     pairs = inside.get_by_role("combobox", name="Pairs")
     expect(inside.locator(".look")).to_contain_text("The score before softmax is")
-    expect(inside.locator(".look .pair")).to_contain_text("Most of it: query")
+    expect(inside.locator(".look .pair")).to_contain_text("Strongest pair: query")
     by_component = inside.locator(".look .pair").inner_text()
     pairs.select_option("token")
     assert inside.locator(".look .pair").inner_text() != by_component

@@ -72,6 +72,7 @@ class Watch:
     def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any], first: Tensor, last: Tensor, *, leaf: bool):
         self.first, self.last, self.leaf = first, last, leaf
         self.x: Tensor | None = None
+        self.old: Tensor | None = None
         self.y: Tensor | None = None
         self.read_x: Any = None
         self.read_y: Any = None
@@ -88,17 +89,22 @@ class Watch:
 
     def _entering(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.x is not None:
-            if is_norm(module) and any(matching(one, self.last, module) for one in tensors([args, kwargs])):
+            is_after = self.y is not None and is_norm(module)
+            if is_after and any(matching(one, self.last, module) for one in tensors([args, kwargs])):
                 self.norm_after = type(module).__name__
-            return None
+            return self._replaced(args, kwargs)  # another module may have taken the state only for its shape
         for old in tensors([args, kwargs]):
             read = matching(old, self.first, module)
             if read is None:
                 continue
             self.read_x, self.x = read, old.detach().clone().requires_grad_() if self.leaf else old
-            new = self.x
-            return tuple(new if a is old else a for a in args), {k: new if v is old else v for k, v in kwargs.items()}
+            self.old = old
+            return self._replaced(args, kwargs)
         return None
+
+    def _replaced(self, args: Any, kwargs: Any) -> Any:
+        old, new = self.old, self.x
+        return tuple(new if a is old else a for a in args), {k: new if v is old else v for k, v in kwargs.items()}
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         is_layer = not list(module.children()) and any(True for _ in module.parameters())
@@ -111,7 +117,7 @@ class Watch:
             if read is not None:
                 is_head = isinstance(module, nn.Linear) and module.in_features != module.out_features
                 self.from_head = is_head if self.y is None else self.from_head
-                self.y, self.read_y = state, read
+                self.y, self.read_y, self.norm_after = state, read, ""
 
 
 def judge_by_value(model: nn.Module, call: Callable[[nn.Module], Any], given: Any, *, share: float = 0.5) -> Verdict:

@@ -132,6 +132,8 @@ SAMPLE = {
     "skip from the embedding, cloned", "ends in softmax", "BatchNorm1d without running statistics",
     "feed-forward: shifted softplus", "feed-forward: through numpy", "feed-forward: a scripted gelu",
     "feed-forward: out=", "branches in threads", "checkpoint in evaluation", "state: a counter", "random: noise",
+    "hooks: on the final norm", "hooks: on the head", "head: the sum of two", "GRU gates",
+    "writes: the head into the state", "writes: blocks into their input", "flex_attention",
     "gradients: a hook of a tensor", "gradients: backward hooks of blocks", "blocks by torch.jit.trace",
 }  # fmt: skip
 """Those that are tried every time; the others take their turn in the long run."""

@@ -84,13 +84,15 @@ class Frozen(TorchFunctionMode):
         return result
 
     def _activation(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-        """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held; z is never 0 with random weights."""
+        """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held, and its limit where z is 0."""
         z, rest = args[0], args[1:]
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
         rest = tuple(value for value in rest if value is not True and value is not False)
         with torch.no_grad():
             at_zero = func(torch.zeros_like(z), *rest, **kwargs)
             ratio = (func(z.detach().clone(), *rest, **kwargs) - at_zero) / z
+            near = [func(torch.full_like(z, step), *rest, **kwargs) for step in (1e-6, -1e-6)]
+            ratio = torch.where(z == 0, (near[0] - near[1]) / 2e-6, ratio)
         result = at_zero + ratio * z
         self.gates[id(result)] = result, 1 + bool(at_zero.any())
         return result

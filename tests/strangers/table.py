@@ -47,7 +47,16 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    from strangers import adversary, foreign, known_layouts, odd_operations, odd_structures, timm_zoo
+    from strangers import (
+        adversary,
+        foreign,
+        known_layouts,
+        odd_hooks,
+        odd_operations,
+        odd_streams,
+        odd_structures,
+        timm_zoo,
+    )
     from strangers.cases import judge
 
     for family, names in timm_zoo.FAMILIES.items():
@@ -56,7 +65,7 @@ def cases() -> Iterator[Case]:
         yield Case(one.package, one.name, lambda one=one: foreign.judge_foreigner(one))
     groups = {
         "put together otherwise": known_layouts, "code around blocks": odd_structures, "unusual steps": odd_operations,
-        "written to mislead": adversary,
+        "hooks and heads": odd_hooks, "streams and writes": odd_streams, "written to mislead": adversary,
     }  # fmt: skip
     for group, module in groups.items():
         yield from (Case(f"by hand: {group}", one.name, lambda one=one: judge(one)) for one in module.STRANGERS)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from strangers.cases import Verdict, ids
+from strangers.cases import Verdict
 from strangers.habits import HABITS, KINDS, LoRA, cold_verdict, lora_in_place, warm, warm_verdicts
 from strangers.models import IDS
-from strangers.oracle import randn
+from strangers.oracle import gap, randn
 
 import tensorlens as tl
 
@@ -56,20 +56,42 @@ def test_a_tensor_refuses_once_an_adapter_is_switched(kind: str):
 
 
 @pytest.mark.large
-def test_adapters_of_peft():
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Llama", "BERT"])
+def test_adapters_of_peft(kind: str):
     peft = pytest.importorskip("peft")
-    kind = KINDS["Llama"]
-    model = kind.model()
-    before = kind.witness(model)
+    here = KINDS[kind]
+    model = here.model()
     warm(tl.Lens(model)(list(IDS)))
-    config = peft.LoraConfig(r=2, target_modules=["down_proj", "v_proj"], init_lora_weights=False)
-    wrapped = peft.get_peft_model(model, config).double().eval()
-    inner = kind.witness(wrapped.base_model.model)
-    u = randn(20, *before.output.shape, seed=5)
-    for given in (wrapped, wrapped.base_model.model):
-        T = tl.Lens(given)(list(IDS))
+    layers = {"Llama": ["q_proj", "v_proj", "down_proj"], "BERT": ["query", "value", "dense"]}[kind]
+    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config, adapter_name="one")
+    wrapped.add_adapter("other", config)
+    wrapped = wrapped.double().eval()
+
+    def now(given: Any = wrapped) -> Any:
+        witness = here.witness(wrapped.base_model.model)
+        u, T = randn(20, *witness.output.shape, seed=5), tl.Lens(given)(list(IDS))
         for n in (1, 20):
-            assert float((T.T @ u[:n] - inner.pull(u[:n], 0, inner.n_blocks)).norm()) < 1e-5 * float(u[:n].norm())
-    with wrapped.disable_adapter(), pytest.raises(tl.TensorLensError):
-        _ = T.T @ u
-    assert wrapped(ids()) is not None
+            assert gap(T.T @ u[:n], witness.pull(u[:n], 0, witness.n_blocks)) < 1e-5
+        return T
+
+    def refuses(T: Any) -> None:
+        with pytest.raises(tl.TensorLensError, match="changed"):
+            _ = T.T @ T.output[None]
+
+    wrapped.set_adapter("one")
+    T = now()
+    now(wrapped.base_model.model)
+    wrapped.set_adapter("other")
+    refuses(T)
+    T = now()
+    with wrapped.disable_adapter():
+        refuses(T)
+        now()
+    wrapped.merge_adapter()
+    refuses(T)
+    now()
+    wrapped.unmerge_adapter()
+    wrapped.base_model.set_adapter(["one", "other"])
+    now()

@@ -12,6 +12,8 @@ from strangers.models import MetaLlama, randomised
 
 import tensorlens as tl
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # strangers may warn of what they do
+
 
 @pytest.mark.parametrize("stranger", as_parameters(STRANGERS))
 def test_exact_or_refused(stranger: Stranger):

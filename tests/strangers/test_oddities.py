@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from strangers import adversary, odd_operations, odd_structures
+from strangers import adversary, odd_hooks, odd_operations, odd_streams, odd_structures
 from strangers.cases import Stranger, as_parameters, check, judge
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # strangers may warn of what they do
 
 
 @pytest.mark.parametrize("stranger", as_parameters(odd_structures.STRANGERS))
@@ -14,6 +16,16 @@ def test_odd_structures(stranger: Stranger):
 
 @pytest.mark.parametrize("stranger", as_parameters(odd_operations.STRANGERS))
 def test_odd_operations(stranger: Stranger):
+    check(stranger, judge(stranger))
+
+
+@pytest.mark.parametrize("stranger", as_parameters(odd_hooks.STRANGERS))
+def test_hooks_and_heads(stranger: Stranger):
+    check(stranger, judge(stranger))
+
+
+@pytest.mark.parametrize("stranger", as_parameters(odd_streams.STRANGERS))
+def test_odd_streams(stranger: Stranger):
     check(stranger, judge(stranger))
 
 

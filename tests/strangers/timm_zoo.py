@@ -52,8 +52,35 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "repvit, tiny_vit": ("repvit_m0_9", "tiny_vit_5m_224"),
     "focalnet": ("focalnet_tiny_srf",),
     "starnet, mambaout": ("starnet_s1", "mambaout_femto"),
-    "sequencer": ("sequencer2d_s",),
     "resnet": ("resnet10t", "test_resnet"),
+    "vit, other sizes": ("vit_base_patch14_dinov2", "vit_dlittle_patch16_reg1_gap_256", "vit_intern300m_patch14_448",
+                         "vit_base_patch16_siglip_gap_224", "vit_tiny_r_s16_p8_224", "vit_base_mci_224",
+                         "aimv2_large_patch14_224", "beit3_base_patch16_224", "beitv2_large_patch16_224",
+                         "deit3_medium_patch16_224", "deit_small_distilled_patch16_224", "cait_xs24_384"),
+    "vit, relative positions": ("vit_relpos_small_patch16_224", "vit_srelpos_small_patch16_224"),
+    "eva, other": ("eva02_base_patch16_clip_224", "vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512",
+                   "vit_base_patch16_lingbot"),
+    "naflexvit": ("naflexvit_base_patch16_map", "naflexvit_base_patch16_par_gap", "naflexvit_base_patch16_siglip"),
+    "towers of language models": ("qwen3_vit_88m", "gemma4_vit_167m"),
+    "sam": ("samvit_base_patch16_224", "sam2_hiera_tiny", "hieradet_small", "hiera_small_abswin_256"),
+    "vitamin, nextvit": ("vitamin_small_224", "nextvit_small"),
+    "shvit, swiftformer": ("shvit_s1", "swiftformer_xs"),
+    "coat, tnt, crossvit, other": ("coat_lite_tiny", "tnt_s_patch16_224", "crossvit_9_dagger_240", "convit_small",
+                                   "pit_xs_224", "xcit_nano_12_p8_224"),
+    "stages, other": ("swin_s3_small_224", "swinv2_cr_tiny_224", "swinv2_tiny_window16_256", "twins_svt_base",
+                      "mvitv2_base_cls", "pvt_v2_b2_li", "davit_small", "gcvit_tiny", "nest_tiny_jx",
+                      "focalnet_tiny_lrf", "visformer_small", "volo_d2_224", "levit_256d", "levit_conv_192"),
+    "maxvit, other": ("maxvit_tiny_tf_224", "maxvit_tiny_pm_256", "maxxvit_rmlp_nano_rw_256", "maxxvitv2_nano_rw_256",
+                      "coatnet_rmlp_nano_rw_224"),
+    "lowformer, iformer, cpubone, csatv2": ("lowformer_b0", "iformer_t", "cpubone_nano", "csatv2"),
+    "mobile": ("mobilenetv4_conv_small", "mobilenetv4_hybrid_medium_075", "mobilevitv2_075", "edgenext_small_rw",
+               "fastvit_sa12", "fastvit_mci0", "repvit_m1", "efficientvit_l1", "efficientvit_m2"),
+    "mixers, other": ("mixer_b16_224", "gmlp_s16_224", "resmlp_24_224", "poolformer_s24", "poolformerv2_s24",
+                      "convformer_s36", "caformer_s36", "convmixer_768_32", "inception_next_atto", "rdnet_tiny",
+                      "fasternet_t0", "convnext_zepto_rms_ols", "convnextv2_femto", "test_convnext3", "test_mambaout",
+                      "starnet_s050"),
+    "convolutions": ("botnet26t_256", "hgnetv2_b0", "regnetz_005", "res2net50_14w_8s", "resnetv2_18", "skresnet18",
+                     "test_byobnet", "test_efficientnet", "test_nfnet"),
 }  # fmt: skip
 
 
@@ -68,7 +95,7 @@ SMALLER: tuple[dict[str, Any], ...] = (
 """Fewer and narrower blocks, by what families call them; the first that an architecture takes."""
 
 
-LARGER = ("levit",)
+LARGER = ("levit", "shvit", "csatv2", "efficientvim", "efficientvit_m")
 """Families that a small picture would leave with one token: nothing could be told of what comes before pooling."""
 
 
@@ -86,7 +113,7 @@ def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     for size, shrunk in product(sizes, SMALLER):
         try:
             model = timm.create_model(name, pretrained=False, num_classes=11, **size, **shrunk)
-        except (TypeError, ValueError, AssertionError, RuntimeError):
+        except (TypeError, ValueError, AssertionError, RuntimeError, IndexError, AttributeError):
             continue
         fixed = model.default_cfg.get("fixed_input_size", False)
         side = size.get("img_size") or (model.default_cfg["input_size"][-1] if fixed or is_larger else 64)

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
+from torch.nn.modules import module as global_hooks
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.interpreter import Interpreter
@@ -122,8 +124,9 @@ class _ReportingFunctions:
 
     They go past torch's Python functions: the first brings a derivative of its own, the second runs code again when no
     rule applies, the third, inside a model's forward, would leave no graph. Hooks on a module's gradients, which may
-    change them, are no part of what it computes. All are replaced on torch itself, once for all threads; one without
-    an interpreter goes straight through, and the last pass to leave puts the originals back.
+    change them, are no part of what it computes. `flex_attention` refuses gradients on a CPU. All are replaced on
+    torch itself, once for all threads; one without an interpreter goes straight through, and the last pass to leave
+    puts the originals back.
     """
 
     def __init__(self) -> None:
@@ -138,6 +141,7 @@ class _ReportingFunctions:
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _straight)
                 torch.inference_mode.__enter__ = _enter_inference_mode  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _exit_inference_mode  # type: ignore[method-assign]
+                setattr(flex_attention, _DEVICES, _check_devices)
                 nn.Module._get_backward_hooks = _backward_hooks  # type: ignore[method-assign]
                 nn.Module._get_backward_pre_hooks = _backward_pre_hooks  # type: ignore[method-assign]
 
@@ -149,6 +153,7 @@ class _ReportingFunctions:
                 setattr(torch.utils.checkpoint, _CHECKPOINT, _RECOMPUTING)
                 torch.inference_mode.__enter__ = _ENTER  # type: ignore[method-assign]
                 torch.inference_mode.__exit__ = _EXIT  # type: ignore[method-assign]
+                setattr(flex_attention, _DEVICES, _DEVICES_CHECK)
                 nn.Module._get_backward_hooks = _HOOKS  # type: ignore[method-assign]
                 nn.Module._get_backward_pre_hooks = _PRE_HOOKS  # type: ignore[method-assign]
             self._users.discard(user)
@@ -158,7 +163,11 @@ _APPLY = vars(torch.autograd.Function)["apply"]
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint.checkpoint` asks to recompute; its older form is a custom autograd function."""
 _RECOMPUTING = getattr(torch.utils.checkpoint, _CHECKPOINT, None)
+_DEVICES = "_validate_device"
+"""What refuses gradients through `flex_attention` on some devices; by its rule they go another way."""
+_DEVICES_CHECK = getattr(flex_attention, _DEVICES, None)
 _ENTER, _EXIT = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+_GLOBAL_HOOKS = (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks)
 _HOOKS, _PRE_HOOKS = nn.Module._get_backward_hooks, nn.Module._get_backward_pre_hooks
 _REPORTING_FUNCTIONS = _ReportingFunctions()
 
@@ -169,6 +178,11 @@ def _backward_hooks(module: nn.Module) -> Any:
 
 def _backward_pre_hooks(module: nn.Module) -> Any:
     return _PRE_HOOKS(module) if active() is None else []
+
+
+def _check_devices(*tensors: Tensor) -> None:
+    if active() is None and _DEVICES_CHECK is not None:
+        _DEVICES_CHECK(*tensors)
 
 
 def _enter_inference_mode(mode: Any) -> None:
@@ -232,6 +246,8 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
         "training": False,  # T describes the model at inference
         "_compiled_call_impl": None,  # and its code, not what a compiler made of it
     }
+    if _has_hooks(module):
+        replaced["_call_impl"] = _reporting(module, module._call_impl, with_hooks=True)
     data = [key for key, value in own.items() if isinstance(value, Tensor) and is_data(value)]
     replaced |= {key: copy_once(own[key], copies) for key in data}
     wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
@@ -286,12 +302,18 @@ def _method(module: nn.Module) -> str:
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
-def _reporting(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, *_GLOBAL_HOOKS))
+
+
+def _reporting(module: nn.Module, forward: Callable[..., Any], *, with_hooks: bool = False) -> Callable[..., Any]:
+    """The forward of a module, or all of its call with the hooks that belong to it: what they change is its output."""
+
     def report(*args: Any, **kwargs: Any) -> Any:
         run = active()
         if run is None or id(module) not in run.names:
             return forward(*args, **kwargs)
-        return run.call_module(module, forward, args, kwargs)
+        return run.call_module(module, forward, args, kwargs, with_hooks=with_hooks)
 
     report.__wrapped__ = forward  # type: ignore[attr-defined]  # for code that asks for its signature; `functools.wraps` copies more, and is slow
     return report

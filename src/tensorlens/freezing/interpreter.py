@@ -108,6 +108,7 @@ class Interpreter:
         self.written: frozenset[tuple[int, str]] = frozenset()
         self._entries: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: list[Tensor] = []
+        self._hooked: set[int] = set()
         self._parents: dict[int, str] = {}
         self._counts: Counter[tuple[Place, str, str]] = Counter()
 
@@ -230,16 +231,30 @@ class Interpreter:
 
     # Modules ----------------------------------------------------------------------------------------------------------
 
-    def call_module(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of the model: by its adapter if it has one and something live comes in."""
+    def call_module(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+        with_hooks: bool = False,
+    ) -> Any:  # fmt: skip
+        """Run a module of the model: by its adapter if it has one and something live comes in.
+
+        Args:
+            module: The module.
+            forward: Its forward, or all of its call.
+            args: Of the call.
+            kwargs: Of the call.
+            with_hooks: Whether `forward` runs the module's hooks, and then reports the forward between them.
+        """
+        if id(module) in self._hooked:  # between its hooks: the module itself has reported
+            self._hooked.discard(id(module))
+            return self._own_forward(module, forward, args, kwargs)(*args, **kwargs)
         cancel.check()
         self.path.append(self.names[id(module)])
         try:
             live = any(source.live for source in traced_in(args, kwargs))
-            adapter = find_adapter(module, self._parent_of(module)) if live else None
-            forward = with_kernels(self, forward)
-            if adapter is not None:
-                forward = functools.partial(self._adapt, adapter, module, forward)
+            if with_hooks:
+                self._hooked.add(id(module))
+            else:
+                forward = self._own_forward(module, forward, args, kwargs)
             result = self.route.run_module(self, module, forward, args, kwargs)
             if live and self.grad:
                 self._refuse_custom_backward(result)
@@ -247,7 +262,16 @@ class Interpreter:
                 observer.saw_module(self, module, args, result)
             return result
         finally:
+            self._hooked.discard(id(module))
             self.path.pop()
+
+    def _own_forward(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Forward:
+        live = any(source.live for source in traced_in(args, kwargs))
+        adapter = find_adapter(module, self._parent_of(module)) if live else None
+        forward = with_kernels(self, forward)
+        return forward if adapter is None else functools.partial(self._adapt, adapter, module, forward)
 
     def _parent_of(self, module: nn.Module) -> str | None:
         """Class of the module's parent and the name it has there."""

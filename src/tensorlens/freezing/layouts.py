@@ -121,8 +121,14 @@ def state_of(output: Any, place: int = 0) -> Tensor:
         states = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim() >= 2]
         found = states[place if place < len(states) else 0] if states else None
     if found is None:
-        raise AnatomyError(f"Expected a module that returns a state or logits; got {type(output).__name__}.")
+        raise AnatomyError(f"Expected a module that returns a state or logits; got {_described(output)}.")
     return found
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of {str(output.dtype).removeprefix('torch.')} of shape {tuple(output.shape)}"
+    return type(output).__name__
 
 
 def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:

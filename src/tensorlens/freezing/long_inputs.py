@@ -287,7 +287,7 @@ class _BlockGraphs:
         leaf = state.detach().requires_grad_()
         self.leaves.append(leaf)
         x = recorder.layouts[n].to_native(leaf)
-        return mark(x.view_as(x), live=True)
+        return mark(x.clone(), live=True)
 
     def leave(self, recorder: Recorder, n: int, call: Call, output: Any) -> None:
         """Keep how block n was called, with the recorded state, and where its graph ends."""

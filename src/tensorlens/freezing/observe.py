@@ -39,14 +39,14 @@ def plain_output(recording: Recording) -> Tensor:
         n_left["blocks"] += 1
         is_end = anatomy.body_end is None or not recording.rules.include_final_norm
         if is_end and n_left["blocks"] == recording.n_blocks:
-            seen.append(state_of(output, anatomy.state_place))
+            seen.append(state_of(output, anatomy.state_place).clone())  # the head may write into it
 
     def leave_body(module: nn.Module, args: Any, output: Any) -> None:
         if n_left["blocks"] in (0, recording.n_blocks):  # none was seen to be left where code calls `forward` itself
-            seen.append(state_of(output))
+            seen.append(state_of(output).clone())
 
     def read(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(args[0])
+        seen.append(args[0].clone())
 
     before, after = [], [(block, leave_block) for block in dict.fromkeys(anatomy.blocks)]
     if anatomy.body_end:

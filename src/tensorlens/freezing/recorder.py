@@ -300,7 +300,8 @@ class Recorder:
         for name, axis in (("input_ids", -1), ("inputs_embeds", 1), ("decoder_input_ids", -1)):
             if isinstance(self.inputs.get(name), Tensor):
                 return self.inputs[name].shape[axis]
-        return None
+        ids = [v for v in self.inputs.values() if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64)]
+        return next((tensor.shape[-1] for tensor in ids if tensor.dim() == 2), None)  # by whatever name
 
     def _substitute(self, state: Tensor) -> Tensor:
         """The recorder's own copy of the state in place of the model's, which stays known: other code may read it.
@@ -320,7 +321,7 @@ class Recorder:
             if run.grad:
                 self.leaves.append(tokens.requires_grad_())
             x = layout.to_native(tokens)
-            live = mark(x.view_as(x), live=True)  # the model may write into it, but into no leaf
+            live = mark(x.clone(), live=True)  # the model may write into it, but into no leaf
         run.remember_entry(state, live)
         return self._noted(live)
 
@@ -393,5 +394,5 @@ class Recorder:
             self.layouts.append(self._layout(state, -1))
             self.splits.append(0)
             with torch.set_grad_enabled(self.run.grad):
-                self.end = self.layouts[-1].to_tokens(plain(state))
+                self.end = self.layouts[-1].to_tokens(plain(state)).clone()  # the head may write into it
             self.states.append(constant(self.end))

@@ -142,7 +142,7 @@ class _ReplayRoute:
             part = self.x[:, :split] if n < self._n_encoder else self.x[:, split:]
             layout = recording.layouts[n] if n else recording.first_layout
             x = layout.to_native(part).to(state.device)
-            live = mark(x.view_as(x), live=True)
+            live = mark(x.clone(), live=True)
         run.remember_entry(state, live)
         return live
 

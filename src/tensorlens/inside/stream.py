@@ -109,12 +109,13 @@ class StreamObserver:
         if not is_sum or edge.node.name() != "AddBackward0" or terms[0].shape != terms[1].shape:
             return
         # Copies: the model may write over its states later.
-        value, second = constant(result).clone(), constant(terms[1]).clone()
-        first = value - second if is_in_place else constant(terms[0]).clone()
         self.sums[edge.node] = parents[0], parents[1]
-        self.values[_key(edge)] = value
-        self.values.setdefault(_key(parents[0]), first)
-        self.values.setdefault(_key(parents[1]), second)
+        value = self.values[_key(edge)] = constant(result).clone()
+        first, second = map(_key, parents)
+        if second not in self.values:
+            self.values[second] = constant(terms[1]).clone()
+        if first not in self.values:
+            self.values[first] = value - self.values[second] if is_in_place else constant(terms[0]).clone()
 
     def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep the state that a block leaves, and what the encoder hands to the decoder."""

@@ -103,6 +103,8 @@ class StreamPass:
     def placed(self, block: int, scores: Tensor) -> Tensor:
         """Scores (…, token) of a block's stream among all tokens: the encoder's, then the decoder's."""
         n_others = self.x.shape[1] - self.n_tokens(block)
+        if not n_others:
+            return scores
         return pad(scores, (0, n_others) if block < self.recording.n_encoder_blocks else (n_others, 0))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError
 from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_encoder, is_in_list, leaving
 from tensorlens.models.channels import reading_axis, writing_axis
-from tensorlens.models.endings import Ending, find_ending, find_readout
+from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_tree import named_modules
@@ -279,8 +279,10 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     ending = find_ending(chain, evidence, _known_body(anatomy, chain))
     linear = ending.head_linear
     # One that never ran is none: some heads read its weight, joined to another, and make the logits themselves.
-    named = anatomy.unembedding if any(call.module is anatomy.unembedding for call in evidence.calls) else None
-    unembedding = named or _as_unembedding(linear, ending, anatomy, evidence)
+    named = next((call for call in evidence.calls if call.module is anatomy.unembedding), None)
+    unembedding = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
+    if unembedding is not None and not is_all_of_head(named or linear, ending, evidence):
+        unembedding = None
     readout, ends_in = find_readout(evidence, linear)
     taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
     return replace(
@@ -329,7 +331,13 @@ def _channels(encoder: Chain, chain: Chain, ending: Ending, evidence: Evidence) 
     last = found[-1] if end is chain[-1] and ending.state.shape == entering(end).shape else None
     if end is not chain[-1] and end.taken and end.taken[0].shape == ending.state.shape:
         last = reading_axis(end.taken[0], end.walk(), evidence)
-    return (*found, writing_axis(ending.state, end.walk()) if last is None else last)
+    if last is None:
+        last = writing_axis(ending.state, end.walk())
+    if last is None:  # states joined to one: what follows reads them, or they are laid out as before
+        last = reading_axis(ending.state, evidence.calls[end.number :], evidence)
+    if last is None and len(ending.state.shape) == len(entering(chain[-1]).shape):
+        last = found[-1]
+    return (*found, last)
 
 
 # By the tree ---------------------------------------------------------------------------------------------------------

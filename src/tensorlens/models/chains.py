@@ -113,7 +113,18 @@ class _Search:
         inner = self.chain(kid)
         large = {id(part.module): part for part in kid.children if len(self._matrices(part.module)) > 1}
         is_stage = len(inner) > 1 and self._size(inner) >= COVERED * self._size(list(large.values()))
+        is_stage = is_stage and not self._joins(inner)
         return inner if is_stage and (not self.sound or self._is_cut(inner, kid)) else [kid]
+
+    def _joins(self, chain: Chain) -> bool:
+        """Whether members take, beside what the one before gave, something else made of it: gates of a block do."""
+        evidence = self.evidence
+        return any(
+            evidence.reaches({given.node}, seen.node, since=a.start) and not evidence.is_same(given.node, seen.node)
+            for a, b in pairwise(chain)
+            for given in a.given[:1]
+            for seen in b.taken[1:]
+        )
 
     def _repeated(self, parts: list[_Part]) -> list[_Part]:
         """Parts that are stages, calls that have their like beside them, and what stands with either in one list."""
@@ -148,7 +159,10 @@ class _Search:
         ]
 
     def _between(self, series: list[_Part]) -> list[_Part]:
-        """Small modules of a list of their own that stand between the blocks of another, such as adapters."""
+        """Modules of a list of their own that stand between the blocks of another: adapters, attention to a memory.
+
+        They are small, or the state goes around all of them.
+        """
         by_list: dict[str | None, list[_Part]] = {}
         for part in series:
             by_list.setdefault(None if part.is_stage else self._list_of(part.call), []).append(part)
@@ -159,9 +173,20 @@ class _Search:
         def is_between(path: str | None) -> bool:
             others = [n for n, part in enumerate(series) if part in by_list[path]]
             is_mixed = sum(places[0] < n < places[-1] for n in others) > 1
-            return is_mixed and weights[path] < SMALL * weights[largest]
+            return is_mixed and (weights[path] < SMALL * weights[largest] or self._is_passed_by(series, others))
 
         return [part for path in by_list if path not in (None, largest) and is_between(path) for part in by_list[path]]
+
+    def _is_passed_by(self, series: list[_Part], places: list[int]) -> bool:
+        """Whether the state goes around the parts at these places, as far as something follows them."""
+        inner = [n for n in places if 0 < n < len(series) - 1]
+
+        def is_passed_by(n: int) -> bool:
+            a, b, c = series[n - 1].blocks[-1], series[n].blocks[-1], series[n + 1].blocks[0]
+            sources, past = {seen.node for seen in a.given}, {seen.node for seen in b.given}
+            return self.evidence.reaches(sources - past, entering(c).node, past=past, since=a.start)
+
+        return bool(inner) and self.evidence.is_flow_known and all(map(is_passed_by, inner))
 
     def _flows(self, a: _Part, b: _Part) -> bool:
         last, first = a.blocks[-1], b.blocks[0]

@@ -10,6 +10,7 @@ from torch import nn
 
 from tensorlens.models.chains import Chain, is_in_list, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
+from tensorlens.models.fingerprint import looks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
             if not _is_like(given, state):
                 return end, state, True
             end, state = holder.path, given
-        elif _is_norm(follower, state, evidence) and _is_like(given, state):
+        elif _is_norm(follower, state, evidence) and (_is_like(given, state) or _is_most(given, state)):
             end, state = follower.path, given
         elif not (_n_matrices(follower.module) and is_in_list(follower, evidence)) and _begins_head(follower, state):
             return end, state, True
@@ -92,6 +93,19 @@ def _is_like(given: Seen, state: Seen) -> bool:
     if len(given.shape) != len(state.shape) or math.prod(given.shape) < math.prod(state.shape):
         return False
     return sorted(given.shape) == sorted(state.shape) or given.shape[-1] == state.shape[-1]
+
+
+def _is_most(given: Seen, state: Seen) -> bool:
+    """Whether a tensor has most tokens of a state: a model may drop others, such as registers, before its last norm.
+
+    Or all of them, from a state with several streams that were joined.
+    """
+    streams = [state.shape[:n] + state.shape[n + 1 :] for n in (1, 2)] if len(state.shape) == 4 else []
+    if given.shape in streams:
+        return True
+    tokens = [math.prod(seen.shape[:-1]) for seen in (given, state)]
+    is_alike = len(given.shape) == len(state.shape) and given.shape[-1] == state.shape[-1]
+    return is_alike and tokens[0] > tokens[1] / 2
 
 
 def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
@@ -144,3 +158,18 @@ def find_readout(evidence: Evidence, head: ModuleCall | None) -> tuple[str | Non
         return head.path, name
     given = [c.path for c in evidence.calls if c.path and c.given and evidence.is_same(c.given[0].node, source)]
     return (given[-1] if given else None), name
+
+
+def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) -> bool:
+    """Whether a linear layer's weights say what it gives, and all that becomes of the state goes through it."""
+    assert call is not None
+    module, output = call.module, evidence.output
+    is_replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate calls what it found
+    has_hooks = any(
+        not looks_on(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+    if type(module).forward is not nn.Linear.forward or is_replaced or has_hooks:
+        return False
+    if output is None or not call.given or not evidence.is_flow_known:
+        return True
+    return not evidence.reaches({ending.state.node}, output.node, past={call.given[0].node}, since=ending.state.node)

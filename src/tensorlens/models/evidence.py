@@ -25,8 +25,8 @@ from tensorlens.models.plain_pass import evaluating, in_own_precision
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
 """Operations whose output holds values of their first input, elsewhere. Views share the storage and need no name."""
 
-ENDS = frozenset({"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward"})
-"""Operations that may turn logits into probabilities at the end of a model."""
+ENDS = frozenset({"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward", "argmax"})
+"""Operations that may turn logits into probabilities, or a choice, at the end of a model."""
 
 
 NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
@@ -179,6 +179,7 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evide
             flow.see(tensor)
         output = model(**arguments)
     found = main_tensor(output)
+    found = next(tensors_in(output), None) if found is None else found
     return Evidence(
         calls=tuple(calls.made), parents=tuple(flow.parents), origins=tuple(flow.origins), ends=dict(flow.ends),
         output=None if found is None else flow.see(found), is_flow_known=flow.seen,

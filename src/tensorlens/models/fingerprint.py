@@ -95,7 +95,7 @@ def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozens
         if not _add_state(row, module, objects, ignoring):
             return None
     code = tuple([(kind, _reference(kind.forward)) for kind in kinds])
-    hooks = tuple([tuple([n for n, hook in list(hooks.items()) if not _looks_on(hook)]) for hooks in _GLOBAL_HOOKS])
+    hooks = tuple([tuple([n for n, hook in list(hooks.items()) if not looks_on(hook)]) for hooks in _GLOBAL_HOOKS])
     return Fingerprint(tuple(row), starts, (hooks, code, _configurations(objects)))
 
 
@@ -174,7 +174,7 @@ def _set_by_passes(kind: type) -> frozenset[str]:
 def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
     """The numbers of the hooks, which torch never gives again; those that only look on are left out."""
     if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
-        return tuple([tuple([n for n, hook in inside[name].items() if not _looks_on(hook)]) for name in _HOOKS])
+        return tuple([tuple([n for n, hook in inside[name].items() if not looks_on(hook)]) for name in _HOOKS])
     return (*_NO_HOOKS[:-1], tuple(inside["_backward_pre_hooks"])) if inside["_backward_pre_hooks"] else _NO_HOOKS
 
 
@@ -189,7 +189,7 @@ def in_this_thread(hook: Any) -> Any:
     return mine
 
 
-def _looks_on(hook: Any) -> bool:
+def looks_on(hook: Any) -> bool:
     """Whether it is one of ours, or of those with which transformers collects hidden states once it was asked to."""
     return (
         getattr(hook, "is_for_one_pass", False)

@@ -142,6 +142,9 @@ class TensorOperator(ABC):
             )
         if not x.is_floating_point():
             raise InputError(f"`{action}` expected floating-point numbers; got {x.dtype}. Convert with `.float()`.")
+        if x.layout is not torch.strided or x.is_meta:
+            kind = "meta" if x.is_meta else str(x.layout).removeprefix("torch.")
+            raise InputError(f"`{action}` expected an ordinary dense tensor; got a {kind} one.")
         return x.to(device=self.device, dtype=self.dtype).reshape(-1, *expected).contiguous()
 
 

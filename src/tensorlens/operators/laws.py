@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, InputError
 from tensorlens.folding.pull import CAPTURES, FoldedRows
 from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
 from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.proof import compare
+from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, FrozenOperator
 
@@ -68,9 +70,7 @@ class Probes:
         By the way that maps of a logit go: the recording's own graph, where it is kept.
         """
         operator, (start, _) = self.operator, self.operator.span
-        readout = operator.recording.readout
-        n_read = operator.shape[0] if readout is None or readout.dim() < 3 else readout.shape[1]
-        out_token = min(operator.shape[0], n_read) - 1  # a head may read fewer places than the body ends with
+        out_token = _last_read(operator.recording, operator.shape[0])
         of_v, of_zero = (
             operator.replay.push_logits(x[None], out_token, start, operator.heads)[0]
             for x in (self.v, torch.zeros_like(self.v))
@@ -83,6 +83,19 @@ class Probes:
         pulled = operator.replay.pull_logits(weights[None], places, start, operator.heads)[0]
         difference = (weights * moved).sum() - (pulled.to(self.v) * self.v).sum()
         return float(difference.abs() / (weights.norm() * moved[some].norm()).clamp_min(torch.finfo(moved.dtype).tiny))
+
+
+def _last_read(recording: Recording, n_tokens: int) -> int:
+    """The last output that the head reads: it may read fewer places than the body ends with."""
+    readout = recording.readout
+    if recording.anatomy.unembedding is None:
+        n_read = n_tokens if readout is None or readout.dim() < 3 else readout.shape[1]
+        return min(n_tokens, n_read) - 1
+    for token in reversed(range(n_tokens)):
+        with suppress(InputError):
+            recording.place_read(token)
+            return token
+    return n_tokens - 1
 
 
 def relative(difference: Tensor, scale: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -21,9 +21,12 @@ class MeanTensor(TensorOperator):
     """
 
     def __init__(self, tensors: Sequence[TensorOperator]) -> None:
-        self.tensors = tuple(tensors)
+        self.tensors = tuple(tensors) if isinstance(tensors, Iterable) else (tensors,)
         if not self.tensors:
             raise InputError("`MeanTensor` expected at least one attention tensor; got none.")
+        wrong = [one for one in self.tensors if not isinstance(one, TensorOperator)]
+        if wrong or not isinstance(tensors, Iterable):
+            raise InputError(f"`MeanTensor` expected a list of attention tensors; got {(*wrong, tensors)[0]!r}.")
         shapes = {tensor.shape for tensor in self.tensors}
         if len(shapes) > 1:
             raise InputError(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.linear import held
@@ -84,6 +85,27 @@ def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn
     if not is_live(value):
         return held(run, "attention", lambda: constant(mixed))
     return mark(run.mix_heads(mixed) if mixed.dim() == 4 else mixed, live=True)
+
+
+@rules_for("flex_attention")
+def flexible_attention(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`flex_attention`, whatever its scores are made of: what it makes of the unit matrix is A, which is held."""
+    query, key, value, *rest = args
+    if run.rules.attention != "hold":
+        raise NotLinearError(f"{run.refusal('flex_attention')} Attention can only be held in it.")
+    run.note_rule("attention: flexible, held")
+    q, k, v = (constant(x) for x in (query, key, value))
+    unit = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
+
+    def mixing(values: Tensor) -> Any:
+        with _disable_current_modes():  # it takes none that it does not know
+            return raw(function, q, k, values, *rest, **kwargs)
+
+    weights = held(run, "softmax", lambda: constant(mixing(unit)[0]), role="attention")
+    of_scores = held(run, "flex_attention", lambda: [constant(one) for one in mixing(v)[1:]])
+    n_shared = weights.shape[1] // v.shape[1]
+    value = value if n_shared == 1 else run.call(torch.repeat_interleave, (value, n_shared), {"dim": 1})
+    return run.call(torch.matmul, (weights, value), {}), *of_scores
 
 
 class _Options(NamedTuple):

@@ -173,6 +173,14 @@ def _frozen_views(value: Any, role: str | None) -> Any:
     return mark(value.view_as(value), live=False, role=role) if isinstance(value, Tensor) else value
 
 
+@rules_for("scatter_reduce index_reduce")
+def scattered(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums and means over an index are linear; what is the largest there, or a product, is not."""
+    if kwargs.get("reduce", args[-1]) not in ("sum", "mean"):
+        raise NotLinearError(run.refusal(name_of(function)))
+    return linear(run, function, args, kwargs)
+
+
 @rules_for("iter")
 def iterate(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`for row in x`."""

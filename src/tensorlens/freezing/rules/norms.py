@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorlens.freezing.rules.activations import scale
 from tensorlens.freezing.rules.choices import constants
-from tensorlens.freezing.rules.linear import held, linear
+from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.rules.replacements import taylor
 from tensorlens.freezing.rules.table import name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw
@@ -129,7 +129,7 @@ def batch_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: d
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     options = dict(zip(names, args, strict=False)) | kwargs
     if options.get("running_mean") is not None and not options.get("training"):
-        return linear(run, function, args, kwargs)
+        return _known_norm(options)
     return _channel_norm(run, "batch_norm", options, samples_apart=False)
 
 
@@ -139,8 +139,16 @@ def instance_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     options = dict(zip(names, args, strict=False)) | kwargs
     if not options.get("use_input_stats", True):
-        return linear(run, function, args, kwargs)
+        return _known_norm(options)
     return _channel_norm(run, "instance_norm", options, samples_apart=True)
+
+
+def _known_norm(options: dict[str, Any]) -> Traced:
+    """An affine function of each channel, spelled out: the kernel's own derivative is wrong for some strides."""
+    x, channels = options["input"], (1, -1) + (1,) * (options["input"].dim() - 2)
+    mean, var = (at_least_float32(options[name]).reshape(channels) for name in ("running_mean", "running_var"))
+    y = (at_least_float32(plain(x)) - mean) * (var + options.get("eps", 1e-5)).rsqrt()
+    return mark(_affine(y, options.get("weight"), options.get("bias")).to(x.dtype), live=True)
 
 
 def _channel_norm(run: Interpreter, name: str, options: dict[str, Any], *, samples_apart: bool) -> Traced:

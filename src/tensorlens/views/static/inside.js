@@ -126,7 +126,7 @@ class Inside {
     const at = (token) => `${token} “${visible(this.data.tokens[token]).trim()}”`;
     const where = `At ${at(look.query)} it looked at ${at(look.key)} (attention ${(100 * look.attention).toFixed(0)} %); what it took from there moved the target most.`;
     const parts = [element("span", { class: "name", text: "Why it looked there" }), element("p", { text: where })];
-    if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns).` }), ...this.whyNodes(look));
+    if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns). Colours go up to the strongest pair that has names.` }), ...this.whyNodes(look));
     return element("div", { class: "look" }, parts);
   }
 
@@ -139,7 +139,7 @@ class Inside {
       const { rows, columns, cells } = look.why[this.by];
       const grid = new Grid(canvas, { rows: rows.map(briefly), columns: columns.map(briefly), isSlanted: true, left: 96 });
       grid.onPoint = (row, column) => (tip.textContent = pairText(rows[row], columns[column], cells[row][column]));
-      grid.draw(cells, this.shade);
+      grid.draw(cells, this.shade, Math.abs(strongestOf(look.why[this.by]).score));
     };
     choose.addEventListener("change", () => {
       this.by = choose.value;
@@ -150,12 +150,9 @@ class Inside {
     return [choose, element("div", { class: "scrolls" }, [canvas]), tip];
   }
 
-  strongestPair({ rows, columns, cells }) {
-    let best = [0, 0];
-    cells.forEach((line, row) => line.forEach((score, column) => {
-      if (Math.abs(score) > Math.abs(cells[best[0]][best[1]])) best = [row, column];
-    }));
-    return `Most of it: ${pairText(rows[best[0]], columns[best[1]], cells[best[0]][best[1]])}`;
+  strongestPair(table) {
+    const { row, column, score } = strongestOf(table);
+    return `Strongest pair: ${pairText(row, column, score)}`;
   }
 
   text(title, scores) {
@@ -184,6 +181,16 @@ class Inside {
     this.heads.draw(this.cells(), this.shade);
     this.flow.draw(this.data.components.flow, this.shade);
   }
+}
+
+// Of all pairs that have a name on both sides: many weak ones may add up to more.
+function strongestOf({ rows, columns, cells }) {
+  const isNamed = (name) => !/^\d+ others$/.test(name);
+  let best = { row: rows[0], column: columns[0], score: 0 };
+  rows.forEach((row, i) => columns.forEach((column, j) => {
+    if (isNamed(row) && isNamed(column) && Math.abs(cells[i][j]) > Math.abs(best.score)) best = { row, column, score: cells[i][j] };
+  }));
+  return best;
 }
 
 function pairText(row, column, score) {
@@ -226,7 +233,8 @@ class Grid {
     this.onPoint?.(row, column);
   }
 
-  draw(cells, shade) {
+  // Scores beyond `most` wear the colour of `most`.
+  draw(cells, shade, most = 0) {
     const { canvas, rows, columns, cell, height, left, bottom } = this;
     const ratio = window.devicePixelRatio || 1;
     const [w, h] = [left + cell * columns.length + 8, height * rows.length + bottom];
@@ -234,14 +242,14 @@ class Grid {
     Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
     const pen = canvas.getContext("2d");
     pen.scale(ratio, ratio);
-    const limit = Math.max(...cells.flat().map((score) => Math.abs(score ?? 0))) || 1;
+    const limit = most || Math.max(...cells.flat().map((score) => Math.abs(score ?? 0))) || 1;
     const colours = new Colours(true, shade);
     const ink = shade === "dark" ? "#c9d0d8" : "#333a42";
     pen.font = "10px system-ui, sans-serif";
     rows.forEach((name, row) => {
       const y = (this.isFlipped ? rows.length - 1 - row : row) * height;
       cells[row].forEach((score, column) => {
-        pen.fillStyle = score === null ? "transparent" : colours.css(score / limit);
+        pen.fillStyle = score === null ? "transparent" : colours.css(Math.max(-1, Math.min(1, score / limit)));
         pen.fillRect(left + column * cell, y, cell - 0.5, height - 0.5);
       });
       if (height >= 10 || row % 5 === 0) {
