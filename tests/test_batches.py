@@ -349,6 +349,16 @@ def test_a_map_of_a_batch_comes_back_equal(tmp_path):
     assert again.meta == found.meta and torch.equal(again.scores, found.scores)
 
 
+@pytest.mark.parametrize("method", [name for name, one in tl.METHODS.items() if one.takes_target])
+def test_every_method_that_takes_a_target_takes_one_for_each_sample(method):
+    lens, targets = tl.Lens(zoo.build("gpt2")), [(3, 4), 5, (6, 3)]
+    inputs = ids((4, 4, 3))
+    found = Batch(lens, [lens.prepare(one) for one in inputs]).maps(method, targets=targets)
+    for value, target, one in zip(inputs, targets, found, strict=True):
+        assert error(one, alone(lens, value, method, target=target)) < 1e-12
+        assert error(one, alone(lens, value, method)) > 1e-3  # which explains the prediction
+
+
 def test_a_batch_takes_a_target_for_each_sample():
     lens = tl.Lens(zoo.build("llama"))
     batch = lens.batch([zoo.sample("llama"), zoo.sample("llama", seed=1), zoo.sample("llama", seed=2)])

@@ -95,14 +95,16 @@ def test_a_run_has_every_method_and_can_be_recomputed_from_its_rows(tmp_path):
 
 
 def test_scores_are_those_of_the_map_alone(tmp_path):
-    judged(tmp_path)
+    judged(tmp_path, methods=[*FEW, "gradient.integrated"])
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     row = next(row for row in rows if "left_out" not in row)
     text = GOOD_ROWS.splitlines()[int(row["item"].split(":")[1]) - 1].split(",")[0]
     lens = lens_on("llama")
-    for name, rules in (("tensor.in_class", tl.Rules.paper()), ("tensor.in_class@attn_lrp", tl.Rules.attn_lrp())):
+    paper, attn_lrp = tl.Rules.paper(), tl.Rules.attn_lrp()
+    names = {"tensor.in_class": paper, "tensor.in_class@attn_lrp": attn_lrp, "gradient.integrated": paper}
+    for name, rules in names.items():
         alone = tl.Lens(lens.model, lens.processor, rules=rules)(text)
-        found = alone.map("tensor.in_class", out_token=-1, target=tuple(row["target"])).scores[0]
+        found = alone.map(name.partition("@")[0], out_token=-1, target=tuple(row["target"])).scores[0]
         assert row["scores"][name] == pytest.approx(found.tolist(), rel=1e-3, abs=1e-5)
 
 

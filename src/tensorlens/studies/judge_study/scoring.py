@@ -13,6 +13,7 @@ from tensorlens.batch import Batch
 from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.batched import BATCHED
+from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.plain_pass import evaluating
@@ -74,7 +75,7 @@ def _score_member(
         try:
             if base in BATCHED:
                 maps = batch.maps(
-                    base, items[0].out_token, targets=targets if base == "tensor.in_class" else None,
+                    base, items[0].out_token, targets=targets if METHODS[base].takes_target else None,
                     probes=PROBES if base == "tensor.norm" else None,
                 )  # fmt: skip
             else:
