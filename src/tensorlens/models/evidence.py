@@ -288,6 +288,11 @@ class _Flow(TorchDispatchMode):
         return node
 
 
+def _remove(hooks: list[Any]) -> None:
+    for one in hooks:
+        one.remove()
+
+
 class _Calls:
     """The module calls of one pass in this thread."""
 
@@ -306,8 +311,10 @@ class _Calls:
             placed.append(global_hooks.register_module_forward_hook(in_this_thread(self._end), with_kwargs=True))
             yield
         finally:
-            for one in placed:
-                one.remove()
+            try:
+                _remove(placed)
+            finally:  # once more: an interrupt may have met the first time
+                _remove(placed)
 
     def _is_ours(self, module: nn.Module) -> bool:
         return threading.get_ident() == self._thread and id(module) in self._paths

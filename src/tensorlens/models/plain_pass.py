@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -137,11 +138,19 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
                 return function(*args, **kwargs)
         except Exception:
             raise
-        except BaseException:  # an interrupt may have cut short what would have put this back
+        except BaseException as error:  # an interrupt may have cut short what would have put this back
+            _close_contexts(error)
             found.put_back()
             raise
 
     return called
+
+
+def _close_contexts(error: BaseException | None) -> None:
+    """Let contexts that an interrupt met on their way out finish now, not when the error is forgotten."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 _COMPILER = "torch._dynamo.eval_frame"
