@@ -160,12 +160,13 @@ def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
 
 
 def test_another_member_is_recommended_where_it_ranks_words_better():
-    lens = tiny_lens()
-    asked = lens("Red apples").map("tensor.in_class", -1)
-    assert "--rules attn_lrp" in map_questions.recommendation(asked)
-    assert map_questions.recommendation(lens("Red apples").map("tensor.in_out", -1)) == ""
-    lens.rules = tl.Rules.attn_lrp()
-    assert map_questions.recommendation(lens("Red apples").map("tensor.in_class", -1)) == ""
+    for lens, member in ((tiny_lens("neox"), "attn_lrp"), (tl.Lens(build("llama")), "half_gate")):
+        T = lens([3, 4, 5])
+        assert f"--rules {member}" in map_questions.recommendation(T, T.map("tensor.in_class", -1))
+        assert map_questions.recommendation(T, T.map("tensor.in_out", -1)) == ""
+        lens.rules = getattr(tl.Rules, member)()
+        T = lens([3, 4, 5])
+        assert lens.rules.name == member and map_questions.recommendation(T, T.map("tensor.in_class", -1)) == ""
 
 
 def test_the_sum_counts_the_bias_and_heads_left_out():

@@ -107,7 +107,7 @@ def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | Non
         for line in found.view().sums:
             typer.echo(f"{line[:1].upper()}{line[1:]}.")
         typer.echo(f"Wrote {out}")
-    advice = recommendation(found)
+    advice = recommendation(T, found)
     if advice:
         typer.echo(("" if out is not None else "\n") + advice)
 

@@ -164,17 +164,23 @@ def predictions(T: AttentionTensor, question: MapQuestion) -> list[Prediction]:
     return T.predictions(k=N_PREDICTIONS, out_token=-1 if question.out_token is None else question.out_token)
 
 
-def recommended(found: TokenMap) -> str | None:
-    """The member of the family that ranks words better, for a map that asks about a word by the paper's."""
+def recommended(T: AttentionTensor, found: TokenMap) -> str | None:
+    """The member of the family that ranks words better, for a map that asks about a word by the paper's.
+
+    Where the model has gates, halving them is what helps; elsewhere that changes nothing, and attention has to move.
+    """
     rules = found.meta.get("rules")
     if found.method != IN_CLASS or found.shape[0] != 1 or not isinstance(rules, dict):
         return None
-    return "attn_lrp" if (rules.get("attention"), rules.get("gate")) == ("hold", "freeze_gate") else None
+    if (rules.get("attention"), rules.get("gate")) != ("hold", "freeze_gate"):
+        return None
+    has_gates = any(rule.startswith("gate: ") for rule, _ in T.operator.recording.rules_applied)
+    return "half_gate" if has_gates else "attn_lrp"
 
 
-def recommendation(found: TokenMap) -> str:
+def recommendation(T: AttentionTensor, found: TokenMap) -> str:
     """The same as a sentence with the option to give; nothing where nothing is recommended."""
-    member = recommended(found)
+    member = recommended(T, found)
     if member is None:
         return ""
     return f"Which word decided? --rules {member} ranked the deciding word higher on known evidence (docs/members.md)."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tensorlens.freezing.conventions import Rules
     from tensorlens.lens import Lens
 
-RULES = ("paper", "cp_lrp", "attn_lrp", "jacobian")
+RULES = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
 """The members of the family of rules that have a name."""
 
 Model = Annotated[
@@ -55,7 +55,7 @@ class ModelOptions:
     device: Annotated[str | None, _option("cpu, cuda:0, mps, …; the accelerator if there is one.")] = None
     dtype: Annotated[str | None, _option("float32 (default), float64, bfloat16, float16, auto.")] = None
     attention: Annotated[str | None, _option("eager or sdpa; transformers' choice if left out.", "--attention")] = None
-    rules: Annotated[str, _option("paper (default), cp_lrp, attn_lrp or jacobian.")] = "paper"
+    rules: Annotated[str, _option("paper (default), cp_lrp, half_gate, attn_lrp, jacobian.")] = "paper"
     gate: Annotated[str | None, _option("Gated feed-forwards: freeze_gate (default), freeze_up, half.")] = None
     trust_remote_code: Annotated[bool, _option("Run code that comes with the model.", "--trust-remote-code")] = False
 

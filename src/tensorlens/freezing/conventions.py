@@ -62,6 +62,11 @@ class Rules:
         return cls.paper(include_final_norm=include_final_norm)
 
     @classmethod
+    def half_gate(cls, *, include_final_norm: bool = True) -> Rules:
+        """The paper's operator with both factors of a gated product live, each in one half."""
+        return cls(gate="half", include_final_norm=include_final_norm)
+
+    @classmethod
     def attn_lrp(cls, *, include_final_norm: bool = True) -> Rules:
         """AttnLRP (Achtibat et al. 2024): products halved, attention live."""
         return cls(attention="half", gate="half", include_final_norm=include_final_norm)
@@ -76,11 +81,10 @@ class Rules:
 
     @property
     def name(self) -> str | None:
-        """Name of the member: ``"paper"`` (CP-LRP too), ``"attn_lrp"`` or ``"jacobian"``; None for any other."""
-        chosen = (self.attention, self.gate, self.norm, self.activation)
-        for member in (Rules.paper(), Rules.attn_lrp(), Rules.jacobian()):
-            if chosen == (member.attention, member.gate, member.norm, member.activation):
-                return {"hold": "paper", "half": "attn_lrp", "taylor": "jacobian"}[member.attention]
+        """Name of the member: ``"paper"`` (CP-LRP too), ``"half_gate"``, ``"attn_lrp"`` or ``"jacobian"``, or None."""
+        for name in ("paper", "half_gate", "attn_lrp", "jacobian"):
+            if self == getattr(Rules, name)(include_final_norm=self.include_final_norm):
+                return name
         return None
 
     @property

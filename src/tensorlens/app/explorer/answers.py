@@ -100,7 +100,7 @@ class Answers:
         T = parts.part(ask)
         found = self.results.get(ask.key) or self._fresh(job, ask, T)
         self.keep(ask.key, found)
-        job.tell("map", map=payload(found.view()), result=ask.key, recommended=recommended(found))
+        job.tell("map", map=payload(found.view()), result=ask.key, recommended=recommended(T, found))
         if is_of_tensor(found.method) and not found.meta.get("certificate"):
             job.tell("progress", stage="Measuring the certificate", done=None)
             certificate = T.certificate()

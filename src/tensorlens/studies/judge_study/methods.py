@@ -16,7 +16,7 @@ from tensorlens.maps.methods import METHODS, check_question
 
 MEMBERS: dict[str, Rules] = {
     "paper": Rules.paper(),
-    "half_gate": Rules(gate="half"),
+    "half_gate": Rules.half_gate(),
     "attn_lrp": Rules.attn_lrp(),
     "jacobian": Rules.jacobian(),
 }

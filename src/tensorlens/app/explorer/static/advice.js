@@ -1,7 +1,7 @@
 // Which member of the family to ask: the recommendation for "which word decided", and the way back to the paper's.
 
 const { element, button } = window.TensorLens;
-const RECOMMENDED = "attn_lrp";
+const RECOMMENDED = ["half_gate", "attn_lrp"];
 const METHOD = "tensor.in_class";
 
 export class Advice {
@@ -12,12 +12,12 @@ export class Advice {
 
   // `recommended` is the member that the server would rather ask, null if there is none.
   offer(recommended, view) {
-    const isFollowed = view.method === METHOD && !view.every && view.rules === RECOMMENDED;
+    const isFollowed = view.method === METHOD && !view.every && RECOMMENDED.includes(view.rules);
     this.node.hidden = !recommended && !isFollowed;
     if (this.node.hidden) return;
     const [text, other, title] = recommended
       ? [`Which word decided? On known evidence, ${recommended} ranked the deciding word higher.`, recommended, "Show it"]
-      : [`This is ${RECOMMENDED}, recommended for the question which word decided.`, "paper", "Show the paper’s"];
+      : [`This is ${view.rules}, recommended for the question which word decided.`, "paper", "Show the paper’s"];
     const turn = button(title, `${title}: the same question by ${other}`, () => this.turn(other));
     const beside = button("Side by side", `Side by side: the same question by ${other} in a second map`, () => this.beside(other));
     this.node.replaceChildren(element("span", { text }), turn, beside);
