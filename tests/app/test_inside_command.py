@@ -7,7 +7,6 @@ import json
 import pytest
 from explorer_samples import SENTENCE, events, load, make_client
 from playwright.sync_api import expect
-from test_explorer_browser import open_tab, server  # noqa: F401
 from typer.testing import CliRunner
 
 import tensorlens as tl
