@@ -8,7 +8,6 @@ from rich.console import Console
 
 import tensorlens as tl
 from tensorlens.app.check_command import show
-from tensorlens.app.map_questions import sum_line
 
 SENTENCE = "The Eiffel Tower is located in the city of"
 
@@ -28,12 +27,11 @@ def main() -> None:
     console.print()
 
     found = T.map("tensor.in_class", out_token=-1, target=best[0].name)
-    found.show(console)
-    console.print(f"\n{sum_line(found)}")
+    found.show(console)  # and what it sums to
 
     path = Path("demo.html")
     found.save(path)
-    console.print(f"The map is in {path.resolve()}: open it in a browser.")
+    console.print(f"\nThe map is in {path.resolve()}: open it in a browser.")
     console.print('Next, a sentence of your own: .venv/bin/tensorlens map smollm2-135m "The capital of Italy is"')
 
 

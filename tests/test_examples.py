@@ -1,14 +1,28 @@
-"""The notebook in `examples/` runs from top to bottom and shows what it promises."""
+"""What lies in `examples/` runs from top to bottom and shows what it promises."""
 
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 from notebooks import run
+from tiny_language import tiny_lens
 
-TOUR = Path(__file__).parent.parent / "examples" / "tour.ipynb"
+import tensorlens as tl
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TOUR = EXAMPLES / "tour.ipynb"
+
+
+def test_the_demo_runs_and_says_what_the_model_says_and_what_it_sums_to(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tl, "load", lambda name: tiny_lens("neox"))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "the model says" in said and "exact and linear" in said and said.count("inputs sum to") == 1
+    assert "data-tensorlens" in (tmp_path / "demo.html").read_text("utf-8")
 
 
 @pytest.mark.large
