@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from tiny_language import tiny_lens
 
 import tensorlens as tl
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 TOUR = EXAMPLES / "tour.ipynb"
+SCRIPTS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("experiments/**/*.py")])
 
 
 def test_the_demo_runs_and_says_what_the_model_says_and_what_it_sums_to(monkeypatch, tmp_path, capsys):
@@ -36,3 +39,9 @@ def test_the_tour_runs_and_is_stored_with_its_outputs():
             assert kinds == [[*output.get("data", "text")] for output in after["outputs"]]
     maps = [cell for cell in fresh["cells"] if "data-tensorlens" in json.dumps(cell.get("outputs", []))]
     assert len(maps) >= 5
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_script_finds_what_it_imports(path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(path.parent), str(ROOT), *sys.path])
+    runpy.run_path(str(path), run_name="imported")
