@@ -203,6 +203,15 @@ def test_the_proof_is_made_once_for_a_state_of_the_model(monkeypatch: Patch) -> 
     assert len(made) == 2
 
 
+def test_an_input_whose_beginning_does_not_run_goes_by_factors_and_says_so(monkeypatch: Patch) -> None:
+    expected = tensor("gpt2").map("tensor.in_out", out_token=-1).scores
+    proof._proofs.clear()
+    monkeypatch.setattr(replay_of, "beginning", lambda inputs, n: {})
+    found = tensor("gpt2").map("tensor.in_out", out_token=-1)
+    assert "could not be compared" in found.meta["fallback"]
+    torch.testing.assert_close(found.scores, expected, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("embedded", [False, True])
 def test_what_stands_in_for_a_long_input(embedded: bool) -> None:
     tokens = {"inputs_embeds": torch.ones(1, 8, 8)} if embedded else {"input_ids": torch.ones(1, 8, dtype=torch.long)}

@@ -246,7 +246,8 @@ class Interpreter:
         """
         if id(module) in self._hooked:  # between its hooks: the module itself has reported
             self._hooked.discard(id(module))
-            return self._own_forward(module, forward, args, kwargs)(*args, **kwargs)
+            live = any(source.live for source in traced_in(args, kwargs))  # a hook may have changed what comes in
+            return self._own_forward(module, forward, live=live)(*args, **kwargs)
         cancel.check()
         self.path.append(self.names[id(module)])
         try:
@@ -254,7 +255,7 @@ class Interpreter:
             if with_hooks:
                 self._hooked.add(id(module))
             else:
-                forward = self._own_forward(module, forward, args, kwargs)
+                forward = self._own_forward(module, forward, live=live)
             result = self.route.run_module(self, module, forward, args, kwargs)
             if live and self.grad:
                 self._refuse_custom_backward(result)
@@ -265,10 +266,7 @@ class Interpreter:
             self._hooked.discard(id(module))
             self.path.pop()
 
-    def _own_forward(
-        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Forward:
-        live = any(source.live for source in traced_in(args, kwargs))
+    def _own_forward(self, module: nn.Module, forward: Forward, *, live: bool) -> Forward:
         adapter = find_adapter(module, self._parent_of(module)) if live else None
         forward = with_kernels(self, forward)
         return forward if adapter is None else functools.partial(self._adapt, adapter, module, forward)

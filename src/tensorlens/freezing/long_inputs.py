@@ -8,6 +8,7 @@ stays, and their graph is made again when it is needed. Nothing of size L × L e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,10 +75,10 @@ class LongInput(Replay):
 
     def distrust(self, proof: Proof) -> None:
         """Let every block go by its factors from now on, which takes longer."""
-        self.fallback = (
-            f"blocks by themselves differed from a replay of the model by {proof.error:.1e} (accepted: "
-            f"{proof.tolerance:.0e}); each block's factors are made again instead"
-        )
+        found = f"differed from a replay by {proof.error:.1e} (accepted: {proof.tolerance:.0e})"
+        if math.isinf(proof.error):
+            found = "could not be compared with a replay, since the model does not run on the first few tokens alone"
+        self.fallback = f"blocks by themselves {found}; each block's factors are made again instead"
         self.edges.clear()
 
     def push(self, x: Tensor, span: Span, heads: Heads | None = None) -> Tensor:
