@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_language import tiny_lens
+from tiny_language import save_tiny, tiny_lens
 from typer.testing import CliRunner
 
 import tensorlens as tl
@@ -29,11 +29,7 @@ COLUMNS = ["tokens", "scores", "target", "logit", "bias_share", "prediction"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     """The folder of a tiny model, since a mapper takes a name."""
-    folder = tmp_path_factory.mktemp("model")
-    lens = tiny_lens("neox")
-    lens.model.save_pretrained(folder)
-    lens.processor.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"), "neox")
 
 
 @pytest.fixture

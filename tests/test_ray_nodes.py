@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from tiny_language import tiny_lens
+from tiny_language import save_tiny
 
 import tensorlens as tl
 from tensorlens.studies import ray_parts
@@ -17,11 +17,7 @@ TEXTS = [f"{'the cat sat on it '[: 3 + 5 * (i % 4)]}{i}" for i in range(12)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    lens = tiny_lens("neox")
-    lens.model.save_pretrained(folder)
-    lens.processor.save_pretrained(folder)
-    return str(folder)
+    return save_tiny(tmp_path_factory.mktemp("model"), "neox")
 
 
 @pytest.fixture

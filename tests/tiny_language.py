@@ -47,3 +47,11 @@ def write_relation(path: Path, **changes: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}), "utf-8")
     return path
+
+
+def save_tiny(folder: Path, name: str) -> str:
+    """The folder of a tiny model with its tokenizer, for what takes a name."""
+    lens = tiny_lens(name)
+    lens.model.save_pretrained(folder)
+    lens.processor.save_pretrained(folder)
+    return str(folder)

@@ -118,7 +118,7 @@ def test_help_fits_a_terminal_of_eighty_columns():
 
 def test_the_names_known_without_torch_are_those_of_the_methods():
     assert tuple(tl.METHODS) == METHOD_NAMES
-    from tensorlens.studies.judge_study.methods import MEMBERS
+    from tensorlens.studies.members import MEMBERS
 
     assert tuple(MEMBERS) == MEMBER_NAMES
 

@@ -8,19 +8,10 @@ does not come from T has no member. `gradient.times_input` is ``tensor.in_class@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.conventions import Rules
 from tensorlens.maps.methods import METHODS, check_question
-
-MEMBERS: dict[str, Rules] = {
-    "paper": Rules.paper(),
-    "half_gate": Rules.half_gate(),
-    "attn_lrp": Rules.attn_lrp(),
-    "jacobian": Rules.jacobian(),
-}
-"""The members of the family that are compared."""
+from tensorlens.studies.members import MEMBERS, split
 
 WORD_OVERLAP = "control.word_overlap"
 SAME_AS_A_MEMBER = {"gradient.times_input": "tensor.in_class@jacobian"}
@@ -54,14 +45,3 @@ def check_methods(names: Iterable[str]) -> tuple[str, ...]:
         if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
             raise MethodError(f"There is no method {name!r}. Behind an @, maps of T take one of {', '.join(MEMBERS)}.")
     return tuple(dict.fromkeys(names))
-
-
-def split(name: str) -> tuple[str, str]:
-    """The map and the member of a name."""
-    base, _, member = name.partition("@")
-    return base, member or "paper"
-
-
-def rules_of(member: str, like: Rules) -> Rules:
-    """The rules of a member, with the user's choice of the output."""
-    return replace(MEMBERS[member], include_final_norm=like.include_final_norm)

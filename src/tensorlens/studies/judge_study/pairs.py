@@ -18,9 +18,9 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
 from tensorlens.studies.judge_study.items import Item, Judge
-from tensorlens.studies.judge_study.methods import MEMBERS, rules_of
 from tensorlens.studies.judge_study.prompts import Prompt
 from tensorlens.studies.judge_study.scoring import _now, _reason, _short
+from tensorlens.studies.members import MEMBERS, rules_of
 
 MEASURES = ("pearson", "spearman")
 

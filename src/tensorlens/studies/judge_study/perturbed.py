@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.lens import Lens
-from tensorlens.studies.judge_study.methods import WORD_OVERLAP, default_methods, rules_of, split
+from tensorlens.studies.judge_study.methods import WORD_OVERLAP, default_methods
 from tensorlens.studies.judge_study.options import JudgeOptions
+from tensorlens.studies.members import rules_of, split
 from tensorlens.studies.perturbation_study.run import perturbation
 
 N_TOKENS = 128

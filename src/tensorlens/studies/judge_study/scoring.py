@@ -18,7 +18,8 @@ from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.plain_pass import evaluating
 from tensorlens.studies.judge_study.items import Item
-from tensorlens.studies.judge_study.methods import WORD_OVERLAP, rules_of, split
+from tensorlens.studies.judge_study.methods import WORD_OVERLAP
+from tensorlens.studies.members import rules_of, split
 
 PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tensorlens.errors import InputError
 from tensorlens.maps.methods import METHODS
-from tensorlens.studies.judge_study.methods import MEMBERS, split
+from tensorlens.studies.members import MEMBERS, split
 from tensorlens.studies.options import check_positive, checked_names
 from tensorlens.studies.perturbation_study.measures import GRID, check_grid
 from tensorlens.studies.perturbation_study.subjects import Cut

@@ -20,7 +20,7 @@ from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
-from tensorlens.studies.judge_study.methods import rules_of, split
+from tensorlens.studies.members import rules_of, split
 from tensorlens.studies.perturbation_study.subjects import Sample
 from tensorlens.tensor import AttentionTensor
 
