@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -28,7 +29,7 @@ from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator
 
-OutTokens = int | Sequence[int] | slice | None
+OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
 
 
@@ -234,6 +235,8 @@ class AttentionTensor(InsideQuestions):
 
     def _outputs(self, out_token: OutTokens) -> tuple[int, ...]:
         n_out = self.shape[0]
+        if isinstance(out_token, (Tensor, np.ndarray)):
+            out_token = out_token.tolist()
         if out_token is None or isinstance(out_token, slice):
             every = range(n_out)[slice(None) if out_token is None else out_token]
         else:

@@ -332,6 +332,8 @@ def test_top_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert [abs(one.score) for one in best] == pytest.approx(sums[:3].tolist())
     c.show(k=3)
     assert str(best[0].component) in capsys.readouterr().out
+    with pytest.raises(tl.InputError, match="at least 1"):
+        c.top(0)
 
 
 def test_a_model_without_a_head_and_a_wrong_effect_are_refused(unchecked: None) -> None:
