@@ -12,6 +12,7 @@ from tiny_language import tiny_lens
 
 import tensorlens as tl
 from tensorlens.freezing.observe import attention_matrices
+from tensorlens.inside import score
 
 CASES = [
     (name, attention)
@@ -115,6 +116,16 @@ def test_a_masked_key_and_what_is_not_there_are_refused(attention: str, unchecke
         T.score(7, 0, 3, 3)
     with pytest.raises(tl.InputError, match="pair"):
         T.score(0, 0, 3, (1, 2, 3))  # type: ignore[arg-type]
+
+
+def test_a_pair_map_takes_a_cotangent_for_each_channel_of_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    T, pulled = tensor("llama", "sdpa"), []
+    gradients = score.gradients
+    monkeypatch.setattr(
+        score, "gradients", lambda y, x, units, n: pulled.append(len(units)) or gradients(y, x, units, n)
+    )
+    T.score(1, 2, 6, 4)
+    assert sum(pulled) == 2 * zoo.ZOO["llama"].config.head_dim
 
 
 def test_only_what_can_be_seen_from_the_block_is_needed() -> None:
