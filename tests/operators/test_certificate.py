@@ -87,6 +87,19 @@ def test_a_silent_block_is_noticed_where_the_input_is_led_around_it() -> None:
     assert min(certificate.passing[0], certificate.passing[2]) > 0.1
 
 
+class Shortcut(Skipped):
+    """Nearly all of the last block's state comes by a shortcut around the block before it."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(input_ids), False)
+        return self.blocks[2](1e9 * x + self.blocks[1](x, False), False)
+
+
+def test_a_block_is_measured_from_its_own_state_and_not_from_what_the_one_before_gave() -> None:
+    certificate = tl.Lens(Shortcut().double().eval())([3, 5, 7]).certificate()
+    assert certificate.passed and min(certificate.passing) > 0.1 and len(certificate.passing) == 3
+
+
 def test_a_large_state_before_a_norm_is_not_silence() -> None:
     model: Any = zoo.build("gpt2")
     with torch.no_grad():

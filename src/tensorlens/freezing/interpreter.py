@@ -63,6 +63,14 @@ class Observer(Protocol):
         """A module ran."""
 
 
+@runtime_checkable
+class EntryObserver(Protocol):
+    """An observer that is also told of blocks before they run."""
+
+    def saw_entry(self, run: Interpreter, state: Tensor) -> None:
+        """A block is about to run from this state."""
+
+
 class Interpreter:
     """One pass of a model under the rules.
 

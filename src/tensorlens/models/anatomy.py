@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_encoder, is_in_list, leaving
+from tensorlens.models.chains import (
+    LISTS,
+    Chain,
+    entering,
+    find_chain,
+    find_encoder,
+    holds_enough,
+    is_in_list,
+    leaving,
+)
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
@@ -151,13 +160,13 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     for candidate in () if named is None else (named, *named.alternatives()):
         calls = _calls_of(candidate, evidence)
-        if calls:
+        if calls and (is_named or holds_enough(calls, evidence)):
             return _with_ending(candidate, calls, evidence)
         if _is_entered_directly(candidate, evidence):
             return _by_body(candidate)
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
-    if named is None:
+    if named is None or _calls_of(named, evidence):
         raise _not_found(model)
     raise AnatomyError(
         f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "

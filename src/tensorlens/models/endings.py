@@ -67,12 +67,25 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
             if not _is_like(given, state):
                 return end, state, True
             end, state = holder.path, given
-        elif _is_norm(follower, state, evidence) and (_is_like(given, state) or _is_most(given, state)):
+        elif _is_norm(follower, state, evidence) and (_keeps_tokens(given, state) or _is_most(given, state)):
             end, state = follower.path, given
         elif not (_n_matrices(follower.module) and is_in_list(follower, evidence)) and _begins_head(follower, state):
-            return end, state, True
+            norm = _norm_first(follower, state, evidence)
+            return (end, state, True) if norm is None else (norm.path, norm.given[0], True)
     output = evidence.output
     return end, state, output is None or output.shape != state.shape
+
+
+def _norm_first(head: ModuleCall, state: Seen, evidence: Evidence) -> ModuleCall | None:
+    """The norm of all tokens that a head begins with, if it takes nothing else of the state."""
+    first = next((part for part in head.children if part.given and _reads(part, state, evidence)), None)
+    if first is None or not head.given:
+        return None
+    given = first.given[0]
+    if not (_is_norm(first, state, evidence) and _keeps_tokens(given, state)):
+        return _norm_first(first, state, evidence)
+    is_all = not evidence.reaches({state.node}, head.given[0].node, past={given.node}, since=state.node)
+    return first if is_all and evidence.is_flow_known else None
 
 
 def _followers(last: ModuleCall) -> Iterator[tuple[ModuleCall, ModuleCall | None]]:
@@ -93,6 +106,12 @@ def _is_like(given: Seen, state: Seen) -> bool:
     if len(given.shape) != len(state.shape) or math.prod(given.shape) < math.prod(state.shape):
         return False
     return sorted(given.shape) == sorted(state.shape) or given.shape[-1] == state.shape[-1]
+
+
+def _keeps_tokens(given: Seen, state: Seen) -> bool:
+    """Whether a norm's output is a later state, or one with its tokens spread over rows and columns."""
+    is_spread = len(given.shape) != len(state.shape) and math.prod(given.shape) == math.prod(state.shape)
+    return _is_like(given, state) or is_spread and len(given.shape) > 2 and state.shape[-1] in given.shape
 
 
 def _is_most(given: Seen, state: Seen) -> bool:
