@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from zoo import build, sample
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, InputError
 from tensorlens.freezing.layouts import axis_layout, state_of
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of
 from tensorlens.models.evidence import watch
@@ -380,7 +380,7 @@ def test_watching_leaves_a_model_as_it_was():
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert not nn.modules.module._global_forward_hooks
     assert evidence.is_flow_known
-    with pytest.raises(RuntimeError, match="normalized_shape"):
+    with pytest.raises(InputError, match=r"itself cannot run .*normalized_shape.*`x` \(float32 of shape"):
         watch(model, {"x": torch.randn(1, L, 3)})
     assert not nn.modules.module._global_forward_pre_hooks
 
@@ -389,3 +389,25 @@ def test_a_compiled_part_is_seen_as_its_own_code():
     model = nn.Sequential(Block(), torch.compile(Block(), backend="eager"), Block())  # type: ignore[arg-type]
     found = at(model, input=STATE)
     assert len(found.blocks) == 3
+
+
+class TwoTowers(nn.Module):
+    """The second input reaches the first tower's states behind a block of it, or the output alone."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.blocks, self.is_late = nn.ModuleList([Block() for _ in range(3)]), is_late
+        self.other = nn.ModuleDict({"embed": nn.Embedding(9, D), "first": Block()})
+
+    def forward(self, x, ids=None):
+        other = 0.0 if ids is None else self.other["first"](self.other["embed"](ids)).mean(1, keepdim=True)
+        for n, block in enumerate(self.blocks):
+            x = block(x if self.is_late or n != 2 else x + other)
+        return x * other if self.is_late else x
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_comes_around_the_first_state_is_said(is_late: bool):
+    model, ids = TwoTowers(is_late), torch.tensor([[3, 5]])
+    assert at(model, x=STATE, ids=ids).around == ("other.embed",)
+    assert at(model, x=STATE).around == ()

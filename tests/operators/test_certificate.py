@@ -108,6 +108,56 @@ def test_a_large_state_before_a_norm_is_not_silence() -> None:
     assert not certificate.silent and certificate.moves > 0 and min(certificate.passing) > 0.01
 
 
+class InFloat32(Plain):
+    """Casts its state, as norms of some models do."""
+
+    def forward(self, x: Tensor, is_silent: bool) -> Tensor:
+        return super().forward(x.float().double(), is_silent)
+
+
+def test_the_tolerance_follows_from_the_casts_of_the_model() -> None:
+    tolerances = []
+    for n in range(4):
+        model = Autocast(enabled=False)
+        for i in range(n):
+            model.blocks[i] = InFloat32()
+        certificate = tl.Lens(model.double().eval(), blocks="blocks")([3, 5, 7]).certificate()
+        tolerances.append(certificate.tolerance)
+        assert certificate.passed
+    assert tolerances == [1e-10] + [1e-6 * n**0.5 for n in (1, 2, 3)]
+
+
+class Autocast(nn.Module):
+    """Computes its feed-forwards in bfloat16, by its own code."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(29, 16), nn.ModuleList([Plain() for _ in range(3)])
+        self.enabled = enabled
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            for block in self.blocks:
+                x = block(x, False)
+        return x
+
+
+def test_autocast_within_a_forward_is_part_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = Autocast().eval()
+    T = tl.Lens(model)([3, 5, 7])
+    certificate = T.certificate()
+    assert certificate.passed and certificate.tolerance == 5e-2
+    assert any("bfloat16, whose rounding may hide" in said for said in certificate.reservations)
+    assert torch.equal(T.output, model(torch.tensor([[3, 5, 7]]))[0].float())
+    dense = T.dense()
+    model.enabled = False
+    plain = tl.Lens(model)([3, 5, 7])
+    assert plain.certificate().tolerance == 1e-4 and not plain.certificate().reservations
+    assert 1e-4 < float((dense - plain.dense()).norm() / plain.dense().norm()) < 0.1  # a relu may fall the other way
+
+
 def test_what_modules_hold_is_reported() -> None:
     T = tensor("gpt2")
     certificate = T.certificate()
