@@ -46,6 +46,7 @@ class Frozen(TorchFunctionMode):
 
     def __init__(self) -> None:
         self.gates: dict[int, tuple[Tensor, int]] = {}
+        self.casts = False  # whether the model's own code left float64
 
     def __enter__(self) -> Any:
         Frozen.active += 1
@@ -76,6 +77,7 @@ class Frozen(TorchFunctionMode):
             ratio = func(*args, **kwargs) / args[0]
             return args[0] * torch.where(args[0] == 0, 0.0, ratio).detach()
         result = func(*args, **kwargs)
+        self.casts |= is_live(result) and result.dtype == torch.float32
         if name in SHAPES and self._strength(args[0]):
             for part in (result,) if isinstance(result, Tensor) else result:
                 self.gates[id(part)] = part, self._strength(args[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -33,8 +33,8 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
     Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
     a run is opened, so that the blocks of several stages come to be one chain.
     """
-    for sound, alike in ((True, "weights"), (False, "weights"), (True, "class")):
-        search = _Search(evidence, sound, alike)
+    for sound, by_weights in ((True, True), (False, True), (True, False)):
+        search = _Search(evidence, sound, by_weights)
         chain = search.without_stem(search.chain(within or evidence.root))
         if len(chain) > 1:
             return chain
@@ -106,12 +106,12 @@ class _Search:
     Args:
         evidence: What ran.
         sound: Whether a stage is opened only if the state goes through its members, and not around them.
-        alike: What modules must have in common to be alike: the names of their weights too, or their class alone.
+        by_weights: Whether modules alike have the names of their weights in common too, and not only their class.
             Stages of one block each may differ by a position or a split.
     """
 
-    def __init__(self, evidence: Evidence, sound: bool, alike: Literal["weights", "class"]) -> None:
-        self.evidence, self.sound, self.alike = evidence, sound, alike
+    def __init__(self, evidence: Evidence, sound: bool, by_weights: bool) -> None:
+        self.evidence, self.sound, self.by_weights = evidence, sound, by_weights
         self.modules = dict(evidence.root.module.named_modules())
         self._sizes: dict[int, list[int]] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
@@ -254,6 +254,6 @@ class _Search:
         module = call.module
         if id(module) not in self._signatures:
             names = tuple(name for name, weight in module.named_parameters() if weight.dim() > 1)
-            names = names if self.alike == "weights" else ()
+            names = names if self.by_weights else ()
             self._signatures[id(module)] = type(module), names
         return self._signatures[id(module)]
