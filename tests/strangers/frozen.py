@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 ACTIVATIONS = {
     "gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "exp", "elu", "mish", "hardswish", "hardsigmoid", "relu6",
     "leaky_relu", "ndtr", "special_ndtr", "threshold", "logsigmoid", "softsign", "hardtanh", "celu", "selu", "erf",
-    "cos", "_threshold", "round",
+    "cos", "_threshold", "round", "log_sigmoid", "softshrink", "tanhshrink", "sin", "atan", "erfinv", "expm1", "sinc",
+    "special_sinc", "log1p", "fmod", "frac", "remainder", "__mod__", "trunc",
 }  # fmt: skip
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
