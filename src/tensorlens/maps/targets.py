@@ -78,9 +78,11 @@ class Classes:
         if isinstance(exact, int) and exact != self.tokenizer.unk_token_id:
             return exact
         pieces = [self.tokenizer.decode([i]) for i in ids]
-        hint = "" if target.startswith(" ") else f" Most words begin with a space: try {' ' + target!r}."
+        spaced = self.tokenizer(f" {target}", add_special_tokens=False)["input_ids"]
+        hint = f" Did you mean {f' {target}'!r}, which is one token?" if len(spaced) == 1 else ""
         raise InputError(
-            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} Or pass one token's id."
+            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} "
+            "Name one token, such as the first of these, or pass its id."
         )
 
 
