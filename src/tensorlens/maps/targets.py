@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens.errors import InputError, MethodError
+from tensorlens.models.inputs import check_unicode
 
 Target = str | int | tuple[str | int, str | int]
 
@@ -71,6 +72,7 @@ class Classes:
     def _token_index(self, target: str) -> int:
         if self.tokenizer is None:
             raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
+        check_unicode(target)
         ids = self.tokenizer(target, add_special_tokens=False)["input_ids"]
         if len(ids) == 1:
             return int(ids[0])
