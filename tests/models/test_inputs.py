@@ -77,6 +77,7 @@ TEXT_ERRORS = {
     "embeddings of whole numbers": (torch.zeros(7, 16, dtype=torch.long), "floating-point"),
     "embeddings with NaN": (torch.full((7, 16), torch.nan), "NaN or infinity"),
     "several samples": ({"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}, None),
+    "half of a character": ("a\ud800", "surrogate"),
     "something else": (object(), "Expected a text"),
     "image for a text model": ("cat.png", "no image at|takes no pixels"),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens.errors import InputError, MethodError
+from tensorlens.models.inputs import check_unicode
 
 Target = str | int | tuple[str | int, str | int]
 
@@ -81,6 +82,7 @@ class Classes:
     def _token_index(self, target: str) -> int:
         if self.tokenizer is None:
             raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
+        check_unicode(target)
         ids = self.tokenizer(target, add_special_tokens=False)["input_ids"]
         if len(ids) == 1:
             return int(ids[0])
@@ -88,9 +90,11 @@ class Classes:
         if isinstance(exact, int) and exact != self.tokenizer.unk_token_id:
             return exact
         pieces = [self.tokenizer.decode([i]) for i in ids]
-        hint = "" if target.startswith(" ") else f" Most words begin with a space: try {' ' + target!r}."
+        spaced = self.tokenizer(f" {target}", add_special_tokens=False)["input_ids"]
+        hint = f" Did you mean {f' {target}'!r}, which is one token?" if len(spaced) == 1 else ""
         raise InputError(
-            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} Or pass one token's id."
+            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} "
+            "Name one token, such as the first of these, or pass its id."
         )
 
 

@@ -150,6 +150,16 @@ def tokenizer_of(processor: Any) -> Any:
     return inner if inner is not None else processor if hasattr(processor, "convert_ids_to_tokens") else None
 
 
+def check_unicode(text: str) -> None:
+    """Refuse halves of characters, which JSON and the command line may hold and no tokenizer takes.
+
+    Raises:
+        InputError: The text has one.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError("Expected text in Unicode, got half of a surrogate pair. Write or paste it as UTF-8.")
+
+
 def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     tokenizer = tokenizer_of(processor)
     if tokenizer is None:
@@ -159,6 +169,7 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
         )
     if not text.strip():
         raise InputError(f"Expected some text; got {text!r}, which holds no words.")
+    check_unicode(text)
     is_fast = getattr(tokenizer, "is_fast", False)
     made = tokenizer(text, return_offsets_mapping=True) if is_fast else tokenizer(text)
     ids = made["input_ids"]
