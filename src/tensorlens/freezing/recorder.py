@@ -331,7 +331,7 @@ class Recorder:
         if self.at_embedding or embedded is None or embedded.dim() != 3:
             return
         same = embedded.shape == state.shape and torch.equal(constant(embedded), constant(state))
-        if len(layout.channels) > 1 or same and self.run.n_reads:
+        if self.anatomy.starts_early or len(layout.channels) > 1 or same and self.run.n_reads:
             raise StartAtEmbedding
 
     def _join_streams(self, decoder_state: Tensor) -> None:

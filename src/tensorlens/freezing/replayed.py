@@ -122,7 +122,7 @@ class _ReplayRoute:
             state = live
         for observer in run.observers:
             if isinstance(observer, EntryObserver):
-                observer.saw_entry(run, state)
+                observer.saw_entry(run, run.live_of(state))
         run.place = Place(n, inside=True)
         output = forward(*args, **kwargs)
         run.place = Place(n)
