@@ -55,6 +55,7 @@ class Anatomy:
         channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
             told.
         state_place: Which of the floating-point tensors that a block returns is the state.
+        entry_place: Which of the floating-point tensors that a block takes is the state.
         starts_early: Whether $X^0$ is what `embedding` gives, because the first block takes only a part of it.
         around: Paths of modules with weights that bring something of the input to $X^N$ around $X^0$; see `around`.
     """
@@ -76,6 +77,7 @@ class Anatomy:
     ends_in: str | None = None
     channels: tuple[int | None, ...] = ()
     state_place: int = 0
+    entry_place: int = 0
     starts_early: bool = False
     around: tuple[str, ...] = ()
 
@@ -282,6 +284,7 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         ends_in=ends_in,
         channels=_channels(encoder, chain, ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
+        entry_place=chain[0].place,
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
 
