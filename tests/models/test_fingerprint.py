@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -113,7 +117,7 @@ def test_a_hook_made_at_the_address_of_an_old_one_is_another() -> None:
 
 def test_a_pass_changes_nothing_even_while_it_runs() -> None:
     model = zoo.build("llama")
-    before, during = fingerprint(model), []
+    before, during = fingerprint(model), deque[Any]()  # in a list that the hook reads, they would be a change
 
     def look(*_: object) -> None:
         thread = threading.Thread(target=lambda: during.append(current_fingerprint(model)))
@@ -202,3 +206,81 @@ def test_a_hook_for_one_pass_is_run_by_no_other_thread() -> None:
     other.join()
     hook(2)
     assert ran == [2]
+
+
+class Switched(nn.Module):
+    """Reads what is no attribute of it: of its class, of this file, of a helper's."""
+
+    gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain * SWITCHES["gain"] * helped()
+
+
+SWITCHES, HELPED = {"gain": 1.0}, 1.0
+
+
+def helped() -> float:
+    return HELPED
+
+
+def hooked_by(read: dict[str, Any]) -> nn.Module:
+    """A block with a hook that reads a dictionary, as those that steer do."""
+    model = nn.Sequential(Switched(), nn.Linear(2, 2))
+    model[1].register_forward_hook(lambda _, __, output: output * read["gain"])
+    return model
+
+
+def forwarded_by(read: dict[str, Any]) -> nn.Module:
+    model = nn.Sequential(Switched(), nn.Linear(2, 2))
+    inner = model[1].forward
+    model[1].forward = partial(lambda f, x: f(x) * read["gain"], inner)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("build", [hooked_by, forwarded_by])
+def test_what_functions_read_is_part_of_the_model(build: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch):
+    read: dict[str, Any] = {"gain": 1.0}
+    model = build(read)
+    seen = [fingerprint(model)]
+    assert seen[0] == fingerprint(model)
+    monkeypatch.setattr(Switched, "gain", 2.0)
+    seen.append(fingerprint(model))
+    monkeypatch.setitem(SWITCHES, "gain", 2.0)
+    seen.append(fingerprint(model))
+    monkeypatch.setattr(sys.modules[__name__], "HELPED", 2.0)
+    seen.append(fingerprint(model))
+    read["gain"] = np.ones(2)
+    seen.append(fingerprint(model))
+    read["gain"][1] = 2
+    seen.append(fingerprint(model))
+    assert len(set(seen)) == 6
+    assert "what its code reads of `0` changed" in what_changed(seen[0], seen[1], model)
+
+
+def test_a_tensor_is_refused_once_what_a_hook_reads_has_changed():
+    read = {"gain": 1.0}
+    model: Any = zoo.build("gpt2")
+    block(model, 1).register_forward_hook(lambda _, __, output: output * read["gain"])
+    T = tl.Lens(model)(zoo.sample("gpt2"))
+    T @ T.input
+    read["gain"] = 1.5
+    with pytest.raises(tl.InputError, match="what its hooks read of `transformer.h.1` changed"):
+        T @ T.input
+
+
+def test_what_hooks_collect_is_no_change_of_the_model():
+    collected: dict[int, torch.Tensor] = {}
+    model: Any = zoo.build("gpt2")
+    for n in range(3):
+        block(model, n).register_forward_hook(lambda _, __, output, n=n: collected.__setitem__(n, output))
+    T = tl.Lens(model)(zoo.sample("gpt2"))
+    assert T.certificate().passed and T.rows(1).shape[0] and len(collected) == 3
+
+
+def test_every_element_of_a_small_model_is_looked_at():
+    model = zoo.build("gpt2")
+    samples = Samples(model)
+    assert samples.same()
+    block(model, 1).mlp.c_fc.weight.data.view(-1)[-2] += 1
+    assert not samples.same()

@@ -70,14 +70,18 @@ def matching(state: Tensor, wanted: Tensor, module: nn.Module) -> Callable[[Tens
 class Watch:
     """One run of a model, with what its modules passed, and the first place where the state entered."""
 
-    def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any], first: Tensor, last: Tensor, *, leaf: bool):
-        self.first, self.last, self.leaf = first, last, leaf
+    def __init__(
+        self, model: nn.Module, call: Callable[[nn.Module], Any], first: Tensor, last: Tensor, *, leaf: bool,
+        from_early: bool = False,
+    ) -> None:  # fmt: skip
+        self.first, self.last, self.leaf, self.from_early = first, last, leaf, from_early
         self.x: Tensor | None = None
         self.old: Tensor | None = None
         self.y: Tensor | None = None
         self.read_x: Any = None
         self.read_y: Any = None
         self.used, self.used_within, self.norm_after, self.from_head = 0, 0, "", False
+        self.early: list[Tensor] = []
         hooks: list[Any] = []
         for module in model.modules():
             hooks.append(module.register_forward_pre_hook(self._entering, with_kwargs=True))
@@ -112,6 +116,9 @@ class Watch:
         self.used += is_layer
         self.used_within += is_layer and self.x is not None
         if self.x is None:
+            for state in tensors(output) if is_layer and self.from_early else ():
+                if not state.requires_grad:
+                    self.early.append(state.requires_grad_())
             return
         for state in tensors(output):
             read = matching(state, self.last, module)
@@ -119,6 +126,19 @@ class Watch:
                 is_head = isinstance(module, nn.Linear) and module.in_features != module.out_features
                 self.from_head = is_head if self.y is None else self.from_head
                 self.y, self.read_y, self.norm_after = state, read, ""
+
+
+def leads_around(model: nn.Module, call: Callable[[nn.Module], Any], T: Any) -> bool:
+    """Whether something that X⁰ was made of reaches X^N around X⁰: a residual that began before it."""
+    with torch.enable_grad():
+        watch = Watch(model, call, T.input, T.output, leaf=True, from_early=True)
+
+    def is_made_of(one: Any, early: Tensor) -> bool:
+        if one is None or not one.requires_grad:
+            return False
+        return torch.autograd.grad(one.sum(), early, retain_graph=True, allow_unused=True)[0] is not None
+
+    return any(is_made_of(watch.old, early) and is_made_of(watch.y, early) for early in watch.early)
 
 
 def judge_by_value(model: nn.Module, call: Callable[[nn.Module], Any], given: Any, *, share: float = 0.5) -> Verdict:
@@ -180,6 +200,8 @@ def _against(
     within = watch.used_within / max(1, watch.used)
     if within < share:
         return Verdict("wrong", f"T {T.shape} covers {within:.0%} of the layers that ran", passed)
+    if leads_around(model, call, T):
+        return Verdict("wrong", f"X⁰ of T {T.shape} is not all of the state: a part goes around it", passed)
     if watch.from_head:
         return Verdict("wrong", f"X^N of T {T.shape} is what the head gives", passed)
     if watch.norm_after:

@@ -134,6 +134,7 @@ SAMPLE = {
     "feed-forward: out=", "branches in threads", "checkpoint in evaluation", "state: a counter", "random: noise",
     "hooks: on the final norm", "hooks: on the head", "head: the sum of two", "GRU gates",
     "writes: the head into the state", "writes: blocks into their input", "flex_attention",
+    "end: by weights of a gate", "beginning: residuals outside of modules", "state: behind positions",
     "gradients: a hook of a tensor", "gradients: backward hooks of blocks", "blocks by torch.jit.trace",
 }  # fmt: skip
 """Those that are tried every time; the others take their turn in the long run."""

@@ -244,6 +244,13 @@ def lstm(
     return x.transpose(0, 1) if batch_first else x, None, None
 
 
+def gru_cell(x: Tensor, h: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    """What `nn.GRUCell` computes, with its two gates held: h' = (1 - z)⊙n + z⊙h, n = tanh(W x + r⊙(U h))."""
+    from_x, from_h = F.linear(x, w_x, b_x).chunk(3, -1), F.linear(h, w_h, b_h).chunk(3, -1)
+    r, z = ((from_x[i] + from_h[i]).sigmoid().detach() for i in (0, 1))
+    return (1 - z) * _by_ratio(torch.tanh, from_x[2] + r * from_h[2])[0] + z * h
+
+
 def _standardised(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     centred = x - x.mean(axes, keepdim=True)
     return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt().detach()
@@ -265,4 +272,5 @@ RULES: dict[str, Callable[..., Any]] = {
     "normalize": normalize,
     "glu": glu,
     "lstm": lstm,
+    "gru_cell": gru_cell,
 }

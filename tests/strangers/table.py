@@ -51,6 +51,7 @@ def cases() -> Iterator[Case]:
         adversary,
         foreign,
         known_layouts,
+        odd_arrangements,
         odd_hooks,
         odd_operations,
         odd_streams,
@@ -65,7 +66,8 @@ def cases() -> Iterator[Case]:
         yield Case(one.package, one.name, lambda one=one: foreign.judge_foreigner(one))
     groups = {
         "put together otherwise": known_layouts, "code around blocks": odd_structures, "unusual steps": odd_operations,
-        "hooks and heads": odd_hooks, "streams and writes": odd_streams, "written to mislead": adversary,
+        "hooks and heads": odd_hooks, "streams and writes": odd_streams, "beginning, end and state": odd_arrangements,
+        "written to mislead": adversary,
     }  # fmt: skip
     for group, module in groups.items():
         yield from (Case(f"by hand: {group}", one.name, lambda one=one: judge(one)) for one in module.STRANGERS)

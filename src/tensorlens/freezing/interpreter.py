@@ -174,6 +174,10 @@ class Interpreter:
             self._entries[id(original)] = original, live
             mark(original, live=True, role="entry")
 
+    def live_of(self, tensor: Tensor) -> Tensor:
+        """The tensor that a read of `tensor` returns."""
+        return self._entries[id(tensor)][1] if id(tensor) in self._entries else tensor
+
     def watch_reads(self, tensor: Tensor) -> None:
         """Count in `n_reads` the functions that take values of `tensor`."""
         self._watched.append(mark(tensor, live=False, role="embedding"))

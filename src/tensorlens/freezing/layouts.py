@@ -86,12 +86,13 @@ def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n
 # In what modules take and give ---------------------------------------------------------------------------------------
 
 
-def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "") -> Tensor:
-    """The hidden state among a block's arguments: `hidden_states`, or the first tensor of floats."""
+def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", place: int = 0) -> Tensor:
+    """The hidden state among a block's arguments: `hidden_states`, or a tensor of floats, the first if `place` is 0."""
     candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
-    for value in candidates:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
-            return value
+    found = [value for value in candidates if isinstance(value, Tensor) and value.is_floating_point()]
+    found = [value for value in found if value.dim() >= 2]
+    if found:
+        return found[place if place < len(found) else 0]
     given = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
     raise AnatomyError(
         f"`{module}` was called with {given}; expected a hidden state, a tensor of floats, among its arguments. Let "
@@ -99,9 +100,11 @@ def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "") 
     )
 
 
-def put_state(args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def put_state(
+    args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor, place: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with another hidden state."""
-    old = find_state(args, kwargs)
+    old = find_state(args, kwargs, place=place)
     return (
         tuple(state if value is old else value for value in args),
         {name: state if value is old else value for name, value in kwargs.items()},

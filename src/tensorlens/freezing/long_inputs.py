@@ -196,7 +196,8 @@ class LongInput(Replay):
         layout = recording.layouts[n]
         with running(run, module), torch.set_grad_enabled(grad):
             native = layout.to_native(x)
-            args, kwargs = put_state(args, kwargs, mark(native.view_as(native), live=True))
+            live, place = mark(native.view_as(native), live=True), recording.anatomy.entry_place
+            args, kwargs = put_state(args, kwargs, live, place)
             output = plain(state_of(module(*args, **kwargs), recording.anatomy.state_place))
             return recording.layouts[n + 1].to_tokens(output)
 
@@ -292,7 +293,8 @@ class _BlockGraphs:
 
     def leave(self, recorder: Recorder, n: int, call: Call, output: Any) -> None:
         """Keep how block n was called, with the recorded state, and where its graph ends."""
-        old, state = find_state(call.args, call.kwargs), recorder.states[n]
+        place = recorder.anatomy.entry_place
+        old, state = find_state(call.args, call.kwargs, place=place), recorder.states[n]
         args = tuple(state if value is old else value for value in call.args)
         kwargs = {name: state if value is old else value for name, value in call.kwargs.items()}
         self.calls.append(Call(call.module, constants(args), constants(kwargs)))

@@ -229,18 +229,18 @@ class Recorder:
     def _run_block(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, n, call = self.run, self.n_entered, None
         self.n_entered += 1
-        state = find_state(args, kwargs, run.module)
+        state = find_state(args, kwargs, run.module, self.anatomy.entry_place)
         self.prologue.pause()
         with self._explained():
             self._learn_entry(n, state, module)
             if self.blocks is not None:
                 live = self._noted(self.blocks.enter(self, n))
                 call = Call(module, args, kwargs)
-                args, kwargs = put_state(args, kwargs, live)
+                args, kwargs = put_state(args, kwargs, live, self.anatomy.entry_place)
             elif n == self.n_encoder_blocks if n else not self.at_embedding:  # a stream of the input enters here
                 live = self._substitute(state)
                 self._find_twins(state, live, (*args, *kwargs.values()))
-                args, kwargs = put_state(args, kwargs, live)
+                args, kwargs = put_state(args, kwargs, live, self.anatomy.entry_place)
                 self.prologue.repeat(state, live, run.remember_entry)
             else:
                 self._note_other_streams(state, (args, kwargs))
@@ -331,7 +331,7 @@ class Recorder:
         if self.at_embedding or embedded is None or embedded.dim() != 3:
             return
         same = embedded.shape == state.shape and torch.equal(constant(embedded), constant(state))
-        if len(layout.channels) > 1 or same and self.run.n_reads:
+        if self.anatomy.starts_early or len(layout.channels) > 1 or same and self.run.n_reads:
             raise StartAtEmbedding
 
     def _join_streams(self, decoder_state: Tensor) -> None:

@@ -104,7 +104,7 @@ class _ReplayRoute:
 
     def _run_block(self, run: Interpreter, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         n, self.n_entered = self.n_entered, self.n_entered + 1
-        state = find_state(args, kwargs, run.module)
+        state = find_state(args, kwargs, run.module, self.recording.anatomy.entry_place)
         if n == self.span.stop and not self.to_logits:
             with torch.set_grad_enabled(run.grad):  # a block may begin where the model switches gradients off
                 raise Reached(self._joined(n, plain(state)))
@@ -117,12 +117,12 @@ class _ReplayRoute:
                 is_like = isinstance(value, Tensor) and value is not state and value.shape == state.shape
                 if is_like and torch.equal(constant(value), constant(state)):
                     run.remember_entry(value, live)
-            args, kwargs = put_state(args, kwargs, live)
+            args, kwargs = put_state(args, kwargs, live, self.recording.anatomy.entry_place)
             self.prologue.repeat(state, live, run.remember_entry)
             state = live
         for observer in run.observers:
             if isinstance(observer, EntryObserver):
-                observer.saw_entry(run, state)
+                observer.saw_entry(run, run.live_of(state))
         run.place = Place(n, inside=True)
         output = forward(*args, **kwargs)
         run.place = Place(n)

@@ -158,7 +158,7 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered.append(module)
-        return put_state(args, kwargs, x) if len(entered) == 1 else None
+        return put_state(args, kwargs, x, anatomy.entry_place) if len(entered) == 1 else None
 
     def embed(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.around import held_sources, refuse_second_state, refuse_several_states
+from tensorlens.models.around import held_sources, refuse_second_state, refuse_several_states, start_before
 from tensorlens.models.chains import (
     LISTS,
     Chain,
@@ -55,6 +55,8 @@ class Anatomy:
         channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
             told.
         state_place: Which of the floating-point tensors that a block returns is the state.
+        entry_place: Which of the floating-point tensors that a block takes is the state.
+        starts_early: Whether $X^0$ is what `embedding` gives, because the first block takes only a part of it.
         around: Paths of modules with weights that bring something of the input to $X^N$ around $X^0$; see `around`.
     """
 
@@ -75,6 +77,8 @@ class Anatomy:
     ends_in: str | None = None
     channels: tuple[int | None, ...] = ()
     state_place: int = 0
+    entry_place: int = 0
+    starts_early: bool = False
     around: tuple[str, ...] = ()
 
     @cached_property
@@ -268,8 +272,9 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
     encoder = _encoder_calls(anatomy, evidence)
     ends = [seen.node for seen in (ending.state, evidence.output) if seen is not None]
+    start = None if _is_known_type(anatomy.model) else start_before(chain, ends, evidence)
     return replace(
-        anatomy,
+        anatomy if start is None else replace(anatomy, embedding=start.module, starts_early=True),
         unembedding=unembedding,
         body_end=ending.body_end,
         has_head=ending.has_head or unembedding is not None,
@@ -279,6 +284,7 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         ends_in=ends_in,
         channels=_channels(encoder, chain, ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
+        entry_place=chain[0].place,
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
 

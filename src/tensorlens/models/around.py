@@ -39,6 +39,29 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
     return tuple(dict.fromkeys(_outermost(call, around).path for call in found))
 
 
+def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> ModuleCall | None:
+    """The last call before the blocks that gives all of the state, where the first block itself takes only a part.
+
+    Such as the embedding, where attention takes its norm and the residual is added outside of all modules that repeat.
+    None where the first block takes all there is, or no call gives it.
+    """
+    first, targets = entering(chain[0]), list(ends)
+    if not evidence.is_flow_known:
+        return None
+    behind = _before({first.node}, set(), evidence) & _after(range(evidence.n_inputs), evidence)
+    behind -= {*range(evidence.n_inputs), first.node}
+
+    def is_whole(node: int) -> bool:
+        return (behind - _after({node}, evidence)).isdisjoint(_before(targets, {node}, evidence))
+
+    if is_whole(first.node):
+        return None
+    calls = [call for call in evidence.calls[: chain[0].number] if call.stop and call.stop <= chain[0].start]
+    fitting = [call for call in calls if call.given and call.given[0].shape == first.shape]
+    once = [call for call in fitting if sum(other.module is call.module for other in evidence.calls) == 1]
+    return next((call for call in reversed(once) if is_whole(call.given[0].node)), None)
+
+
 def refuse_several_states(chain: Chain, evidence: Evidence) -> None:
     """A model that carries several states at once has no chain through which all of the input goes."""
     through = {seen.node for call in chain for seen in call.given}

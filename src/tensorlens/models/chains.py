@@ -33,12 +33,34 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
     Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
     a run is opened, so that the blocks of several stages come to be one chain.
     """
+    put_states_first(evidence)
     for sound, by_weights in ((True, True), (False, True), (True, False)):
         search = _Search(evidence, sound, by_weights)
         chain = search.without_stem(search.chain(within or evidence.root))
         if len(chain) > 1:
             return chain
     return []
+
+
+def put_states_first(evidence: Evidence) -> None:
+    """Let calls begin with their state where they take something else first: a mask, positions, a memory."""
+    alike: dict[Any, Chain] = {}
+    for call in evidence.calls if evidence.is_flow_known else ():
+        if len(call.taken) > 1 and call.given:
+            alike.setdefault((type(call.module), len(call.taken), call.place), []).append(call)
+    for calls in alike.values():
+        pairs = list(pairwise(calls))
+        if not pairs or any(_passes_on(a, b, 0, evidence) for a, b in pairs):
+            continue
+        places = range(1, len(calls[0].taken))
+        place = next((n for n in places if all(_passes_on(a, b, n, evidence) for a, b in pairs)), 0)
+        for call in calls if place else ():
+            call.taken = (call.taken[place], *call.taken[:place], *call.taken[place + 1 :])
+            call.place = place
+
+
+def _passes_on(a: ModuleCall, b: ModuleCall, place: int, evidence: Evidence) -> bool:
+    return evidence.reaches({seen.node for seen in a.given}, b.taken[place].node, since=a.start)
 
 
 def entering(call: ModuleCall) -> Seen:
@@ -141,11 +163,15 @@ class _Search:
         return inner if is_stage and (not self.sound or self._is_cut(inner, kid)) else [kid]
 
     def _joins(self, chain: Chain) -> bool:
-        """Whether members take, beside what the one before gave, something else made of it: gates of a block do."""
+        """Whether members take, beside what the one before gave, something else made of it: gates of a block do.
+
+        So do first blocks of stages, whose stage made it: those are parts of two modules.
+        """
         evidence = self.evidence
         return any(
             evidence.reaches({given.node}, seen.node, since=a.start) and not evidence.is_same(given.node, seen.node)
             for a, b in pairwise(chain)
+            if a.parent is b.parent
             for given in a.given[:1]
             for seen in b.taken[1:]
         )

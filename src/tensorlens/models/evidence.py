@@ -64,6 +64,7 @@ class ModuleCall:
         given: The same of what it returned.
         children: The calls that were part of it.
         several_states: Whether the first thing it takes is a list of states, and not one.
+        place: Which of the tensors that it took is first in `taken`: its state, behind what others take too.
     """
 
     number: int
@@ -76,6 +77,7 @@ class ModuleCall:
     given: tuple[Seen, ...] = ()
     children: list[ModuleCall] = field(default_factory=list)
     several_states: bool = False
+    place: int = 0
 
     def walk(self) -> Iterator[ModuleCall]:
         """This call and all that were part of it, in order."""

@@ -20,13 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from tensorlens.models.comparable import (
+    SIMPLE,
+    Objects,
+    comparable,
+    of_callable,
+    of_class,
+    of_objects,
+    of_tensor,
+    reference,
+)
 from tensorlens.models.module_tree import named_modules, parameters, walk
 
-MOST_ITEMS = 64
-"""Containers of at most so many items are compared by what is in them, longer ones by their length and identity."""
-
-SAMPLED = 64
-"""Elements of each parameter that a sampled checksum reads."""
+SAMPLED, ALL = 64, 2**17
+"""Elements of each parameter that a sampled checksum reads; every one of a model that has no more than `ALL`."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NO_STATE = frozenset(
@@ -37,7 +44,7 @@ _NO_STATE = frozenset(
 )
 _NO_HOOKS = ((),) * len(_HOOKS)
 _HEAD = ("identity", "class", "training mode", "hooks")
-_SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_READ = ("what its hooks read", "what its code reads")
 _PLAIN = frozenset((nn.Parameter, Tensor))
 _GLOBAL_HOOKS = tuple(
     getattr(torch_modules, name)
@@ -88,15 +95,20 @@ def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozens
     row: list[Any] = []
     starts: list[int] = []
     kinds: dict[type, None] = {}
-    objects: dict[int, Any] = {}
+    objects: Objects = {}
     for module in walk(model):
         starts.append(len(row))
-        kinds[type(module)] = None
         if not _add_state(row, module, objects, ignoring):
             return None
-    code = tuple([(kind, _reference(kind.forward)) for kind in kinds])
+        kind = type(module)
+        if kind not in kinds:  # said once, at the first of its modules
+            kinds[kind] = None
+            read = of_class(kind, objects)
+            if read and not (ignoring and (id(module), _READ[1]) in ignoring):
+                row += (_READ[1], read)
+    code = tuple([(kind, reference(kind.forward)) for kind in kinds])
     hooks = tuple([tuple([n for n, hook in list(hooks.items()) if not looks_on(hook)]) for hooks in _GLOBAL_HOOKS])
-    return Fingerprint(tuple(row), starts, (hooks, code, _configurations(objects)))
+    return Fingerprint(tuple(row), starts, (hooks, code, of_objects(objects)))
 
 
 def moved(before: Fingerprint | None, after: Fingerprint | None, model: nn.Module) -> frozenset[tuple[int, str]]:
@@ -119,7 +131,7 @@ def what_changed(before: Fingerprint | None, after: Fingerprint | None, model: n
     for module, was, now in zip(walk(model), before.of_modules(), after.of_modules(), strict=False):
         if was != now:
             name = next(name for name in was | now if was.get(name, was) != now.get(name, now))
-            what = f"the {name}" if name in _HEAD else f"`{name}`"
+            what = f"the {name}" if name in _HEAD else name if name in _READ else f"`{name}`"
             return f"{what} of `{names[id(module)] or type(model).__name__}` changed"
     if len(before.starts) != len(after.starts):
         return f"it has {len(after.starts)} modules and had {len(before.starts)}"
@@ -128,12 +140,13 @@ def what_changed(before: Fingerprint | None, after: Fingerprint | None, model: n
     return next(changed, "nothing that a fingerprint sees changed")
 
 
-def _add_state(
-    row: list[Any], module: nn.Module, objects: dict[int, Any], ignoring: frozenset[tuple[int, str]]
-) -> bool:
+def _add_state(row: list[Any], module: nn.Module, objects: Objects, ignoring: frozenset[tuple[int, str]]) -> bool:
     """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
     inside = module.__dict__
-    row += [weakref.ref(module), type(module), module.training, _hooks(inside)]
+    hooks = _hooks(inside)
+    row += [weakref.ref(module), type(module), module.training, hooks]
+    if (hooks[0] or hooks[1]) and not (ignoring and (id(module), _READ[0]) in ignoring):
+        row += (_READ[0], _read_by_hooks(inside, objects))
     for name, p in inside["_parameters"].items():
         if p is not None:
             if p.is_meta:
@@ -146,15 +159,15 @@ def _add_state(
         row += (name, part is not None)
     for name, buffer in inside["_buffers"].items():
         if buffer is not None and not (ignoring and (id(module), name) in ignoring):
-            row += (name, _tensor(buffer))
+            row += (name, of_tensor(buffer))
     set_by_passes = _set_by_passes(type(module))
     for name, value in inside.items():
         if name in _NO_STATE or name in set_by_passes or ignoring and (id(module), name) in ignoring:
             continue
-        if type(value) in _SIMPLE:
+        if type(value) in SIMPLE:
             row += (name, value)
         else:
-            row += (name, _value(value, objects))
+            row += (name, comparable(value, objects))
     return True
 
 
@@ -178,6 +191,11 @@ def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
     return (*_NO_HOOKS[:-1], tuple(inside["_backward_pre_hooks"])) if inside["_backward_pre_hooks"] else _NO_HOOKS
 
 
+def _read_by_hooks(inside: dict[str, Any], objects: Objects) -> tuple[Any, ...]:
+    hooks = [hook for name in _HOOKS[:2] for hook in inside[name].values() if not looks_on(hook)]
+    return tuple([of_callable(hook, objects) for hook in hooks])
+
+
 def in_this_thread(hook: Any) -> Any:
     """A hook for one pass of the library's own: other threads neither run it nor take it for a change of the model."""
     thread = threading.get_ident()
@@ -197,54 +215,6 @@ def looks_on(hook: Any) -> bool:
     )
 
 
-def _tensor(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
-
-
-def _value(value: Any, objects: dict[int, Any]) -> Any:
-    """What an attribute is, as something to compare: small things by value, all else by identity."""
-    kind = type(
-        value
-    )  # and not `isinstance`, which asks the object: slow for a configuration with a `__getattribute__`
-    if kind in _SIMPLE:
-        return value
-    if id(value) in objects:
-        return id(value)
-    if issubclass(kind, Tensor):
-        return _tensor(value)
-    if issubclass(kind, (list, tuple, set, frozenset, dict)) and len(value) <= MOST_ITEMS:
-        if issubclass(kind, dict):
-            return tuple([(_value(key, objects), _value(item, objects)) for key, item in value.items()])
-        return kind, tuple([_value(item, objects) for item in value])
-    if callable(value):
-        return _reference(value)
-    if hasattr(value, "__dict__"):
-        objects[id(value)] = value
-    return id(value)
-
-
-def _reference(value: Any) -> Any:
-    """Identity that outlasts the thing: a bare `id` may be given again to the next function that is made."""
-    try:
-        reference = weakref.ref(value)
-        hash(reference)  # while it is there: afterwards it would have none
-    except TypeError:
-        return id(value)
-    return reference
-
-
-def _configurations(objects: dict[int, Any]) -> tuple[Any, ...]:
-    """Simple values of each object that modules refer to, such as a configuration, and of those inside it."""
-    found, waiting, seen = [], list(objects.values()), set(objects)
-    while waiting and len(found) < MOST_ITEMS:
-        inner: dict[int, Any] = {}
-        value = waiting.pop()
-        found.append(tuple((name, _value(item, inner)) for name, item in value.__dict__.items()))
-        waiting += [item for key, item in inner.items() if key not in seen]
-        seen |= inner.keys()
-    return tuple(found)
-
-
 class Samples:
     """A checksum of a few elements of each parameter: notices most writes through `.data`, which leave no version.
 
@@ -254,11 +224,13 @@ class Samples:
 
     def __init__(self, model: nn.Module) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        few = sum(parameter.numel() for parameter in model.parameters()) <= ALL
         for parameter in model.parameters():
             flat = parameter.detach()
             if not flat.is_meta and flat.numel() and flat.is_contiguous():
                 flat = flat.view(-1)
-                by_kind.setdefault((flat.device, flat.dtype), []).append(flat[:: max(1, -(-flat.numel() // SAMPLED))])
+                step = 1 if few else max(1, -(-flat.numel() // SAMPLED))
+                by_kind.setdefault((flat.device, flat.dtype), []).append(flat[::step])
         self._views = list(by_kind.values())
         self._before = self._read()
 
