@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from tensorlens.errors import LoadError
 from tensorlens.models.foreign_files import is_no_room
+from tensorlens.strict_json import from_json, to_json
 
 FORMAT = 1
 """Raise this when converted copies of earlier versions must not be read any more."""
@@ -108,7 +108,7 @@ def _make(work: Path, done: Path, make: Callable[[Path], None]) -> None:
         _remove(work)
         work.mkdir()
         make(work)
-        (work / _LIST).write_text(json.dumps({file.name: [_stamp(file), _checksum(file)] for file in _files(work)}))
+        (work / _LIST).write_text(to_json({file.name: [_stamp(file), _checksum(file)] for file in _files(work)}))
         if done.is_dir():  # damaged; a file of this name is somebody else's
             _remove(done)
         work.rename(done)
@@ -127,7 +127,7 @@ def _is_whole(copy: Path) -> bool:
     the last change of its entry cannot be set back, as that of its content can.
     """
     try:
-        listed = json.loads((copy / _LIST).read_text("utf-8"))
+        listed = from_json((copy / _LIST).read_bytes())
         files = {file.name: file for file in _files(copy)}
         return set(files) == set(listed) and all(
             _stamp(file) == listed[name][0]
