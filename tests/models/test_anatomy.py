@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from zoo import build, sample
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, InputError
 from tensorlens.freezing.layouts import axis_layout, state_of
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of
 from tensorlens.models.evidence import watch
@@ -380,7 +380,7 @@ def test_watching_leaves_a_model_as_it_was():
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert not nn.modules.module._global_forward_hooks
     assert evidence.is_flow_known
-    with pytest.raises(RuntimeError, match="normalized_shape"):
+    with pytest.raises(InputError, match=r"itself cannot run .*normalized_shape.*`x` \(float32 of shape"):
         watch(model, {"x": torch.randn(1, L, 3)})
     assert not nn.modules.module._global_forward_pre_hooks
 

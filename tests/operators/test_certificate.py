@@ -87,12 +87,75 @@ def test_a_silent_block_is_noticed_where_the_input_is_led_around_it() -> None:
     assert min(certificate.passing[0], certificate.passing[2]) > 0.1
 
 
+class Shortcut(Skipped):
+    """Nearly all of the last block's state comes by a shortcut around the block before it."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(input_ids), False)
+        return self.blocks[2](1e9 * x + self.blocks[1](x, False), False)
+
+
+def test_a_block_is_measured_from_its_own_state_and_not_from_what_the_one_before_gave() -> None:
+    certificate = tl.Lens(Shortcut().double().eval())([3, 5, 7]).certificate()
+    assert certificate.passed and min(certificate.passing) > 0.1 and len(certificate.passing) == 3
+
+
 def test_a_large_state_before_a_norm_is_not_silence() -> None:
     model: Any = zoo.build("gpt2")
     with torch.no_grad():
         model.transformer.wte.weight.mul_(1e9)
     certificate = tl.Lens(model)(zoo.sample("gpt2")).certificate()
     assert not certificate.silent and certificate.moves > 0 and min(certificate.passing) > 0.01
+
+
+class InFloat32(Plain):
+    """Casts its state, as norms of some models do."""
+
+    def forward(self, x: Tensor, is_silent: bool) -> Tensor:
+        return super().forward(x.float().double(), is_silent)
+
+
+def test_the_tolerance_follows_from_the_casts_of_the_model() -> None:
+    tolerances = []
+    for n in range(4):
+        model = Autocast(enabled=False)
+        for i in range(n):
+            model.blocks[i] = InFloat32()
+        certificate = tl.Lens(model.double().eval(), blocks="blocks")([3, 5, 7]).certificate()
+        tolerances.append(certificate.tolerance)
+        assert certificate.passed
+    assert tolerances == [1e-10] + [1e-6 * n**0.5 for n in (1, 2, 3)]
+
+
+class Autocast(nn.Module):
+    """Computes its feed-forwards in bfloat16, by its own code."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(29, 16), nn.ModuleList([Plain() for _ in range(3)])
+        self.enabled = enabled
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            for block in self.blocks:
+                x = block(x, False)
+        return x
+
+
+def test_autocast_within_a_forward_is_part_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = Autocast().eval()
+    T = tl.Lens(model)([3, 5, 7])
+    certificate = T.certificate()
+    assert certificate.passed and certificate.tolerance == 5e-2
+    assert any("bfloat16, whose rounding may hide" in said for said in certificate.reservations)
+    assert torch.equal(T.output, model(torch.tensor([[3, 5, 7]]))[0].float())
+    dense = T.dense()
+    model.enabled = False
+    plain = tl.Lens(model)([3, 5, 7])
+    assert plain.certificate().tolerance == 1e-4 and not plain.certificate().reservations
+    assert 1e-4 < float((dense - plain.dense()).norm() / plain.dense().norm()) < 0.1  # a relu may fall the other way
 
 
 def test_what_modules_hold_is_reported() -> None:

@@ -23,13 +23,15 @@ from torch.overrides import TorchFunctionMode
 ACTIVATIONS = {
     "gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "exp", "elu", "mish", "hardswish", "hardsigmoid", "relu6",
     "leaky_relu", "ndtr", "special_ndtr", "threshold", "logsigmoid", "softsign", "hardtanh", "celu", "selu", "erf",
-    "cos", "_threshold", "round",
+    "cos", "_threshold", "round", "log_sigmoid", "softshrink", "tanhshrink", "sin", "atan", "erfinv", "expm1", "sinc",
+    "special_sinc", "log1p", "fmod", "frac", "remainder", "__mod__", "trunc",
 }  # fmt: skip
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
 MATRIX_PRODUCTS = {"matmul", "__matmul__", "bmm", "mm"}
 SHAPES = {
     "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "__getitem__",
+    "interpolate",
 }  # fmt: skip
 """After which what came out of an activation still did."""
 ARITHMETIC = {
@@ -45,6 +47,7 @@ class Frozen(TorchFunctionMode):
 
     def __init__(self) -> None:
         self.gates: dict[int, tuple[Tensor, int]] = {}
+        self.casts = False  # whether the model's own code left float64
 
     def __enter__(self) -> Any:
         Frozen.active += 1
@@ -75,6 +78,7 @@ class Frozen(TorchFunctionMode):
             ratio = func(*args, **kwargs) / args[0]
             return args[0] * torch.where(args[0] == 0, 0.0, ratio).detach()
         result = func(*args, **kwargs)
+        self.casts |= is_live(result) and result.dtype == torch.float32
         if name in SHAPES and self._strength(args[0]):
             for part in (result,) if isinstance(result, Tensor) else result:
                 self.gates[id(part)] = part, self._strength(args[0])
@@ -84,16 +88,10 @@ class Frozen(TorchFunctionMode):
         return result
 
     def _activation(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-        """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held, and its limit where z is 0."""
         z, rest = args[0], args[1:]
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
         rest = tuple(value for value in rest if value is not True and value is not False)
-        with torch.no_grad():
-            at_zero = func(torch.zeros_like(z), *rest, **kwargs)
-            ratio = (func(z.detach().clone(), *rest, **kwargs) - at_zero) / z
-            near = [func(torch.full_like(z, step), *rest, **kwargs) for step in (1e-6, -1e-6)]
-            ratio = torch.where(z == 0, (near[0] - near[1]) / 2e-6, ratio)
-        result = at_zero + ratio * z
+        result, at_zero = _by_ratio(lambda v: func(v, *rest, **kwargs), z)
         self.gates[id(result)] = result, 1 + bool(at_zero.any())
         return result
 
@@ -121,6 +119,16 @@ def is_live(value: Any) -> bool:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else tuple(one.detach() for one in value)
+
+
+def _by_ratio(function: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held, and its limit where z is 0; and φ(0)."""
+    with torch.no_grad():
+        at_zero = function(torch.zeros_like(z))
+        ratio = (function(z.detach().clone()) - at_zero) / z
+        near = [function(torch.full_like(z, step)) for step in (1e-6, -1e-6)]
+        ratio = torch.where(z == 0, (near[0] - near[1]) / 2e-6, ratio)
+    return at_zero + ratio * z, at_zero
 
 
 def layer_norm(
@@ -214,6 +222,28 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
     return value * torch.sigmoid(gate).detach()
 
 
+def lstm(
+    x: Tensor, start: Any, flat: Any, has_biases: bool, n_layers: int, dropout: float, training: bool, both_ways: bool,
+    batch_first: bool,
+) -> Any:  # fmt: skip
+    """What `nn.LSTM` computes, with its three gates held: c' = f⊙c + i⊙tanh(g), h' = o⊙tanh(c')."""
+    x, n_ways, size = x.transpose(0, 1) if batch_first else x, 1 + both_ways, 4 if has_biases else 2
+    for layer in range(n_layers):
+        ways = []
+        for way in range(n_ways):
+            n = layer * n_ways + way
+            w_x, w_h, *biases = flat[n * size : (n + 1) * size]
+            h, c, steps = start[0][n], start[1][n], []
+            for row in x.flip(0) if way else x:
+                i, f, g, o = (row @ w_x.T + h @ w_h.T + sum(biases)).chunk(4, -1)
+                c = f.sigmoid().detach() * c + i.sigmoid().detach() * _by_ratio(torch.tanh, g)[0]
+                h = o.sigmoid().detach() * _by_ratio(torch.tanh, c)[0]
+                steps.append(h)
+            ways.append(torch.stack(steps[::-1] if way else steps))
+        x = torch.cat(ways, -1)
+    return x.transpose(0, 1) if batch_first else x, None, None
+
+
 def _standardised(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     centred = x - x.mean(axes, keepdim=True)
     return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt().detach()
@@ -234,4 +264,5 @@ RULES: dict[str, Callable[..., Any]] = {
     "multi_head_attention_forward": multi_head_attention,
     "normalize": normalize,
     "glu": glu,
+    "lstm": lstm,
 }

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from strangers.models import IDS, WithHead, randomised
+from strangers.models import IDS, NanoGPT, Plain, WithHead, randomised, torch_encoder
+from torch import nn
 
 import tensorlens as tl
 
@@ -39,3 +40,43 @@ def test_a_mistake_is_named(lens: tl.Lens, mistake: str):
     T = lens(list(IDS))
     with pytest.raises(tl.InputError, match="[;.]"):  # what was wrong, and what to do
         FEW[mistake](lens, T)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Plain()
+
+
+def half_on_meta() -> nn.Module:
+    model = randomised(Plain())
+    model.norm = nn.LayerNorm(16, device="meta")
+    return model
+
+
+OF_THE_MODEL: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "floats for ids that have another name": (
+        NanoGPT,
+        torch.tensor([[1.0, 2.0]]),
+        r"`NanoGPT` itself.*`idx` \(float64",
+    ),
+    "the same by name": (NanoGPT, {"idx": torch.tensor([[1.0, 2.0]])}, r"`NanoGPT` itself.*`idx` \(float64"),
+    "an id that is none": (NanoGPT, {"idx": torch.tensor([[1, 300]])}, "`NanoGPT` itself.*IndexError"),
+    "states of another width": (torch_encoder, torch.zeros(1, 5, 17), r"itself cannot run.*`src` \(float64 of shape"),
+    "a model without values": (on_meta, list(IDS), "`embed.weight` of `Plain` is on the meta device"),
+    "a part of a model without values": (half_on_meta, list(IDS), "`norm.weight` of `Plain` is on the meta device"),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_THE_MODEL)
+def test_what_the_model_itself_cannot_do_is_said(mistake: str):
+    build, value, said = OF_THE_MODEL[mistake]
+    model = build()
+    with pytest.raises(tl.InputError, match=said):
+        tl.Lens(model if "values" in mistake else randomised(model))(value)
+
+
+def test_it_is_said_of_a_later_input_too():
+    lens = tl.Lens(randomised(NanoGPT()))
+    lens({"idx": torch.tensor([[1, 2]])})
+    with pytest.raises(tl.InputError, match="`NanoGPT` itself cannot run on this input: IndexError"):
+        lens({"idx": torch.tensor([[1, 300]])})

@@ -21,7 +21,7 @@ from tensorlens.freezing.rules.linear import describe, dropout, linear
 from tensorlens.freezing.rules.modules import find_adapter
 from tensorlens.freezing.rules.recurrences import with_kernels
 from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of
-from tensorlens.freezing.traced import Traced, mark, raw, traced_in, unmark
+from tensorlens.freezing.traced import Traced, mark, raw, traced_in, type_of, unmark
 from tensorlens.models.evidence import tensors_in
 from tensorlens.models.module_tree import named_modules
 
@@ -61,6 +61,14 @@ class Observer(Protocol):
 
     def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module ran."""
+
+
+@runtime_checkable
+class EntryObserver(Protocol):
+    """An observer that is also told of blocks before they run."""
+
+    def saw_entry(self, run: Interpreter, state: Tensor) -> None:
+        """A block is about to run from this state."""
 
 
 class Interpreter:
@@ -216,9 +224,18 @@ class Interpreter:
             self.route.note_sources(self, live)
         known = (sources,) if rule is linear else ()  # which then need not look for them again
         result = rule(self, function, args, kwargs, *known)
+        if self.recording:
+            self._note_cast(live, result)
         for observer in self.observers:
             observer.saw_call(self, name, args, kwargs, result)
         return result
+
+    def _note_cast(self, live: list[Traced], result: Any) -> None:
+        """Note where a model leaves the precision of its states: by a cast, or by autocast within its own code."""
+        if isinstance(result, Traced) and result.live:
+            dtype = type_of(result)
+            if dtype.is_floating_point and dtype.itemsize < max([type_of(source).itemsize for source in live]):
+                self.note_rule(f"cast: {str(dtype).removeprefix('torch.')}")
 
     def refusal(self, operation: str) -> str:
         """Why `operation` cannot be made linear, where, and what to do."""

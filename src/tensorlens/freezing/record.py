@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
@@ -14,6 +15,8 @@ from tensorlens.freezing.recorder import Recorder, RecordOptions
 from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.module_tree import parameters
+from tensorlens.models.own_errors import own_errors
+from tensorlens.models.plain_pass import evaluating
 
 
 def record(
@@ -30,13 +33,24 @@ def record(
     with own_precision():
         inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
     for candidate in (anatomy, *anatomy.alternatives()):
-        recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
+        try:
+            recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
+        except (TensorLensError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+            raise
         if recording is not None:
             return recording
     raise AnatomyError(
         f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
         "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
     )
+
+
+def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
+    with own_errors(model, inputs), own_precision(), torch.no_grad(), evaluating(model):
+        model(**inputs)
 
 
 def _is_inference(value: Any) -> bool:

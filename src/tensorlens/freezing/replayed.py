@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.freezing.factors import RecalledFactors
 from tensorlens.freezing.interception import current_fingerprint, running
-from tensorlens.freezing.interpreter import Forward, Heads, Interpreter, Observer
+from tensorlens.freezing.interpreter import EntryObserver, Forward, Heads, Interpreter, Observer
 from tensorlens.freezing.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.prologue import Prologue
@@ -119,6 +119,10 @@ class _ReplayRoute:
                     run.remember_entry(value, live)
             args, kwargs = put_state(args, kwargs, live)
             self.prologue.repeat(state, live, run.remember_entry)
+            state = live
+        for observer in run.observers:
+            if isinstance(observer, EntryObserver):
+                observer.saw_entry(run, state)
         run.place = Place(n, inside=True)
         output = forward(*args, **kwargs)
         run.place = Place(n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,15 @@ class Classes:
         if self.labels is not None:
             return str(self.labels.get(index, index))
         return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
+
+    def names(self, weights: Mapping[int, float]) -> str:
+        """How weights on logits are written: ``Paris``, ``Paris − Rome``, ``0.5·Paris + 0.5·Lyon − Rome``."""
+        terms = [
+            (weight, f"{'' if abs(weight) == 1 else f'{abs(weight):.3g}·'}{self.name(i)}")
+            for i, weight in weights.items()
+        ]
+        first = ("−" if terms[0][0] < 0 else "") + terms[0][1]
+        return first + "".join(f" {'−' if weight < 0 else '+'} {term}" for weight, term in terms[1:])
 
     def _label_index(self, target: str) -> int:
         assert self.labels is not None

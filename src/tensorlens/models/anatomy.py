@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.chains import LISTS, Chain, entering, find_chain, find_encoder, is_in_list, leaving
+from tensorlens.models.around import held_sources, refuse_second_state, refuse_several_states
+from tensorlens.models.chains import (
+    LISTS,
+    Chain,
+    entering,
+    find_chain,
+    find_encoder,
+    holds_enough,
+    is_in_list,
+    leaving,
+)
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
@@ -46,6 +55,7 @@ class Anatomy:
         channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
             told.
         state_place: Which of the floating-point tensors that a block returns is the state.
+        around: Paths of modules with weights that bring something of the input to $X^N$ around $X^0$; see `around`.
     """
 
     model: nn.Module
@@ -65,6 +75,7 @@ class Anatomy:
     ends_in: str | None = None
     channels: tuple[int | None, ...] = ()
     state_place: int = 0
+    around: tuple[str, ...] = ()
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -151,13 +162,13 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     for candidate in () if named is None else (named, *named.alternatives()):
         calls = _calls_of(candidate, evidence)
-        if calls:
+        if calls and (is_named or holds_enough(calls, evidence)):
             return _with_ending(candidate, calls, evidence)
         if _is_entered_directly(candidate, evidence):
             return _by_body(candidate)
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
-    if named is None:
+    if named is None or _calls_of(named, evidence):
         raise _not_found(model)
     raise AnatomyError(
         f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
@@ -194,8 +205,8 @@ def _not_found(model: nn.Module) -> AnatomyError:
 
 
 def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
-    _refuse_several_states(chain, evidence)
-    _refuse_second_state(chain, evidence)
+    refuse_several_states(chain, evidence)
+    refuse_second_state(chain, evidence)
     found = find_encoder(chain, evidence)
     encoder, of_encoder = (None, []) if found is None else found
     return Anatomy(
@@ -217,36 +228,6 @@ def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
         path = call.path.rpartition(".")[0]
         beside = {other.path for other in evidence.calls if other.path.rpartition(".")[0] == path}
         yield path if is_in_list(call, evidence) and beside <= own else call.path
-
-
-def _refuse_several_states(chain: Chain, evidence: Evidence) -> None:
-    """A model that carries several states at once has no chain through which all of the input goes."""
-    through = {seen.node for call in chain for seen in call.given}
-    for holder in chain[-1].holders():
-        sources = {seen.node for seen in holder.taken}
-        around = [s for s in holder.given if evidence.reaches(sources, s.node, past=through, since=holder.start)]
-        if holder.several_states and around:
-            raise AnatomyError(
-                f"`{holder.path}` takes {len(holder.taken)} states at once, of shapes "
-                f"{', '.join(str(seen.shape) for seen in holder.taken)}; expected one state that goes from block to "
-                "block. Look at one of its parts by itself."
-            )
-
-
-def _refuse_second_state(chain: Chain, evidence: Evidence) -> None:
-    """A second state beside the first, made of the same input, would be lost: only one of them is the operator's."""
-    for a, b in pairwise(chain):
-        for seen in b.taken[1:]:
-            is_state = (
-                any(evidence.is_same(given.node, seen.node) for given in a.given) and seen.node != entering(b).node
-            )
-            firsts = [first for first in chain[0].taken[1:] if len(first.shape) == len(seen.shape)]
-            sources = evidence.roots(entering(chain[0]).node)
-            if is_state and any(sources & evidence.roots(first.node) for first in firsts):
-                raise AnatomyError(
-                    f"`{b.path}` takes two states that blocks before it gave, of shapes {entering(b).shape} and "
-                    f"{seen.shape}, both made of the same input; expected one state that goes from block to block."
-                )
 
 
 def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:
@@ -285,6 +266,8 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         unembedding = None
     readout, ends_in = find_readout(evidence, linear)
     taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
+    encoder = _encoder_calls(anatomy, evidence)
+    ends = [seen.node for seen in (ending.state, evidence.output) if seen is not None]
     return replace(
         anatomy,
         unembedding=unembedding,
@@ -294,7 +277,8 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         head_linear=None if linear is None or linear.module is unembedding else linear.path,
         readout=readout,
         ends_in=ends_in,
-        channels=_channels(_encoder_calls(anatomy, evidence), chain, ending, evidence),
+        channels=_channels(encoder, chain, ending, evidence),
+        around=held_sources(chain, encoder, ends, evidence),
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
 

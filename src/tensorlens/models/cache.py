@@ -127,7 +127,7 @@ def _is_whole(copy: Path) -> bool:
     the last change of its entry cannot be set back, as that of its content can.
     """
     try:
-        listed = from_json((copy / _LIST).read_bytes())
+        listed = from_json((copy / _LIST).read_text("utf-8"))
         files = {file.name: file for file in _files(copy)}
         return set(files) == set(listed) and all(
             _stamp(file) == listed[name][0]

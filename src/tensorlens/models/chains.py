@@ -21,6 +21,9 @@ STEM = 0.001
 SMALL = 0.2
 """Modules of a list of their own with a smaller part of the blocks' weights, in among them, are no blocks."""
 
+LEAST = 0.1
+"""A list of modules with a smaller part of the weights that ran is no list of blocks unless it is named."""
+
 Chain = list[ModuleCall]
 
 
@@ -30,8 +33,8 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
     Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
     a run is opened, so that the blocks of several stages come to be one chain.
     """
-    for sound in (True, False):
-        search = _Search(evidence, sound)
+    for sound, by_weights in ((True, True), (False, True), (True, False)):
+        search = _Search(evidence, sound, by_weights)
         chain = search.without_stem(search.chain(within or evidence.root))
         if len(chain) > 1:
             return chain
@@ -74,6 +77,18 @@ def is_in_list(call: ModuleCall, evidence: Evidence) -> bool:
     return bool(name) and isinstance(evidence.root.module.get_submodule(path), LISTS)
 
 
+def holds_enough(chain: Chain, evidence: Evidence) -> bool:
+    """Whether calls may be blocks though nobody named them: of the weights that ran so far, `LEAST` are in them."""
+    ran = {call.module for call in evidence.calls if call.start < chain[-1].stop}
+    sizes = {
+        id(part): sum(weight.numel() for weight in part.parameters(recurse=False) if weight.dim() > 1)
+        for part in ran
+        if not isinstance(part, nn.Embedding)
+    }
+    inside = {id(part) for call in chain for part in call.module.modules()}
+    return sum(size for part, size in sizes.items() if part in inside) >= LEAST * sum(sizes.values())
+
+
 class _Part(NamedTuple):
     """A call, and the blocks it stands for: those in it if it is a stage, itself otherwise."""
 
@@ -86,8 +101,17 @@ class _Part(NamedTuple):
 
 
 class _Search:
-    def __init__(self, evidence: Evidence, sound: bool) -> None:
-        self.evidence, self.sound = evidence, sound
+    """A search for the chain.
+
+    Args:
+        evidence: What ran.
+        sound: Whether a stage is opened only if the state goes through its members, and not around them.
+        by_weights: Whether modules alike have the names of their weights in common too, and not only their class.
+            Stages of one block each may differ by a position or a split.
+    """
+
+    def __init__(self, evidence: Evidence, sound: bool, by_weights: bool) -> None:
+        self.evidence, self.sound, self.by_weights = evidence, sound, by_weights
         self.modules = dict(evidence.root.module.named_modules())
         self._sizes: dict[int, list[int]] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
@@ -230,5 +254,6 @@ class _Search:
         module = call.module
         if id(module) not in self._signatures:
             names = tuple(name for name, weight in module.named_parameters() if weight.dim() > 1)
+            names = names if self.by_weights else ()
             self._signatures[id(module)] = type(module), names
         return self._signatures[id(module)]

@@ -54,8 +54,13 @@ def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> En
 
 
 def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | None, Seen, bool]:
-    """Go on from the last block, through norms and the modules around the blocks, until a head begins."""
+    """Go on from the last block, through norms and the modules around the blocks, until a head begins.
+
+    What begins like a head may be beside the way, as a gate that says when to stop: a norm that all of the state goes
+    through later on, around it, is still the body's.
+    """
     end: str | None = None
+    heads: list[ModuleCall] = []
     for holder, follower in _followers(last):
         after = follower if follower is not None else holder
         if not after.given or follower is not None and not _reads(follower, state, evidence):
@@ -64,15 +69,42 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
         if evidence.is_same(given.node, state.node) and math.prod(given.shape) == math.prod(state.shape):
             continue  # the same values, perhaps in another order: windows put together again
         if follower is None:
-            if not _is_like(given, state):
-                return end, state, True
+            if heads or not _is_like(given, state):
+                break
             end, state = holder.path, given
-        elif _is_norm(follower, state, evidence) and (_is_like(given, state) or _is_most(given, state)):
-            end, state = follower.path, given
+        elif _is_norm(follower, state, evidence) and (_keeps_tokens(given, state) or _is_most(given, state)):
+            if not heads or _goes_around(heads, follower, state, evidence):
+                end, state, heads = follower.path, given, []
         elif not (_n_matrices(follower.module) and is_in_list(follower, evidence)) and _begins_head(follower, state):
-            return end, state, True
-    output = evidence.output
-    return end, state, output is None or output.shape != state.shape
+            heads.append(follower)
+    else:
+        output = evidence.output
+        if not heads:
+            return end, state, output is None or output.shape != state.shape
+    norm = _norm_first(heads[0], state, evidence) if heads else None
+    return (end, state, True) if norm is None else (norm.path, norm.given[0], True)
+
+
+def _goes_around(heads: list[ModuleCall], norm: ModuleCall, state: Seen, evidence: Evidence) -> bool:
+    """Whether a norm takes the state around all that began like a head, and the model's output nothing else of it."""
+    if evidence.output is None or not evidence.is_flow_known:
+        return False
+    past = {seen.node for head in heads for seen in head.given}
+    is_read = any(evidence.reaches({state.node}, seen.node, past=past, since=state.node) for seen in norm.taken)
+    given = {norm.given[0].node}
+    return is_read and not evidence.reaches({state.node}, evidence.output.node, past=given, since=state.node)
+
+
+def _norm_first(head: ModuleCall, state: Seen, evidence: Evidence) -> ModuleCall | None:
+    """The norm of all tokens that a head begins with, if it takes nothing else of the state."""
+    first = next((part for part in head.children if part.given and _reads(part, state, evidence)), None)
+    if first is None or not head.given:
+        return None
+    given = first.given[0]
+    if not (_is_norm(first, state, evidence) and _keeps_tokens(given, state)):
+        return _norm_first(first, state, evidence)
+    is_all = not evidence.reaches({state.node}, head.given[0].node, past={given.node}, since=state.node)
+    return first if is_all and evidence.is_flow_known else None
 
 
 def _followers(last: ModuleCall) -> Iterator[tuple[ModuleCall, ModuleCall | None]]:
@@ -93,6 +125,12 @@ def _is_like(given: Seen, state: Seen) -> bool:
     if len(given.shape) != len(state.shape) or math.prod(given.shape) < math.prod(state.shape):
         return False
     return sorted(given.shape) == sorted(state.shape) or given.shape[-1] == state.shape[-1]
+
+
+def _keeps_tokens(given: Seen, state: Seen) -> bool:
+    """Whether a norm's output is a later state, or one with its tokens spread over rows and columns."""
+    is_spread = len(given.shape) != len(state.shape) and math.prod(given.shape) == math.prod(state.shape)
+    return _is_like(given, state) or is_spread and len(given.shape) > 2 and state.shape[-1] in given.shape
 
 
 def _is_most(given: Seen, state: Seen) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.models.fingerprint import in_this_thread
+from tensorlens.models.own_errors import own_errors, refuse_without_values
 from tensorlens.models.plain_pass import evaluating, in_own_precision
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
@@ -101,6 +102,7 @@ class Evidence:
         ends: For nodes that a softmax or its like made, its name and the node it took.
         output: What the model returned: its logits or its state.
         is_flow_known: Whether operations were seen; otherwise nodes only tell which modules shared a tensor.
+        n_inputs: How many of the nodes, the first ones, are tensors that the model was called with.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -109,6 +111,7 @@ class Evidence:
     ends: Mapping[int, tuple[str, int]]
     output: Seen | None
     is_flow_known: bool
+    n_inputs: int = 0
 
     @property
     def root(self) -> ModuleCall:
@@ -158,10 +161,12 @@ def watch(model: nn.Module, arguments: Mapping[str, Any]) -> Evidence:
         model: Any module; left as it was.
         arguments: Keyword arguments of its forward.
     """
+    refuse_without_values(model)
     try:
         return _watch(model, arguments, _Flow())
     except Exception:  # noqa: BLE001  a kernel that takes no dispatch mode; the model's own errors come again
-        return _watch(model, arguments, _Flow(seen=False))
+        with own_errors(model, arguments):
+            return _watch(model, arguments, _Flow(seen=False))
 
 
 def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evidence:
@@ -177,12 +182,13 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evide
         arguments = copy_containers(arguments)
         for tensor in tensors_in(arguments):
             flow.see(tensor)
+        n_inputs = len(flow.parents)
         output = model(**arguments)
     found = main_tensor(output)
     found = next(tensors_in(output), None) if found is None else found
     return Evidence(
         calls=tuple(calls.made), parents=tuple(flow.parents), origins=tuple(flow.origins), ends=dict(flow.ends),
-        output=None if found is None else flow.see(found), is_flow_known=flow.seen,
+        output=None if found is None else flow.see(found), is_flow_known=flow.seen, n_inputs=n_inputs,
     )  # fmt: skip
 
 

@@ -115,8 +115,8 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
         return _from_image(value, model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
         return _from_array(_checked(torch.as_tensor(value), "input"), model)
-    if isinstance(value, Sequence) and all(isinstance(item, (int, np.integer)) for item in value):
-        return _from_ids(torch.tensor(list(value), dtype=torch.long), model)
+    if isinstance(value, (list, tuple, range)) and all(isinstance(item, (int, np.integer)) for item in value):
+        return _from_ids(_as_ids(value), model)
     if isinstance(value, float):
         raise InputError(f"Token ids must be whole numbers; got {value}.")
     raise InputError(
@@ -172,6 +172,13 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text, offsets=places)
 
 
+def _as_ids(values: Sequence[int]) -> Tensor:
+    try:
+        return torch.tensor(list(values), dtype=None if values else torch.long)
+    except (RuntimeError, ValueError, OverflowError):
+        raise InputError(f"Token ids must be numbers of the model's vocabulary; got {max(values, key=abs)}.") from None
+
+
 def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:
     return ModelInput(arguments=_id_arguments(ids, model), kind="ids")
 
@@ -193,13 +200,13 @@ def _checked_ids(ids: Tensor, model: nn.Module) -> Tensor:
         bad = next(int(i) for i in ids[0] if not 0 <= int(i) < vocabulary)
         raise InputError(f"Token ids must be from 0 to {vocabulary - 1}, the model's vocabulary; got {bad}.")
     _check_length(ids.shape[1], model)
-    return ids.to(device_of(model))
+    return ids.long().to(device_of(model))
 
 
 def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
     is_row = array.dim() == 1 or array.dim() == 2 and array.shape[0] == 1
     if is_row and not array.is_floating_point():
-        return _from_ids(array.long(), model)
+        return _from_ids(array, model)
     parameters = forward_parameters(model)
     if array.dim() in (3, 4) and "pixel_values" in parameters:
         pixels = array if array.dim() == 4 else array[None]

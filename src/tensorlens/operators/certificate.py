@@ -31,8 +31,8 @@ FLOAT32 = TOLERANCES[torch.float32]
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
-TOLERANCE_FLOAT32_INSIDE = 1e-6
-"""The same for a float64 model whose own code computes parts in float32."""
+TOLERANCE_OF_ONE_CAST = 1e-6
+"""The same for a float64 model whose own code casts its state to float32 once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +224,13 @@ def _without_rounding(
 
 def _reservations(operator: FrozenOperator, moves: float, silent: tuple[int, ...]) -> tuple[str, ...]:
     found = [] if moves else ["T V is zero at a random V: everything is held, and B is all of F(X)"]
+    around = operator.recording.anatomy.around
+    if around:
+        found.append(f"{', '.join(f'`{path}`' for path in around)} brings something of the input to the output around "
+                     "X⁰: it is held, in B and in factors, and no map shows it")  # fmt: skip
+    for kind in _casts(operator.recording):
+        if kind in HALF and operator.dtype not in HALF:
+            found.append(f"the model's own code computes parts in {kind}, whose rounding may hide a fault")
     if silent:
         found.append(f"block {', '.join(map(str, silent))} passes nothing of its input on")
     if operator.engines.fallback is not None:
@@ -232,12 +239,28 @@ def _reservations(operator: FrozenOperator, moves: float, silent: tuple[int, ...
 
 
 def tolerance(recording: Recording) -> float:
-    """The relative error accepted for the type of numbers that the model computes with."""
+    """The relative error accepted for the numbers that the model computes with, of which it may cast some itself.
+
+    Every cast of a float64 state to float32 rounds once more, so that the error grows as the root of their number.
+    """
     dtype = recording.states[0].dtype
-    casts = any(rule == "cast: float32" for rule, _ in recording.rules_applied)
     if dtype == torch.float32 and recording.states[0].is_cuda and tf32_allowed():
         return TOLERANCES[torch.float16]  # tf32 has as many digits
-    return TOLERANCE_FLOAT32_INSIDE if dtype == torch.float64 and casts else TOLERANCES[dtype]
+    casts = _casts(recording)
+    halves = [TOLERANCES[kind] for kind in HALF if kind in casts]
+    if halves or dtype != torch.float64 or torch.float32 not in casts:
+        return max([TOLERANCES[dtype], *halves])
+    return min(FLOAT32, TOLERANCE_OF_ONE_CAST * casts[torch.float32] ** 0.5)
+
+
+def _casts(recording: Recording) -> dict[torch.dtype, int]:
+    """How often a live state was cast to each type that is narrower than the states between blocks."""
+    found: dict[torch.dtype, int] = {}
+    for (rule, _), n in recording.rules_applied.items():
+        kind = getattr(torch, rule.removeprefix("cast: "), None) if rule.startswith("cast: ") else None
+        if kind is not None and kind.itemsize < recording.states[0].dtype.itemsize:
+            found[kind] = found.get(kind, 0) + n
+    return found
 
 
 def _pull_and_watch(operator: FrozenOperator, u: Tensor) -> tuple[Tensor, dict[str, set[str]]]:

@@ -6,7 +6,7 @@ measured at random states, where the share of X itself in $F(X)$ says nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.replayed import replayed
-from tensorlens.freezing.traced import Traced, constant, plain, raw
+from tensorlens.freezing.traced import Traced, constant, raw
 from tensorlens.models.evidence import main_tensor
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -90,47 +90,58 @@ class _Squares:
             self.squares[run.module] = self.squares.get(run.module, 0.0) + square  # type: ignore[operator]
 
 
+class _Border(NamedTuple):
+    """A state at one side of a block as it was at that moment: later code may write into it."""
+
+    edge: GradientEdge | None
+    like: Tensor
+    size: float
+
+    @classmethod
+    def at(cls, state: Tensor) -> _Border:
+        is_joined = raw(getattr, state, "requires_grad")
+        values = constant(state)
+        return cls(raw(get_gradient_edge, state) if is_joined else None, values, float(values.norm()))
+
+
 def _pulled_through_blocks(operator: FrozenOperator, generator: torch.Generator) -> tuple[float, ...]:
     recording, (start, stop) = operator.recording, operator.span
     borders = _Borders({id(block) for block in recording.anatomy.blocks}, recording.anatomy.state_place)
-    found: list[float] = []
     with own_precision(), torch.enable_grad():
         x = recording.states[start].detach().clone().requires_grad_()
-        before: Tensor | GradientEdge = x
         end, _ = replayed(recording, x, operator.span, operator.heads, grad=True, observers=(borders,))
-        left = borders.left if len(borders.left) == stop - start else [*borders.left, (end, None)]
-        size = _size(x)
-        for state, edge in left:
-            found.append(_pulled(state, before, generator) * size / max(_size(state), NOTHING))
-            before, size = (x, _size(x)) if edge is None else (edge, _size(state))
-    return tuple(found)
+        left = [*borders.left, _Border.at(end)][: stop - start]
+        pairs = zip(borders.entered, left, strict=True)
+        return tuple(_pulled(a, b, generator) * a.size / max(b.size, NOTHING) for a, b in pairs)
 
 
-def _size(state: Tensor) -> float:
-    return float(state.detach().norm())
-
-
-def _pulled(state: Tensor, before: Tensor | GradientEdge, generator: torch.Generator) -> float:
-    if not state.requires_grad:
+def _pulled(before: _Border, after: _Border, generator: torch.Generator) -> float:
+    if before.edge is None or after.edge is None:
         return 0.0
-    u = _normal(state, generator)
-    pulled = torch.autograd.grad(state, before, u, retain_graph=True, allow_unused=True)[0]
+    u = _normal(after.like, generator)
+    pulled = torch.autograd.grad(after.edge, before.edge, u, retain_graph=True, allow_unused=True)[0]
     return 0.0 if pulled is None else float(pulled.norm() / u.norm())
 
 
 class _Borders:
-    """Keeps what each block gives, with its place in the graph at that moment: later code may write into it."""
+    """Keeps what enters and what leaves each block.
+
+    What enters one may have come around the block before, by a shortcut, so that a block is not measured from there.
+    """
 
     def __init__(self, blocks: set[int], place: int) -> None:
         self.blocks, self.place = blocks, place
-        self.left: list[tuple[Tensor, GradientEdge | None]] = []
+        self.entered: list[_Border] = []
+        self.left: list[_Border] = []
 
     def saw_call(self, run: Interpreter, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Nothing to learn."""
 
+    def saw_entry(self, run: Interpreter, state: Tensor) -> None:
+        """Keep what a block begins with."""
+        self.entered.append(_Border.at(state))
+
     def saw_module(self, run: Interpreter, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep what a block gives."""
         if id(module) in self.blocks and run.block is None:
-            state = state_of(output, self.place)
-            is_joined = raw(getattr, state, "requires_grad")
-            self.left.append((plain(state), raw(get_gradient_edge, state) if is_joined else None))
+            self.left.append(_Border.at(state_of(output, self.place)))

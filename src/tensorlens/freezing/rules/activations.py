@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules import gains
 from tensorlens.freezing.rules.replacements import taylor
 from tensorlens.freezing.rules.table import name_of, rules_for
-from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, mark, plain, raw
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, plain, raw
 from tensorlens.models.precision import at_least_float32
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -83,6 +84,16 @@ def other_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwa
     if name == "threshold" and bool(raw(value, constant(z).new_zeros(())).any()):
         return activate_from(run, name, z, value, "activated")
     return activate(run, name, z, lambda z: gains.quotient(value, z), value)
+
+
+@rules_for("frac fmod remainder")
+def periodic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The part of z that a period leaves, 0 at 0: an activation, unless the period is live."""
+    period = (*args[1:], *kwargs.values())
+    if not is_live(args[0]) or any(is_live(value) for value in period):
+        raise NotLinearError(run.refusal(name_of(function)))
+    value = _value(function, args, kwargs)
+    return activate(run, name_of(function), args[0], lambda z: gains.quotient(value, z), value)
 
 
 @rules_for(" ".join(gains.FACTORS))

@@ -16,7 +16,7 @@ from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, m
 
 
 @rules_for(
-    "sign sgn floor ceil frac floor_divide remainder fmod "
+    "sign sgn floor ceil floor_divide "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
     "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "
@@ -75,12 +75,25 @@ def absolute(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
 @rules_for("clamp clamp_min clamp_max")
 def clamp(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Linear where the value passed, constant where it was cut."""
+    if any(is_live(bound) for bound in (*args[1:], *kwargs.values())):
+        return _between(name_of(function), *args, **kwargs)
     run.note_rule("piece: clamp")
     x = plain(args[0])
     cut = raw(function, *args, **kwargs)
     passed = run.keep_factor("clamp.passed", lambda: constant(cut) == constant(x))
     bound = run.keep_factor("clamp.bound", lambda: constant(cut))
     return mark(torch.where(passed, x, bound), live=True, role=role_of_factors(run, args[0]) or args[0].role)
+
+
+def _between(name: str, x: Tensor, *bounds: Any, **named: Any) -> Any:
+    """A clamp whose bounds are live: the larger, then the smaller of two."""
+    names = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
+    given = dict(zip(names, bounds, strict=False)) | named
+    for key, choose_one in (("min", torch.maximum), ("max", torch.minimum)):
+        bound = given.get(key)
+        if bound is not None:
+            x = choose_one(x, bound if isinstance(bound, Tensor) else x.new_tensor(bound))
+    return x
 
 
 @rules_for("maximum minimum fmax fmin")

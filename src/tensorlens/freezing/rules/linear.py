@@ -6,13 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.table import ATTRIBUTE, name_of, rules_for
-from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, raw, traced_in, type_of
+from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, raw, traced_in
 
 
 @rules_for(
@@ -86,9 +85,6 @@ CONTRACTIONS = frozenset([
 ])  # fmt: skip
 """Functions by which a weight reads a factor as the input of another layer."""
 
-CASTS = frozenset(["to", "type", "type_as", "float", "half", "bfloat16"])
-"""Functions by which a model may leave the precision it was given."""
-
 FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
 """Functions that take from a second tensor its shape or type alone."""
 
@@ -119,8 +115,6 @@ def linear(
         sources = traced_in(args, kwargs)
     live = any([source.live for source in sources])  # a list: for so few, a generator is twice as slow
     result = raw(function, *args, **kwargs)
-    if live and name in CASTS and type_of(args[0]) is torch.float64 and type_of(result) is torch.float32:
-        run.note_rule("cast: float32")
     return _label(run, name, result, sources, live=live, role=_role(run, name, sources, args))
 
 

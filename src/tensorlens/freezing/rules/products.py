@@ -227,7 +227,7 @@ def added_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs
         operands += [kwargs.pop(key) for key in names if key in kwargs]
     base, left, right = operands[:3]
     if is_live(right) and (is_live(left) or name in ("addcdiv", "lerp")):
-        if _added_choice(run, name, left, right) in ("half", "taylor"):
+        if name == "addcmul" or _added_choice(run, name, left, right) in ("half", "taylor"):
             return _taken_apart(name, base, left, right, kwargs)
         if name in ("addcdiv", "lerp") or is_factor(run, right) and not is_factor(run, left):
             right = hold_value(run, f"{name}.held", right)

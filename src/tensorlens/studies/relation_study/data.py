@@ -146,7 +146,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _name(document: dict[str, Any]) -> str:
-    name = document.get("name")
+    name: Any = document.get("name")
     if not _is_text(name):
         raise _Malformed("name", f"expected some text; got {_shown(document, 'name')}")
     return name

@@ -1,0 +1,101 @@
+"""What goes beside the one state from X⁰ to X^N.
+
+A second state of the same input is refused. A second tower, a condition, an embedding that later blocks read are no
+functions of X⁰: the operator holds them, in B and in the factors. That is exact, but must be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from tensorlens.errors import AnatomyError
+from tensorlens.models.chains import Chain, entering
+from tensorlens.models.evidence import Evidence, ModuleCall
+
+
+def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Evidence) -> tuple[str, ...]:
+    """Paths of the modules with weights that bring something of the input to the end of the model around X⁰.
+
+    Args:
+        chain: The blocks.
+        encoder: The encoder's blocks, whose states are part of X⁰ too.
+        ends: Nodes of what counts: X^N and the model's output.
+        evidence: The pass in which they ran.
+    """
+    if not evidence.is_flow_known:
+        return ()
+    starts = {entering(some[0]).node for some in (chain, encoder) if some}
+    leads_there = _before(ends, starts, evidence)
+    leads_to_start = _before(starts, set(), evidence)
+    from_start, from_input = _after(starts, evidence), _after(range(evidence.n_inputs), evidence)
+    found: list[ModuleCall] = []
+    for call in evidence.calls:
+        nodes = {seen.node for seen in call.given} & leads_there & from_input - from_start - leads_to_start
+        has_weights = any(weight.dim() > 1 for weight in call.module.parameters(recurse=False))
+        if nodes and has_weights and not any(_reads(call, other, evidence) for other in found):
+            found.append(call)
+    around = {id(holder) for call in (*chain, *encoder) for holder in (call, *call.holders())}
+    return tuple(dict.fromkeys(_outermost(call, around).path for call in found))
+
+
+def refuse_several_states(chain: Chain, evidence: Evidence) -> None:
+    """A model that carries several states at once has no chain through which all of the input goes."""
+    through = {seen.node for call in chain for seen in call.given}
+    for holder in chain[-1].holders():
+        sources = {seen.node for seen in holder.taken}
+        around = [s for s in holder.given if evidence.reaches(sources, s.node, past=through, since=holder.start)]
+        if holder.several_states and around:
+            raise AnatomyError(
+                f"`{holder.path}` takes {len(holder.taken)} states at once, of shapes "
+                f"{', '.join(str(seen.shape) for seen in holder.taken)}; expected one state that goes from block to "
+                "block. Look at one of its parts by itself."
+            )
+
+
+def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
+    """A second state beside the first, made of the same input, would be lost: only one of them is the operator's."""
+    for a, b in pairwise(chain):
+        for seen in b.taken[1:]:
+            is_state = (
+                any(evidence.is_same(given.node, seen.node) for given in a.given) and seen.node != entering(b).node
+            )
+            firsts = [first for first in chain[0].taken[1:] if len(first.shape) == len(seen.shape)]
+            sources = evidence.roots(entering(chain[0]).node)
+            if is_state and any(sources & evidence.roots(first.node) for first in firsts):
+                raise AnatomyError(
+                    f"`{b.path}` takes two states that blocks before it gave, of shapes {entering(b).shape} and "
+                    f"{seen.shape}, both made of the same input; expected one state that goes from block to block."
+                )
+
+
+def _before(targets: Iterable[int], past: set[int], evidence: Evidence) -> set[int]:
+    """The nodes from which values reach `targets` on a way that goes through none of `past`."""
+    todo, met = [node for node in targets if node not in past], set[int]()
+    while todo:
+        node = todo.pop()
+        if node not in met and node not in past:
+            met.add(node)
+            todo += evidence.parents[node]
+    return met
+
+
+def _after(sources: Iterable[int], evidence: Evidence) -> set[int]:
+    """`sources` and the nodes that their values reach: parents come before what is made of them."""
+    met = set(sources)
+    for node, parents in enumerate(evidence.parents):
+        if not met.isdisjoint(parents):
+            met.add(node)
+    return met
+
+
+def _reads(call: ModuleCall, other: ModuleCall, evidence: Evidence) -> bool:
+    sources = {seen.node for seen in other.given}
+    return any(evidence.reaches(sources, seen.node, since=other.start) for seen in call.taken)
+
+
+def _outermost(call: ModuleCall, around: set[int]) -> ModuleCall:
+    """The largest module around a call that holds no block and is in none."""
+    while call.parent is not None and id(call.parent) not in around:
+        call = call.parent
+    return call

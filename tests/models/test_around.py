@@ -1,0 +1,39 @@
+"""What goes beside the one state of a model is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from strangers.models import Block, D
+from torch import nn
+
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.evidence import watch
+
+STATE = torch.randn(1, 5, D)
+
+
+class TwoTowers(nn.Module):
+    """The second input reaches the first tower's states behind a block of it, or the output alone."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.blocks, self.is_late = nn.ModuleList([Block() for _ in range(3)]), is_late
+        self.other = nn.ModuleDict({"embed": nn.Embedding(9, D), "first": Block()})
+
+    def forward(self, x, ids=None):
+        other = 0.0 if ids is None else self.other["first"](self.other["embed"](ids)).mean(1, keepdim=True)
+        for n, block in enumerate(self.blocks):
+            x = block(x if self.is_late or n != 2 else x + other)
+        return x * other if self.is_late else x
+
+
+def at(model: nn.Module, **arguments: torch.Tensor) -> Anatomy:
+    return find_anatomy(model, watch(model, arguments))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_comes_around_the_first_state_is_said(is_late: bool):
+    model, ids = TwoTowers(is_late), torch.tensor([[3, 5]])
+    assert at(model, x=STATE, ids=ids).around == ("other.embed",)
+    assert at(model, x=STATE).around == ()
