@@ -12,7 +12,8 @@ from torch import nn
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import Span
 from tensorlens.models.forward_signature import token_ids
-from tensorlens.models.inputs import ModelInput, check_unicode, tokenizer_of
+from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
 
 Offsets = tuple[tuple[int, int] | None, ...]
 """Where each token stands in a text; None for one that is no part of it."""

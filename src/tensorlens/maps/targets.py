@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.models.inputs import check_unicode
+from tensorlens.models.plain_text import check_unicode
 
 Target = str | int | tuple[str | int, str | int]
 

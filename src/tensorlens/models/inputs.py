@@ -35,8 +35,7 @@ from tensorlens.models.labels import patch_labels, token_labels, with_patches
 from tensorlens.models.padding import batch_size as batch_size
 from tensorlens.models.padding import drop_padding as drop_padding
 from tensorlens.models.padding import split_batch as split_batch
-
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+from tensorlens.models.plain_text import check_unicode, names_image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInpu
 def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
     if isinstance(value, Mapping):
         return _from_mapping(value, model)
-    if isinstance(value, (str, Path)) and Path(str(value)).suffix.lower() in IMAGE_SUFFIXES:
+    if isinstance(value, (str, Path)) and names_image(str(value)):
         return _from_image(_open_image(Path(value)), model, processor)
     if isinstance(value, str):
         return _from_text(value, model, processor)
@@ -150,18 +149,10 @@ def tokenizer_of(processor: Any) -> Any:
     return inner if inner is not None else processor if hasattr(processor, "convert_ids_to_tokens") else None
 
 
-def check_unicode(text: str) -> None:
-    """Refuse halves of characters, which JSON and the command line may hold and no tokenizer takes.
-
-    Raises:
-        InputError: The text has one.
-    """
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError("Expected text in Unicode, got half of a surrogate pair. Write or paste it as UTF-8.")
-
-
 def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     tokenizer = tokenizer_of(processor)
+    if tokenizer is None and getattr(model, "main_input_name", "") == "pixel_values":
+        raise InputError(f"Got a text, but {type(model).__name__} takes images. Pass the path of one, or a PIL image.")
     if tokenizer is None:
         raise InputError(
             "Got a text, but this lens has no tokenizer. Pass one, `tensorlens.Lens(model, tokenizer)`, or pass "

@@ -13,7 +13,8 @@ from torch import nn
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.models.forward_signature import device_of, ids_parameter, max_tokens, takes_mapping, vocabulary_size
-from tensorlens.models.inputs import IMAGE_SUFFIXES, ModelInput, make_input, tokenizer_of
+from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
+from tensorlens.models.plain_text import IMAGE_SUFFIXES
 
 
 def make_inputs(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.models.inputs import IMAGE_SUFFIXES
+from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.studies.digests import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")

@@ -12,7 +12,7 @@ from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.options import RULES
 from tensorlens.errors import InputError
 from tensorlens.maps.methods import METHODS
-from tensorlens.models.inputs import check_unicode
+from tensorlens.models.plain_text import check_unicode
 
 Pick = str | int
 

@@ -9,7 +9,8 @@ from typing import Any
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import find_groups
-from tensorlens.models.inputs import ModelInput, check_unicode, tokenizer_of
+from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
 
 Span = tuple[int, int]
 

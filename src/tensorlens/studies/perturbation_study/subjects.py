@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.models.inputs import check_unicode, forward_parameters, make_input, max_tokens, tokenizer_of
+from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.perturbation_study.forward import PlainModel

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tensorlens.errors import InputError
 from tensorlens.studies.digests import digest_of
@@ -203,7 +203,7 @@ def _sample_trouble(sample: Any) -> tuple[str, str] | None:
     return None
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: Any) -> TypeGuard[str]:
     """Whether it is some text that can be written; JSON may hold halves of characters."""
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= one <= "\udfff" for one in value)
 
