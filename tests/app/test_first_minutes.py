@@ -97,7 +97,7 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path):
     names = [["map", "nowhere", "A cat."], ["check", "minlm"], ["fidelity", "./no", "A", "--out", "run"]]
     run = ["minilm", "--out", "run", "--data"]
     wrong += [["perturb", *run, "no.csv"], ["perturb", *run, "d", "--methods", "alti,rolout.attn"]]
-    wrong += [["perturb", *run, "d", "--grid", "a"], ["relations", *run, "nowhere"]]
+    wrong += [["perturb", *run, "d", "--grid", "a"], ["relations", *run, "nowhere"], ["explore", "minlm"]]
     (tmp_path / "page.gguf").write_text("<html>")
     inputs = [
         ["map", "minilm", "no.png"],
@@ -108,7 +108,13 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = done.stdout.splitlines()
-    of_runs = ("a file that exists", "Did you mean rollout.attn", "0,0.1,0.2", "must be a folder")
+    of_runs = (
+        "a file that exists",
+        "Did you mean rollout.attn",
+        "0,0.1,0.2",
+        "must be a folder",
+        "Did you mean 'minilm'",
+    )
     for answer, expected in zip(said[len(helps) - 1 :], (*MISTAKES.values(), *of_runs), strict=False):
         assert expected in answer
     assert "no bundled model" in said[-8] and "'minilm'" in said[-7] and "it is empty" in said[-2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiny_study
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -116,6 +117,9 @@ def test_targets_are_tokens_of_the_vocabulary(byte_level, unchecked):
     assert T.map("tensor.in_class", -1, (" cat", " sat")).meta["target"] == " cat −  sat"
     with pytest.raises(tl.InputError, match="must be one token.*2 of them"):
         T.map("tensor.in_class", -1, "The cat")
+    known = tiny_study.lens_on("llama")("the cat sat")
+    with pytest.raises(tl.InputError, match="token of the vocabulary; 'Londinium' is none"):
+        known.map("tensor.in_class", -1, "Londinium")
 
 
 def test_a_model_whose_blocks_cannot_be_found(unchecked):

@@ -202,7 +202,7 @@ def test_the_accelerator_that_torch_offers_is_the_default(monkeypatch: pytest.Mo
         loading._device("cuda")
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "~/nowhere-at-all", Path("nowhere")])
+@pytest.mark.parametrize("path", ["./nowhere", "nowhere/", "/no/such/folder", "~/nowhere-at-all", Path("nowhere")])
 def test_a_path_is_not_looked_up_on_the_hub(path: str | Path):
     with pytest.raises(LoadError, match="folder was expected"):
         load_pretrained(path)

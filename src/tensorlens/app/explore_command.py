@@ -8,6 +8,7 @@ import threading
 import webbrowser
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,9 +52,13 @@ def explore(
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise missing_extra("The explorer", package, "explore")
+    names = models or ["smollm2-135m"]
+    for name in names:
+        if not Path(name).exists():  # neither a saved map nor a folder, so that it must be a model's name
+            reading.check(name)
     from tensorlens.app.explorer.library import open_library
 
-    library = open_library(models or ["smollm2-135m"], partial(reading.lens, final_norm=final_norm))
+    library = open_library(names, partial(reading.lens, final_norm=final_norm))
     is_local = host in _LOOPBACK
     if token is not None and len(token) < 12:
         raise InputError(

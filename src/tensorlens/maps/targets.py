@@ -84,11 +84,16 @@ class Classes:
             raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
         check_unicode(target)
         ids = self.tokenizer(target, add_special_tokens=False)["input_ids"]
-        if len(ids) == 1:
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        if len(ids) == 1 and (ids[0] != unknown or target == self.tokenizer.unk_token):
             return int(ids[0])
         exact = self.tokenizer.convert_tokens_to_ids(target)
         if isinstance(exact, int) and exact != self.tokenizer.unk_token_id:
             return exact
+        if unknown is not None and set(ids) == {unknown}:
+            raise InputError(
+                f"`target` must be one token of the vocabulary; {target!r} is none. Name one, or pass its id."
+            )
         pieces = [self.tokenizer.decode([i]) for i in ids]
         spaced = self.tokenizer(f" {target}", add_special_tokens=False)["input_ids"]
         hint = f" Did you mean {f' {target}'!r}, which is one token?" if len(spaced) == 1 else ""

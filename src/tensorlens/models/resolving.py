@@ -83,7 +83,7 @@ def _check_path(text: str, *, is_path: bool) -> None:
         return
     if path.is_file():
         raise LoadError(f"A folder, a .gguf file or a name was expected, but {text!r} is another kind of file.")
-    if is_path or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
+    if is_path or text.startswith((".", "/", "~", "\\")) or text.endswith("/") or text.count("/") > 1:
         raise LoadError(f"A model folder was expected at {text!r}, but there is none. Check the path.")
     if "/" not in text:  # the hub has old names without an organisation, but a typing error should not wait for it
         near = near_names(text)
