@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 # declare dependencies we leave out on purpose, so conflicts are expected and not worth a page of warnings.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 WORKERS ?= 2
+# A file of tests stays in one process, so that what it prepares once is prepared once.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 # From the command to the operator: a model of a kind in each of the files below.
 SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
@@ -27,18 +29,18 @@ setup: $(VENV)/.stamp-dev  ## everything a developer needs, in .venv
 
 smoke: $(VENV)/.stamp-dev  ## does it work here? Under two minutes
 	$(BIN)/tensorlens check minilm
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not large and not browser" $(SMOKE)
+	$(PYTEST) -m "not large and not browser" $(SMOKE)
 
 test: $(VENV)/.stamp-dev  ## quick tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not large and not browser"
+	$(PYTEST) -m "not large and not browser"
 
 test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browser
 	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
 	$(BIN)/python -m pytest -m "browser and not large"
 
 test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers $(VENV)/.stamp-transformer-lens  ## every test, the large weights, the oracles, models of other packages, the doctests
-	$(BIN)/python -m pytest -n $(WORKERS)
-	PYTHONPATH=$(VENV)/strangers $(BIN)/python -m pytest -n $(WORKERS) $(STRANGERS)
+	$(PYTEST)
+	PYTHONPATH=$(VENV)/strangers $(PYTEST) $(STRANGERS)
 	$(BIN)/python -m pytest --doctest-modules src
 
 judges: $(VENV)-judges/.stamp  ## other packages for `tensorlens judge --peers`, in an environment of their own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -31,8 +32,11 @@ def main() -> None:
 
     path = Path("demo.html")
     found.save(path)
-    console.print(f"\nThe map is in {path.resolve()}: open it in a browser.")
-    console.print('Next, a sentence of your own: .venv/bin/tensorlens map smollm2-135m "The capital of Italy is"')
+    console.print(f"\nThe map is in {path.resolve()}: open it in a browser.", soft_wrap=True)
+    command = Path(sys.executable).with_name("tensorlens")
+    command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+    console.print("Next, a sentence of your own:")
+    console.print(f'  {command} map smollm2-135m "The capital of Italy is"', soft_wrap=True)  # to be copied
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import tensorlens as tl
 from tensorlens import studies
 from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
+from tensorlens.studies.members import MEMBERS
 from tensorlens.studies.processes import Processes
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--out", required=True)
     parser.add_argument("--config", default=Path(__file__).with_name("fidelity.json"), type=Path)
-    parser.add_argument("--gate", default="freeze_gate", choices=["freeze_gate", "freeze_up", "half"])
+    parser.add_argument("--rules", default="paper", choices=list(MEMBERS))
     parser.add_argument("--limit", type=int, help="texts, to try things")
     parser.add_argument("--override", default="{}", help='options as JSON, to try things: {"stride": 0}')
     arguments = parser.parse_args()
@@ -31,14 +32,14 @@ def main() -> None:
     config = json.loads(arguments.config.read_text())
     chosen = {"stride": config["stride"][arguments.name]} | config["options"] | json.loads(arguments.override)
     loaded = tl.load(arguments.model or arguments.name, dtype=config["dtype"])
-    lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=tl.Rules(gate=arguments.gate))
+    lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=MEMBERS[arguments.rules])
     began = time.time()
     texts = config["texts"][: arguments.limit]
     result = studies.fidelity(lens, texts, arguments.out, **chosen)
     if Processes.from_environment().is_first:
         summary = result.summary
         norms = summary["norms"]
-        print(f"{arguments.name}, {arguments.gate}: {time.time() - began:.0f} s, {len(texts)} texts")
+        print(f"{arguments.name}, {arguments.rules}: {time.time() - began:.0f} s, {len(texts)} texts")
         print(f"every error below every right-hand side: {summary['holds']}")
         print(f"‖T − J‖/‖J‖ = {norms['relative_distance_to_jacobian']:.3f}, stable rank {norms['stable_rank']:.2f}")
         for kind, found in summary["kinds"].items():

@@ -15,6 +15,7 @@ import torch
 
 import tensorlens as tl
 from tensorlens import studies
+from tensorlens.studies.members import MEMBERS
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.relation_study.report import category_table, difference_table, start_table, survival
 
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--config", default=Path(__file__).with_name("relations.json"), type=Path)
+    parser.add_argument("--rules", default="paper", choices=list(MEMBERS))
     parser.add_argument("--categories", nargs="*", help="only these")
     parser.add_argument("--limit", type=int, help="relations of each category, to try things")
     parser.add_argument("--override", default="{}", help='options as JSON, to try things: {"n_splits": 1}')
@@ -38,14 +40,14 @@ def main() -> None:
     chosen = {"starts": config["starts"][arguments.name]} | config["options"] | json.loads(arguments.override)
     options = studies.RelationOptions(**chosen | {"starts": tuple(chosen["starts"])})
     loaded = tl.load(arguments.model or arguments.name)
-    lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name)
+    lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=MEMBERS[arguments.rules])
     began = time.time()
     result = studies.relations(
         lens, arguments.data, arguments.out, options=options, limit=arguments.limit, categories=arguments.categories
     )
     if Processes.from_environment().is_first:
         summary = result.summary
-        print(f"{arguments.name}: {time.time() - began:.0f} s. {survival(summary)}")
+        print(f"{arguments.name}, {arguments.rules}: {time.time() - began:.0f} s. {survival(summary)}")
         for key, reason in summary["left_out"].items():
             print(f"  left out: {key}: {reason}")
         if summary["relations"]:

@@ -49,7 +49,7 @@ class Pixels:
 
 
 def load(name: str) -> tl.Lens:
-    processor = Pixels() if name == "vit" else tokenizer()
+    processor = Pixels() if name in ("vit", "dinov2") else tokenizer()
     return tl.Lens(build(name).double(), processor, name=name)
 
 

@@ -315,6 +315,15 @@ def test_a_target_needs_a_head():
 ROWS = ["a cat", "", "x" * 500, None, "a dog"]
 
 
+def test_one_input_is_not_taken_for_several():
+    lens = tiny_lens("neox")
+    for ask in (lens.batch, lens.maps, lambda one: tl.CorpusTensor.fit(lens, one)):
+        for one in ("the cat", {"input_ids": [[1, 2]]}):
+            with pytest.raises(tl.InputError, match="several inputs in a list"):
+                ask(one)
+    assert repr(lens.batch(["the cat", "it"])) == "Batch(2 inputs of 2 to 7 tokens)"
+
+
 def test_a_bad_row_raises_with_its_number():
     for bad, reason in ((ROWS[1], "no words"), (ROWS[2], "at most 400"), (ROWS[3], "Expected a text")):
         with pytest.raises(tl.InputError, match=f"Row 1: .*{reason}"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tensorlens import __version__
 
@@ -134,6 +135,19 @@ def test_the_version_is_in_one_place():
     assert "version" not in project and project["dynamic"] == ["version"]
     for name in ("README.md", "CITATION.cff", "mkdocs.yml"):
         assert __version__ not in (ROOT / name).read_text("utf-8"), name
+
+
+def test_the_ranges_cover_what_is_said_to_be_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    ranges = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    pinned = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M))
+    said = re.findall(r"(torch|transformers) (\d+\.\d+) to (\d+\.\d+)", (ROOT / "README.md").read_text("utf-8"))
+    assert [name for name, _, _ in said] == ["torch", "transformers"]
+    for name, oldest, newest in said:
+        major, minor = map(int, oldest.split("."))
+        assert f"{oldest}.0" in ranges[name] and f"{newest}.9" in ranges[name], name
+        assert f"{major}.{minor - 1}.9" not in ranges[name], name
+        assert Version(oldest) <= Version(pinned[name]) < Version(f"{newest}.999"), name
 
 
 def test_every_extra_that_an_error_names_exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,19 @@ def pulled(model: Any, value: Any = IDS) -> Tensor:
 
 def agree(first: Tensor, second: Tensor, tolerance: float = 1e-5) -> bool:
     return bool((first - second).norm() <= tolerance * second.norm())
+
+
+def test_a_batch_of_none_gives_none(tiny: TinyModel):
+    T = tl.Lens(tiny.model)(IDS)
+    assert T.apply(torch.zeros(0, *T.shape[2:])).shape == (0, *T.shape[:2])
+    assert T.adjoint(torch.zeros(2, 0, *T.shape[:2])).shape == (2, 0, *T.shape[2:])
+
+
+def test_a_copy_is_itself_and_a_pickle_is_refused(tiny: TinyModel):
+    T = tl.Lens(tiny.model)(IDS)
+    assert copy.copy(T) is T and copy.deepcopy([T])[0] is T
+    with pytest.raises(tl.MethodError, match="cannot be pickled"):
+        pickle.dumps(T)
 
 
 def test_compiled_models_are_read_below_the_compiler(tiny: TinyModel):

@@ -92,6 +92,11 @@ class Batch(Sequence[AttentionTensor]):
         self._shared: dict[Any, dict[str, Any]] = {}
         self._contexts: dict[tuple[int, int], Context] = {}
 
+    def __repr__(self) -> str:
+        """One line: how many inputs, and how long they are."""
+        lengths = sorted({length or self.replay.recording.states[0].shape[1] for length in self.lengths})
+        return f"Batch({len(self)} inputs of {' to '.join(map(str, dict.fromkeys([lengths[0], lengths[-1]])))} tokens)"
+
     def __len__(self) -> int:
         return len(self.prepared)
 
@@ -224,7 +229,7 @@ class Batch(Sequence[AttentionTensor]):
             replay=self.replay, lengths=tuple(length or recording.states[0].shape[1] for length in self.lengths),
             out_tokens=places, target=target, targets=targets, probes=probes, seed=seed,
             classes=self._context(0, recording.states[0].shape[1]).classes, methods=self.methods,
-            shared=self._shared.setdefault((out_token, target), {}) if targets is None else {},
+            shared=self._shared.setdefault((out_token, repr(target)), {}) if targets is None else {},
         )  # fmt: skip
 
     def _context(self, i: int, n_tokens: int) -> Context:

@@ -28,6 +28,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.depths import Depths, depths_of, logits_from, unembedded
 from tensorlens.maps.files import replace_file
 from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.rows import check_several
 from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
@@ -123,6 +124,7 @@ class CorpusTensor:
         """
         if outputs not in ("own", "later"):
             raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r}.")
+        check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed))
         bar = tqdm(unit=" texts", disable=None if progress is None else not progress)
         with bar:

@@ -25,7 +25,7 @@ from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.models.plain_pass import own_modes, stepwise
-from tensorlens.models.rows import make_inputs
+from tensorlens.models.rows import check_several, make_inputs
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
 from tensorlens.versions import package_versions
@@ -93,6 +93,7 @@ class Lens:
         Raises:
             InputError: The model hears padding, or mixes samples, so that they would not be what they are alone.
         """
+        check_several(inputs)
         made = Batch(self, [self.prepare(value) for value in inputs])
         made.check()
         return made
@@ -124,6 +125,7 @@ class Lens:
         Raises:
             InputError: An input that the model cannot take, with its row.
         """
+        check_several(inputs)
         asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
         return stepwise(maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress))

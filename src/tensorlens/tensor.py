@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -28,7 +29,7 @@ from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.matrix_free import FrozenOperator
 
-OutTokens = int | Sequence[int] | slice | None
+OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
 
 
@@ -58,6 +59,21 @@ class AttentionTensor(InsideQuestions):
         size = f"{self.n_tokens} tokens × {self.n_channels} channels"
         heads = f", some heads of block {', '.join(map(str, self.operator.heads))}" if self.operator.heads else ""
         return f"AttentionTensor({self.context.meta.get('model')}, {size}, blocks {start}:{stop}{heads})"
+
+    def __copy__(self) -> AttentionTensor:
+        """Itself: it cannot be changed, and the model it belongs to is not its own."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> AttentionTensor:
+        """Itself, as for `copy.copy`."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refused: a file or another process would not have the model."""
+        raise MethodError(
+            "An attention tensor belongs to a model in this process and cannot be pickled. Save its maps "
+            "(`T.map(…).save`), or make it there: pass the input and call the lens."
+        )
 
     # The contract of an operator, by the frozen model -------------------------------------------------------------
 
@@ -235,9 +251,10 @@ class AttentionTensor(InsideQuestions):
     def _outputs(self, out_token: OutTokens) -> tuple[int, ...]:
         n_out = self.shape[0]
         if out_token is None or isinstance(out_token, slice):
-            every = range(n_out)[slice(None) if out_token is None else out_token]
+            every: Any = range(n_out)[slice(None) if out_token is None else out_token]
         else:
-            every = out_token if isinstance(out_token, Sequence) else (out_token,)
+            every = out_token.tolist() if isinstance(out_token, (Tensor, np.ndarray)) else out_token
+            every = every if isinstance(every, Sequence) else (every,)
         if not every:
             raise InputError(f"`out_token` must name at least one of the {n_out} outputs; got {out_token!r}.")
         return tuple(check_token(i, n_out) for i in every)

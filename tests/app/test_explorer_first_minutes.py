@@ -76,6 +76,32 @@ def test_the_heads_close_by_escape_and_by_a_click_outside(open_tab):
     expect(box.locator(".popover")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", [390, 1000, 1280])
+@pytest.mark.parametrize("fragment", ["", "#page=answer"])
+def test_no_page_scrolls_sideways_not_even_with_the_heads_open(open_tab, width, fragment):
+    tab = open_tab(fragment)
+    tab.set_viewport_size({"width": width, "height": 800})
+    if not fragment:
+        box = mapped(tab).locator(".head-box")
+        box.locator("summary").click()
+        place = box.locator(".popover").bounding_box()
+        assert place["x"] >= 0 and place["x"] + place["width"] <= width
+        head = box.locator(".head").first
+        head.click(trial=True)  # nothing lies above it
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_target_that_is_refused_leaves_the_one_that_the_map_explains(open_tab):
+    tab = open_tab()
+    panel = mapped(tab)
+    pressed = panel.get_by_role("group", name="Explain", exact=True).locator(".chip[aria-pressed=true] bdi")
+    (before,) = pressed.all_inner_texts()
+    tab.get_by_label("Another token to explain").fill("The cat sat")
+    tab.get_by_label("Another token to explain").press("Enter")
+    expect(tab.get_by_role("alert").first).to_contain_text("must be one token")
+    expect(pressed).to_have_text(before)
+
+
 def test_files_can_be_saved_before_the_certificate_is_there(browser, monkeypatch):
     gate = threading.Event()
     certify = tl.AttentionTensor.certificate

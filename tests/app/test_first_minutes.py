@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from tiny_language import tiny_lens
@@ -20,7 +21,9 @@ import tensorlens as tl
 from tensorlens import surface
 from tensorlens.app import cli, map_questions, options, printing
 from tensorlens.app.method_names import MEMBER_NAMES, METHOD_NAMES
+from tensorlens.freezing import conventions
 from tensorlens.maps.targets import Classes
+from tensorlens.models import loading
 from tensorlens.tensor import AttentionTensor, Prediction
 
 runner = CliRunner()
@@ -50,6 +53,8 @@ MISTAKES = {
     "--out nowhere/map.html": "nowhere",
     "--rules royal": "paper, cp_lrp",
     "--method tensor.in_out --norm spectral": "tensor.norm",
+    "--dtype float8": "float32, float64",
+    "--gate shut": "freeze_gate, freeze_up",
 }
 
 
@@ -85,7 +90,7 @@ def strictly(text: str):
 # At once --------------------------------------------------------------------------------------------------------------
 
 
-def test_help_and_mistakes_are_answered_before_torch_is_imported():
+def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path):
     """Torch alone takes seconds to import."""
     helps = [[], ["--help"], *([command.name, "--help"] for command in cli.app.registered_commands)]
     wrong = [["map", "minilm", "A cat.", *mistake.split()] for mistake in MISTAKES]
@@ -93,14 +98,22 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported():
     run = ["minilm", "--out", "run", "--data"]
     wrong += [["perturb", *run, "no.csv"], ["perturb", *run, "d", "--methods", "alti,rolout.attn"]]
     wrong += [["perturb", *run, "d", "--grid", "a"], ["relations", *run, "nowhere"]]
-    script = WITHOUT_TORCH.format(lines=[*helps[1:], *wrong, *names, ["map", "minilm", " "], ["models"]])
+    (tmp_path / "page.gguf").write_text("<html>")
+    inputs = [
+        ["map", "minilm", "no.png"],
+        ["check", "minilm", "\udcff"],
+        ["map", str(tmp_path / "page.gguf"), "A"],
+    ]
+    script = WITHOUT_TORCH.format(lines=[*helps[1:], *wrong, *names, *inputs, ["map", "minilm", " "], ["models"]])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = done.stdout.splitlines()
     of_runs = ("a file that exists", "Did you mean rollout.attn", "0,0.1,0.2", "must be a folder")
     for answer, expected in zip(said[len(helps) - 1 :], (*MISTAKES.values(), *of_runs), strict=False):
         assert expected in answer
-    assert "no bundled model" in said[-5] and "'minilm'" in said[-4] and "it is empty" in said[-2]
+    assert "no bundled model" in said[-8] and "'minilm'" in said[-7] and "it is empty" in said[-2]
+    for answer, expected in zip(said[-5:-2], ("no image at 'no.png'", "surrogate", "begins with b'<htm'"), strict=True):
+        assert expected in answer
 
 
 def test_help_fits_a_terminal_of_eighty_columns():
@@ -121,6 +134,8 @@ def test_the_names_known_without_torch_are_those_of_the_methods():
     from tensorlens.studies.members import MEMBERS
 
     assert tuple(MEMBERS) == MEMBER_NAMES
+    assert set(options.DTYPES) == {*loading._DTYPES, "auto"}
+    assert set(options.GATES) == set(get_args(conventions.Gate))
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():
@@ -157,6 +172,12 @@ def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
     found = strictly(asked("map", decoder, "Red and blue", "--no-certify", "--json"))
     assert found["scores"] == T.map("tensor.in_class", -1).scores.tolist()
     assert found["predictions"][0]["index"] == best.index
+
+
+def test_what_is_set_aside_can_be_put_back(decoder):
+    assert "set_aside" not in strictly(asked("map", decoder, "Red and blue", "--no-certify", "--json"))["meta"]
+    put_back = strictly(asked("map", decoder, "Red and blue", "--no-certify", "--no-aside", "--json"))
+    assert put_back["meta"]["set_aside"] == []
 
 
 def test_another_member_is_recommended_where_it_ranks_words_better():

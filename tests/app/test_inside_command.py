@@ -101,3 +101,5 @@ def test_from_a_map_to_the_inside_and_a_head_switched_off(open_tab, unchecked): 
     inside.get_by_role("button", name="Switch it off").click()
     expect(inside.locator(".said")).to_contain_text("the model gives")
     expect(inside.locator(".said")).to_contain_text("without it, it says")
+    tab.set_viewport_size({"width": 390, "height": 800})
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390

@@ -111,6 +111,18 @@ def test_heads_add_up_to_attention_and_nothing_changes_without_corruption(name: 
     assert not tl.patching(lens, CLEAN, CLEAN, target=4).predicted.any()
 
 
+def test_weights_are_named_with_their_numbers() -> None:
+    lens = tl.Lens(zoo.build("gpt2"))
+    assert tl.patching(lens, CLEAN, CORRUPTED, {4: 1.0, 6: -1.0}).target == "4 − 6"
+    assert tl.patching(lens, CLEAN, CORRUPTED, {4: -0.5, 6: 0.5, 7: 1}).target == "−0.5·4 + 0.5·6 + 7"
+
+
+@pytest.mark.parametrize("weights", [{}, {4: float("nan")}, {4: "one"}])
+def test_weights_that_are_no_numbers_are_refused(weights: Any, unchecked: None) -> None:
+    with pytest.raises(tl.InputError, match="at least one"):
+        tl.patching(tl.Lens(zoo.build("gpt2")), CLEAN, CORRUPTED, weights)
+
+
 def test_inputs_of_two_lengths_are_refused() -> None:
     with pytest.raises(tl.InputError, match="length"):
         tl.patching(tl.Lens(zoo.build("gpt2")), CLEAN, CLEAN[:3], target=4)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from tiny_language import tiny_lens
 
 import tensorlens as tl
 from tensorlens.freezing.observe import attention_matrices
+from tensorlens.inside import score
 
 CASES = [
     (name, attention)
@@ -82,6 +84,25 @@ def test_in_the_first_block_a_query_reads_its_own_token_alone() -> None:
     assert float(found[i, j]) == pytest.approx(float(pair), rel=1e-10)
 
 
+def test_groups_are_sums_of_pairs_and_the_bias_stays_apart() -> None:
+    T = tensor("gpt2", "sdpa")
+    pairs = T.score(1, 2, 6, 4).scores
+    found = T.score(1, 2, 6, 4, groups=[("first", 0, 2), ("then", 2, 5)])
+    assert found.in_tokens == found.out_tokens == ("first", "then", "rest", "bias")
+    bounds = [slice(0, 2), slice(2, 5), slice(5, 7), slice(7, 8)]
+    sums = torch.stack([torch.stack([pairs[rows, columns].sum() for columns in bounds]) for rows in bounds])
+    torch.testing.assert_close(found.scores, sums, rtol=1e-10, atol=1e-12)
+    with pytest.raises(tl.InputError, match="of tokens"):
+        T.score(1, 2, 6, 4, by="component", groups="words")
+
+
+def test_words_of_a_text_meet() -> None:
+    T = tiny_lens("neox")("the cat sat")
+    whole, found = T.score(1, 1, -1, 2), T.score(1, 1, -1, 2, groups="words")
+    assert found.in_tokens == ("the", " ", "cat", " ", "sat", "bias")
+    assert float(found.scores.sum()) == pytest.approx(float(whole.scores.sum()), rel=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_masked_key_and_what_is_not_there_are_refused(attention: str, unchecked: None) -> None:
     T = tensor("mistral", attention)
@@ -95,6 +116,16 @@ def test_a_masked_key_and_what_is_not_there_are_refused(attention: str, unchecke
         T.score(7, 0, 3, 3)
     with pytest.raises(tl.InputError, match="pair"):
         T.score(0, 0, 3, (1, 2, 3))  # type: ignore[arg-type]
+
+
+def test_a_pair_map_takes_a_cotangent_for_each_channel_of_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    T, pulled = tensor("llama", "sdpa"), []
+    gradients = score.gradients
+    monkeypatch.setattr(
+        score, "gradients", lambda y, x, units, n: pulled.append(len(units)) or gradients(y, x, units, n)
+    )
+    T.score(1, 2, 6, 4)
+    assert sum(pulled) == 2 * zoo.ZOO["llama"].config.head_dim
 
 
 def test_only_what_can_be_seen_from_the_block_is_needed() -> None:

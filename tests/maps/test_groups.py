@@ -67,6 +67,7 @@ def test_bounds_are_tokens_where_the_input_was_ids():
 @pytest.mark.parametrize("groups", ["words", "sentences", "lines", "tokens", [("doc", 4, 12)], ["It was late!"]])
 def test_a_grouped_map_is_the_map_with_columns_summed(tensor, groups):
     plain = tensor.map("tensor.in_class", out_token=[-1, 3])
+    assert torch.equal(tensor.map("tensor.in_class", out_token=torch.tensor([-1, 3])).scores, plain.scores)
     found = tensor.map("tensor.in_class", out_token=[-1, 3], groups=groups)
     members = find_groups(groups, plain.in_tokens, plain.meta)
     assert sorted(j for group in members for j in group.tokens) == list(range(plain.shape[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import re
 import sys
@@ -99,6 +100,16 @@ class TestTorchFolders:
         inputs = loaded.processor("CC(=O)O.OCC>>CC(=O)[MASK]CC", return_tensors="pt")
         position = (inputs["input_ids"][0] == loaded.processor.mask_token_id).nonzero().item()
         assert loaded.processor.decode([loaded.model(**inputs).logits[0, position].argmax().item()]) == "O"
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+    def test_a_copy_damaged_in_the_cache_is_made_again(self, file: str, tmp_path: Path):
+        before = copy.deepcopy(cpu("rxnmapper").model.state_dict())  # the weights of the model lie in the file itself
+        copied = next(tmp_path.glob(f"rxnmapper-*/{file}"))
+        content = copied.read_bytes()
+        copied.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        after = cpu("rxnmapper").model.state_dict()
+        assert copied.read_bytes() == content
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
     def test_what_is_no_smiles_shows(self):
         tokens = cpu("rxnmapper").processor.tokenize("CC {} O")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def write_answer(target: Path) -> None:
 
 def copies(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def converted(copy: Path) -> list[str]:
+    return sorted(file.name for file in copy.iterdir() if file.name != ".files.json")
 
 
 def test_a_copy_is_made_once(folder: Path):
@@ -60,7 +65,7 @@ def test_what_a_killed_process_left_is_replaced(folder: Path):
     (half / "half").write_text("4")
     done = cache.convert_once("key", write_answer)
     assert copies(folder) == ["key"]
-    assert [file.name for file in done.iterdir()] == ["answer"]
+    assert converted(done) == ["answer"]
 
 
 def test_two_processes_make_one_copy(folder: Path, tmp_path: Path):
@@ -78,7 +83,7 @@ def test_two_processes_make_one_copy(folder: Path, tmp_path: Path):
             time.sleep(0.5)
             (target / "part2").write_text("2")
 
-        print(*sorted(file.name for file in convert_once("key", make).iterdir()))
+        print(*sorted(file.name for file in convert_once("key", make).glob("part*")))
         """
     )
     command = [sys.executable, "-c", program]
@@ -145,7 +150,7 @@ def test_a_partial_copy_that_is_no_folder_is_replaced(folder: Path, tmp_path: Pa
         partial.write_text("half")
     else:
         partial.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
-    assert [file.name for file in cache.convert_once("key", write_answer).iterdir()] == ["answer"]
+    assert converted(cache.convert_once("key", write_answer)) == ["answer"]
     assert (elsewhere / "theirs").read_text() == "keep" and len(list(elsewhere.iterdir())) == 1
     assert copies(folder) == ["key"]
 
@@ -193,3 +198,53 @@ def test_the_folder_follows_the_platform(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cache.sys, "platform", platform)
     assert cache.cache_folder() == expected
+
+
+def overwrite(file: Path) -> None:
+    """One bit changed; size and date stay, as on a disk that forgets."""
+    content, dates = bytearray(file.read_bytes()), file.stat()
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+
+
+def replace_by_link(file: Path) -> None:
+    other = file.parents[2] / "other"
+    other.write_text("41")
+    file.unlink()
+    file.symlink_to(other)
+
+
+DAMAGES = {
+    "one bit": overwrite,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:1]),
+    "empty": lambda file: file.write_bytes(b""),
+    "gone": lambda file: file.unlink(),
+    "a link to another": replace_by_link,
+    "a stranger beside it": lambda file: file.with_name("adapter_config.json").write_text("{}"),
+    "no list": lambda file: (file.parent / ".files.json").unlink(),
+    "a list of nonsense": lambda file: (file.parent / ".files.json").write_text('{"answer": 3}'),
+    "a deep list": lambda file: (file.parent / ".files.json").write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_copy_is_made_again(folder: Path, damage: str):
+    done = cache.convert_once("key", write_answer)
+    time.sleep(0.05)  # dates of files are as coarse as the ticks of the system
+    DAMAGES[damage](done / "answer")
+    assert cache.convert_once("key", write_answer) == done
+    assert (done / "answer").read_text() == "42" and not (done / "answer").is_symlink()
+    assert copies(folder) == ["key"]
+
+
+def test_a_copy_that_was_moved_or_touched_is_read_as_it_is(folder: Path):
+    """The dates are others, the content is not; and files that a desktop leaves are none of a copy."""
+
+    def unneeded(_: Path) -> None:
+        pytest.fail("made again")
+
+    done = cache.convert_once("key", write_answer)
+    os.utime(done / "answer", (1, 1))
+    (done / ".DS_Store").write_text("icons")
+    assert cache.convert_once("key", unneeded) == done

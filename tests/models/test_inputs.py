@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from zoo import build, sample
 
 import tensorlens as tl
-from tensorlens.models.labels import distinct, patch_labels, token_labels
+from tensorlens.models.labels import patch_labels, token_labels
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,6 @@ def test_text_ids_embeddings_and_processor_output_are_one_input(byte_level):
 def test_labels_show_special_tokens_word_pieces_and_bytes(byte_level):
     pieces = byte_level.convert_tokens_to_ids(["<s>", "Ġcat", "â", "Ĥ", "a"])
     assert token_labels(pieces, byte_level) == ("<s>", " cat", "⟨E2⟩", "⟨82⟩", "a")
-    assert distinct(["the", "cat", "the", "the"]) == ("the", "cat", "the₂", "the₃")
     assert patch_labels(6, 2, 2, ("[CLS]", "[DIST]")) == (
         "[CLS]",
         "[DIST]",
@@ -73,11 +72,16 @@ TEXT_ERRORS = {
     "no ids": ([], "at least one token"),
     "id out of range": ([1, 60], "0 to 59.*got 60"),
     "negative id": ([-1], "got -1"),
+    "an id past all numbers": ([1, 10**30], "got 1000"),
+    "truths": ([True, False], "whole numbers; got torch.bool"),
+    "a tensor of truths": (torch.tensor([True, False]), "whole numbers; got torch.bool"),
+    "bytes": (b"cat", "got bytes"),
     "embeddings too narrow": (torch.zeros(7, 15), r"\(token, 16\); got \(7, 15\)"),
     "embeddings of one axis": (torch.zeros(16), r"\(token, 16\)"),
     "embeddings of whole numbers": (torch.zeros(7, 16, dtype=torch.long), "floating-point"),
     "embeddings with NaN": (torch.full((7, 16), torch.nan), "NaN or infinity"),
     "several samples": ({"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}, None),
+    "half of a character": ("a\ud800", "surrogate"),
     "something else": (object(), "Expected a text"),
     "image for a text model": ("cat.png", "no image at|takes no pixels"),
 }

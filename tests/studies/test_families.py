@@ -71,8 +71,12 @@ def quiet():
         yield
 
 
-def test_the_sample_is_certified():
-    records = list(sweep(SAMPLE, workers=2, limit_seconds=900.0))
+@pytest.fixture(scope="module")
+def records() -> list[FamilyRecord]:
+    return list(sweep(SAMPLE, workers=2, limit_seconds=900.0, work=watch_rules))
+
+
+def test_the_sample_is_certified(records: list[FamilyRecord]):
     assert len(records) == len(SAMPLE)
     for record in records:
         assert record.status == "certified", f"{record.model_type}: {record.reason}"
@@ -104,14 +108,14 @@ MUTANTS = {
 
 
 @pytest.fixture(scope="module")
-def uses() -> dict[Case, set[str]]:
+def uses(records: list[FamilyRecord]) -> dict[Case, set[str]]:
     """The torch functions that each case of the sample needs a rule for, the cheapest case first."""
-    records = sorted(sweep(SAMPLE, workers=2, work=watch_rules), key=lambda record: record.seconds)
-    return {Case(r.task, r.model_type, r.attention): set(r.reason.split()) for r in records}
+    cheapest_first = sorted(records, key=lambda record: record.seconds)
+    return {Case(r.task, r.model_type, r.attention): set(r.reason.split()) for r in cheapest_first}
 
 
 def watch_rules(case: Case) -> FamilyRecord:
-    """Runs in a process of its own; the names come back as the reason."""
+    """Runs in a process of its own; the names come back as the reason of a case that is certified."""
     names: set[str] = set()
     call = passes.Interpreter.call
 
@@ -120,7 +124,10 @@ def watch_rules(case: Case) -> FamilyRecord:
         return call(self, function, args, kwargs)
 
     passes.Interpreter.call = watch
-    return replace(examine(case), reason=" ".join(name.removesuffix("_") for name in names))
+    record = examine(case)
+    if record.status != "certified":
+        return record
+    return replace(record, reason=" ".join(name.removesuffix("_") for name in names))
 
 
 def mutated(names: tuple[str, ...], wrong: bool, case: Case) -> FamilyRecord:

@@ -17,7 +17,7 @@ from tensorlens.answers.shares import Engine, Shares, shares, through
 from tensorlens.answers.targets import TargetKind, make_targets
 from tensorlens.errors import InputError
 from tensorlens.freezing.observe import plain_logits_at
-from tensorlens.maps.groups import Group, Groups, find_groups, grouped_meta
+from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
@@ -129,6 +129,8 @@ class Answer:
     def _parts(self, rows: Groups) -> tuple[Group, ...]:
         if rows == ANSWER:
             return (Group(self.text, tuple(range(len(self.ids)))),)
+        if isinstance(rows, str) and rows not in NAMED:
+            raise InputError(f"`rows` must be one of {ANSWER}, {', '.join(NAMED)}, or a list of groups; got {rows!r}.")
         meta = {"text": self.text, "offsets": [pair and list(pair) for pair in self.offsets]}
         return find_groups(rows, self.tokens, meta)
 

@@ -13,6 +13,7 @@ from tensorlens.errors import InputError
 from tensorlens.maps.groups import Span
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
 
 Offsets = tuple[tuple[int, int] | None, ...]
 """Where each token stands in a text; None for one that is no part of it."""
@@ -121,6 +122,7 @@ def tokenised(
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:
         raise InputError("Got a text, but this lens has no tokenizer. Pass one, or pass token ids.")
+    check_unicode(text)
     is_fast = getattr(tokenizer, "is_fast", False)
     options = {"add_special_tokens": special} | ({"return_offsets_mapping": True} if is_fast else {})
     made = tokenizer(text_target=text, **options) if as_target else tokenizer(text, **options)

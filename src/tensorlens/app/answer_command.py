@@ -73,7 +73,7 @@ def answer_(
     is_page = out is not None and out.suffix.lower() == ".html" and against is None
     rows = rows or ("sentences" if is_page else "answer")
     _check(answer, against, groups, rows, target, through=through, max_new_tokens=max_new_tokens)
-    text = options.read_input(prompt)
+    text = options.read_input(prompt, images=False)
     found = reading.lens(model, final_norm=final_norm).answer(text, answer, max_new_tokens=max_new_tokens)
     if certify:
         found.tensor.certificate()

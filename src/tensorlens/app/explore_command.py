@@ -28,7 +28,7 @@ def explore(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL…]",
+            metavar="MODEL",
             help="Models by name; saved maps (.json, .safetensors) and folders of study reports too.",
             show_default=False,
         ),

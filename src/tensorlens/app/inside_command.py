@@ -30,7 +30,11 @@ def inside(
     max_nodes: Annotated[int, typer.Option(help="How many nodes the graph may have.")] = 120,
     without: Annotated[
         list[str] | None,
-        typer.Option(help="Heads to switch off in the model, as BLOCK:HEAD,HEAD; may be repeated.", show_default=False),
+        typer.Option(
+            metavar="BLOCK:HEAD,…",
+            help="Heads to switch off in the model, such as 3:0,2. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to write: .html (a page) or .json.", show_default=False)

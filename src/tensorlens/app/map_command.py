@@ -55,6 +55,7 @@ def map_(
     against: OtherTarget = None,
     out_token: Position = None,
     words: Annotated[bool, typer.Option("--words", help="One score a word instead of one a token.")] = False,
+    aside: Annotated[bool, typer.Option(help="Set the first token aside where it drowns the others.")] = True,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
     heads: Heads = None,
     without_heads: WithoutHeads = None,
@@ -85,6 +86,7 @@ def map_(
     if certify and question.method.startswith("tensor."):
         T.certificate()
     found = T.map(question.method, question.out_token, wanted, norm=norm)  # type: ignore[arg-type]  # checked above
+    found = found if aside else found.set_aside()
     found = found.words() if words else found  # pyright: ignore[reportAttributeAccessIssue]
     _deliver(T, question, found, out, as_json=json)
 

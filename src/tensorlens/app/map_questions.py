@@ -127,8 +127,8 @@ def check_target(T: AttentionTensor, question: MapQuestion) -> str | None:
         better = " ".join(hint for hint in hints if hint)
         if not better:
             raise
-        # Only the sentence that says what is wrong: the suggestion that follows it was not checked to be one token.
-        raise InputError(f"{str(error).partition(' Most words')[0]} {better}") from None
+        # Only the sentence that says what is wrong: what follows it suggests the same, knowing less.
+        raise InputError(f"{str(error).partition(' Did you mean')[0]} {better}") from None
     return " ".join(hint for hint in hints if hint) or None
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RULES = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
 """The members of the family of rules that have a name."""
+DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
+GATES = ("freeze_gate", "freeze_up", "half", "taylor")
 
 Model = Annotated[
     str,
@@ -63,8 +65,13 @@ class ModelOptions:
         """Refuse a name that is no model, or rules that do not exist, before torch is imported or a file is read."""
         from tensorlens.models.resolving import check_name, is_hub_id
 
-        if self.rules not in RULES:
-            raise InputError(f"`--rules` must be one of {', '.join(RULES)}; got {self.rules!r}.")
+        for option, known, given in (
+            ("rules", RULES, self.rules),
+            ("dtype", DTYPES, self.dtype),
+            ("gate", GATES, self.gate),
+        ):
+            if given is not None and given not in known:
+                raise InputError(f"`--{option}` must be one of {', '.join(known)}; got {given!r}.")
         check_name(model)
         if is_hub_id(model):
             from tensorlens.models.hub import ask_hub
@@ -132,12 +139,22 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def read_input(value: str) -> str:
-    """The text itself, or standard input for ``-``."""
+def read_input(value: str, *, images: bool = True) -> str:
+    """The text itself, or standard input for ``-``; what no model could read is refused before one is loaded.
+
+    Args:
+        value: What was written.
+        images: Whether a text that ends like a picture is the path of one.
+    """
+    from tensorlens.models.plain_text import check_unicode, names_image
+
     text = sys.stdin.read().rstrip("\n") if value == "-" else value
     if not text.strip():
         where = "standard input was empty" if value == "-" else "it is empty"
         raise InputError(f"Expected a text or the path of an image as INPUT, but {where}.")
+    check_unicode(text)
+    if images and value != "-" and names_image(text) and not Path(text).is_file():
+        raise InputError(f"There is no image at {text!r}. Check the path; a text that ends so can be given through -.")
     return text
 
 

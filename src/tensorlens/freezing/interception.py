@@ -201,7 +201,7 @@ def _apply_custom(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any)
     # What is given modules, or a function to run again, may be where the first block begins and something becomes live.
     is_checkpoint = cls is torch.utils.checkpoint.CheckpointFunction
     if run is None or not (is_checkpoint or traced_in(args) or _holds_modules(args)):
-        return _APPLY.__func__(cls, *args, **kwargs)
+        return _APPLY.__get__(None, cls)(*args, **kwargs)  # in torch 2.15 it is a method of C, without `__func__`
     try:
         return unrolled(run, cls, args)
     except NotLinearError as error:

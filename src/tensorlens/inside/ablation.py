@@ -159,7 +159,7 @@ def ablation(asked: Question, meta: dict[str, Any]) -> Ablation:
     return Ablation(
         components=tuple(part.component for part in chosen),
         to=asked.to,
-        target=" − ".join(asked.classes.name(index) for index in weights),
+        target=asked.classes.names(weights),
         value=float(run.t.detach()),
         predicted=float(run.t.detach()) + predicted,
         true=float(sum(weight * logits[index] for index, weight in weights.items())),

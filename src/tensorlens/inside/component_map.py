@@ -144,6 +144,8 @@ class ComponentMap:
 
     def top(self, k: int = 10) -> list[TopComponent]:
         """The components with the largest scores over all tokens, of either sign."""
+        if k < 1:
+            raise InputError(f"Expected k of at least 1, got {k}. Ask for one or more components.")
         sums = self.scores.sum(1)
         best = sums.abs().topk(min(k, len(sums))).indices.tolist()
         return [TopComponent(self.labels[i], float(sums[i]), int(self.scores[i].abs().argmax())) for i in best]

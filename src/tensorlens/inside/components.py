@@ -57,7 +57,7 @@ def component_map(
         labels=tuple(row.component for row in found.rows),
         tokens=tokens,
         effect=effect,
-        target=" − ".join(classes.name(index) for index in weights),
+        target=classes.names(weights),
         value=float(run.t.detach()),
         depths=torch.stack(found.flow),
         meta=meta,

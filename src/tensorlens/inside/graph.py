@@ -58,7 +58,7 @@ def component_graph(
         nodes=tuple(grown.nodes),
         edges=tuple(grown.edges),
         tokens=tokens,
-        target=" − ".join(classes.name(index) for index in weights),
+        target=classes.names(weights),
         value=float(run.t.detach()),
         share=grown.covered / grown.magnitude if grown.magnitude else 1.0,
         meta=meta | {"asked_share": share, "max_nodes": max_nodes},

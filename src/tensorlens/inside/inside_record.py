@@ -141,7 +141,7 @@ def look_inside(
     """Everything about one target, from one replay, and why the strongest heads looked where they did."""
     weights = weights_of(operator, classes, target, out_token)
     assert classes is not None, "a target has classes"
-    name = " − ".join(classes.name(index) for index in weights)
+    name = classes.names(weights)
     with pass_to(operator, weights, out_token) as run:
         maps = {"total": total(run), "direct": direct(run)}
         grown = Growth(run).grow(share, max_nodes)

@@ -202,7 +202,7 @@ def patching_of(
     return Patching(
         labels=tuple(part.component for part, _ in pairs), predicted=predicted,
         true=None if true is None else (true - value).to(predicted), clean=value,
-        target=" − ".join(classes.name(index) for index in weights), meta=(meta or {}) | {"out_positions": [i]},
+        target=classes.names(weights), meta=(meta or {}) | {"out_positions": [i]},
     )  # fmt: skip
 
 

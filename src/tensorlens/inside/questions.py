@@ -13,9 +13,10 @@ from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
-from tensorlens.inside.score import By, score_map
+from tensorlens.inside.score import By, grouped, score_map
 from tensorlens.inside.target import Finer
 from tensorlens.maps.context import Context
+from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.plain_pass import own_modes
@@ -111,7 +112,7 @@ class InsideQuestions(TensorOperator):
     @own_modes
     def score(
         self, block: int, head: int, query: int, key: int | tuple[int, int], *, by: By = "token",
-        attention: int | None = None,
+        attention: int | None = None, groups: Groups | None = None,
     ) -> TokenMap:  # fmt: skip
         r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
 
@@ -127,12 +128,15 @@ class InsideQuestions(TensorOperator):
                 the stream where the query and the key read it.
             attention: Which attention of the block, from 0, where it has several. Queries and keys count the tokens
                 that this attention has.
+            groups: As for `map`: the rows and the columns of each group summed, the bias apart.
         """
-        own = ("model", "versions")
-        meta = {name: value for name, value in self.meta().items() if name in (*own, "blocks", "heads", "rules")}
-        return score_map(
-            self.operator, block, head, query, key, by=by, attention=attention, tokens=self.context.tokens, meta=meta
-        )
+        own = ("model", "versions", "blocks", "heads", "rules")
+        meta = {name: value for name, value in self.meta().items() if name in own}
+        tokens = self.context.tokens
+        if groups is not None and by == "component":
+            raise InputError("Groups are of tokens; leave them out with by='component'.")
+        made = score_map(self.operator, block, head, query, key, by=by, attention=attention, tokens=tokens, meta=meta)
+        return made if groups is None else grouped(made, find_groups(groups, tokens, self.meta()))
 
     @own_modes
     def ablate(

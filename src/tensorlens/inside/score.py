@@ -12,7 +12,8 @@ both apart by earlier component instead of by token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from tensorlens.freezing.traced import constant, is_live, plain
 from tensorlens.inside.score_components import named, written
 from tensorlens.inside.stream import StreamObserver
 from tensorlens.inside.target import StreamPass, sums_of
+from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
@@ -171,6 +173,13 @@ def score_map(
         scores=scores, out_tokens=labels, in_tokens=labels, method="score",
         bias_share=torch.full((len(labels),), float("nan")), meta=meta | asks,
     )  # fmt: skip
+
+
+def grouped(made: TokenMap, groups: Sequence[Group]) -> TokenMap:
+    """A pair map by token with the rows and the columns of each group summed, the bias apart."""
+    every = (*groups, Group(made.in_tokens[-1], (len(made.in_tokens) - 1,)))
+    labels, scores = tuple(group.label for group in every), group_sums(group_sums(made.scores, every).T, every).T
+    return replace(made, scores=scores, out_tokens=labels, in_tokens=labels, bias_share=made.bias_share[: len(labels)])
 
 
 def _by_token(operator: FrozenOperator, asked: Asked, tokens: tuple[str, ...]) -> Pairs:

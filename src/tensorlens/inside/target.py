@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.functional import pad
 
-from tensorlens.errors import MethodError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at, read_logits
@@ -39,6 +41,8 @@ def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target
     if classes is None or recording.readout is None:
         raise no_head(recording.anatomy.model)
     if isinstance(target, dict):
+        if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
+            raise InputError(f"Weights must be {{id: number}} with at least one, none of them NaN; got {target!r:.80}.")
         return {classes.index(index): float(weight) for index, weight in target.items()}
     return classes.weights(int(logits_at(recording, i).argmax()) if target is None else target)
 

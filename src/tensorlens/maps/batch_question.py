@@ -143,7 +143,7 @@ def target_names(question: BatchQuestion, ids: Tensor, weights: Tensor) -> list[
     classes = question.classes
     assert classes is not None, "asked of a model with a head"
     return [
-        " − ".join(classes.name(index) for index, weight in zip(some, of_some, strict=True) if weight)
+        classes.names({index: weight for index, weight in zip(some, of_some, strict=True) if weight})
         for some, of_some in zip(ids.tolist(), weights.tolist(), strict=True)
     ]
 

@@ -121,7 +121,7 @@ def _reader(question: Question, token: int) -> tuple[Read, str]:
         direction = recording.states[-1][0, token].detach()
         return lambda states: states[:, token] @ direction.to(states), "output state"
     weights = classes.weights(int(logits_at(recording, token).argmax()) if question.target is None else question.target)
-    name = " − ".join(classes.name(index) for index in weights)
+    name = classes.names(weights)
     unembedding = recording.anatomy.unembedding
     if unembedding is not None:
         column = torch.stack([weight * unembedding.weight[index].detach() for index, weight in weights.items()]).sum(0)

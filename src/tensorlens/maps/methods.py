@@ -205,7 +205,7 @@ def _in_class(question: Question) -> Answer:
     operator.engines.note(operator.engines.slow_to(to_logits=True))
     named = weights.abs().sum(0).nonzero()[:, 0]
     at_x = torch.stack([logits_at(recording, i, named) for i in positions])
-    names = tuple(" − ".join(classes.name(index) for index in by_class) for by_class in chosen)
+    names = tuple(classes.names(by_class) for by_class in chosen)
     logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
     # Of a long input a replay at zero costs more than the map.

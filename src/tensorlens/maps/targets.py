@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tensorlens.errors import InputError, MethodError
+from tensorlens.models.plain_text import check_unicode
 
 Target = str | int | tuple[str | int, str | int]
 
@@ -55,6 +57,15 @@ class Classes:
             return str(self.labels.get(index, index))
         return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
 
+    def names(self, weights: Mapping[int, float]) -> str:
+        """How weights on logits are written: ``Paris``, ``Paris − Rome``, ``0.5·Paris + 0.5·Lyon − Rome``."""
+        terms = [
+            (weight, f"{'' if abs(weight) == 1 else f'{abs(weight):.3g}·'}{self.name(i)}")
+            for i, weight in weights.items()
+        ]
+        first = ("−" if terms[0][0] < 0 else "") + terms[0][1]
+        return first + "".join(f" {'−' if weight < 0 else '+'} {term}" for weight, term in terms[1:])
+
     def _label_index(self, target: str) -> int:
         assert self.labels is not None
         exact = [index for index, label in self.labels.items() if str(label) == target]
@@ -71,6 +82,7 @@ class Classes:
     def _token_index(self, target: str) -> int:
         if self.tokenizer is None:
             raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
+        check_unicode(target)
         ids = self.tokenizer(target, add_special_tokens=False)["input_ids"]
         if len(ids) == 1:
             return int(ids[0])
@@ -78,9 +90,11 @@ class Classes:
         if isinstance(exact, int) and exact != self.tokenizer.unk_token_id:
             return exact
         pieces = [self.tokenizer.decode([i]) for i in ids]
-        hint = "" if target.startswith(" ") else f" Most words begin with a space: try {' ' + target!r}."
+        spaced = self.tokenizer(f" {target}", add_special_tokens=False)["input_ids"]
+        hint = f" Did you mean {f' {target}'!r}, which is one token?" if len(spaced) == 1 else ""
         raise InputError(
-            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} Or pass one token's id."
+            f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} "
+            "Name one token, such as the first of these, or pass its id."
         )
 
 

@@ -1,7 +1,8 @@
 """Converted checkpoints, kept so that a conversion happens once.
 
 A finished copy is a folder under `cache_folder()`, named by its content. It appears by one rename, so that a reader
-sees a whole copy or none. Nothing here knows what is being converted.
+sees a whole copy or none. A list of its files lies in it, so that a copy damaged later is made again instead of read.
+Nothing here knows what is being converted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,12 +21,15 @@ from filelock import FileLock, Timeout
 
 from tensorlens.errors import LoadError
 from tensorlens.models.foreign_files import is_no_room
+from tensorlens.strict_json import from_json, to_json
 
 FORMAT = 1
 """Raise this when converted copies of earlier versions must not be read any more."""
 
 _WAIT_SECONDS = 1800.0
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_LIST = ".files.json"
+_CHUNK = 1 << 24
 
 
 def cache_folder() -> Path:
@@ -63,7 +68,7 @@ def cache_key(name: str, files: Sequence[Path], *, pinned: bool = False) -> str:
 
 
 def convert_once(key: str, make: Callable[[Path], None]) -> Path:
-    """The finished copy `key`, made by `make` if it is not there yet.
+    """The finished copy `key`, made by `make` if it is not there yet, or no longer as it was written.
 
     Processes that want the same copy at the same time wait for the first. A failure leaves nothing behind.
 
@@ -75,7 +80,7 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
         LoadError: The cache cannot be written, or another process holds the copy for too long.
     """
     done = cache_folder() / key
-    if done.is_dir():
+    if _is_whole(done):
         return done
     work = done.with_name(f".{key}.partial")
     try:
@@ -90,7 +95,7 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise _unwritable(done.parent, error) from error
     try:
-        if not done.is_dir():
+        if not _is_whole(done):
             _make(work, done, make)
     finally:
         lock.release()
@@ -103,6 +108,9 @@ def _make(work: Path, done: Path, make: Callable[[Path], None]) -> None:
         _remove(work)
         work.mkdir()
         make(work)
+        (work / _LIST).write_text(to_json({file.name: [_stamp(file), _checksum(file)] for file in _files(work)}))
+        if done.is_dir():  # damaged; a file of this name is somebody else's
+            _remove(done)
         work.rename(done)
     except Exception as error:
         if isinstance(error, LoadError) or not (isinstance(error, OSError) or is_no_room(error)):
@@ -110,6 +118,43 @@ def _make(work: Path, done: Path, make: Callable[[Path], None]) -> None:
         raise _unwritable(done.parent, error) from error
     finally:
         _remove(work)
+
+
+def _is_whole(copy: Path) -> bool:
+    """Whether the files of a copy are those it was finished with.
+
+    One whose size and dates are as they were is not read again, which would take seconds for a large model. The date of
+    the last change of its entry cannot be set back, as that of its content can.
+    """
+    try:
+        listed = from_json((copy / _LIST).read_text("utf-8"))
+        files = {file.name: file for file in _files(copy)}
+        return set(files) == set(listed) and all(
+            _stamp(file) == listed[name][0]
+            or (file.stat().st_size == listed[name][0][0] and _checksum(file) == listed[name][1])
+            for name, file in files.items()
+        )
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):  # no list, no copy, or a damaged one
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    """What was converted; a desktop may leave hidden files of its own."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _stamp(file: Path) -> list[int]:
+    entry = file.stat()
+    return [entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns]
+
+
+def _checksum(file: Path) -> int:
+    """Tells damage, not malice: the folder is the user's own."""
+    found = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(_CHUNK):
+            found = zlib.crc32(piece, found)
+    return found
 
 
 def _remove(path: Path) -> None:

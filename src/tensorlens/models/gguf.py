@@ -36,13 +36,7 @@ def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> P
         LoadError: The file is not GGUF, or its architecture is one transformers cannot read.
         MissingExtraError: `gguf` or `accelerate` is not installed.
     """
-    with parts[0].open("rb") as stream:
-        head = stream.read(len(_MAGIC))
-    if head != _MAGIC:
-        raise LoadError(
-            f"{name}: a GGUF file begins with {_MAGIC!r}, but {parts[0].name} begins with {head!r}. "
-            "Check that the file was downloaded completely and is no link or web page."
-        )
+    check_magic(name, parts[0])
 
     def make(target: Path) -> None:
         for package in ("gguf", "accelerate"):
@@ -53,6 +47,21 @@ def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> P
                 _dequantise(name, file, target)
 
     return convert_once(cache_key(name, parts, pinned=pinned), make)
+
+
+def check_magic(name: str, file: Path) -> None:
+    """Refuse a file that does not begin as GGUF files do.
+
+    Raises:
+        LoadError: It does not.
+    """
+    with file.open("rb") as stream:
+        head = stream.read(len(_MAGIC))
+    if head != _MAGIC:
+        raise LoadError(
+            f"{name}: a GGUF file begins with {_MAGIC!r}, but {file.name} begins with {head!r}. "
+            "Check that the file was downloaded completely and is no link or web page."
+        )
 
 
 @contextlib.contextmanager

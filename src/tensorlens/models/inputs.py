@@ -35,8 +35,7 @@ from tensorlens.models.labels import patch_labels, token_labels, with_patches
 from tensorlens.models.padding import batch_size as batch_size
 from tensorlens.models.padding import drop_padding as drop_padding
 from tensorlens.models.padding import split_batch as split_batch
-
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+from tensorlens.models.plain_text import check_unicode, names_image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInpu
 def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
     if isinstance(value, Mapping):
         return _from_mapping(value, model)
-    if isinstance(value, (str, Path)) and Path(str(value)).suffix.lower() in IMAGE_SUFFIXES:
+    if isinstance(value, (str, Path)) and names_image(str(value)):
         return _from_image(_open_image(Path(value)), model, processor)
     if isinstance(value, str):
         return _from_text(value, model, processor)
@@ -116,8 +115,8 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
         return _from_image(value, model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
         return _from_array(_checked(torch.as_tensor(value), "input"), model)
-    if isinstance(value, Sequence) and all(isinstance(item, (int, np.integer)) for item in value):
-        return _from_ids(torch.tensor(list(value), dtype=torch.long), model)
+    if isinstance(value, (list, tuple, range)) and all(isinstance(item, (int, np.integer)) for item in value):
+        return _from_ids(_as_ids(value), model)
     if isinstance(value, float):
         raise InputError(f"Token ids must be whole numbers; got {value}.")
     raise InputError(
@@ -152,6 +151,8 @@ def tokenizer_of(processor: Any) -> Any:
 
 def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     tokenizer = tokenizer_of(processor)
+    if tokenizer is None and getattr(model, "main_input_name", "") == "pixel_values":
+        raise InputError(f"Got a text, but {type(model).__name__} takes images. Pass the path of one, or a PIL image.")
     if tokenizer is None:
         raise InputError(
             "Got a text, but this lens has no tokenizer. Pass one, `tensorlens.Lens(model, tokenizer)`, or pass "
@@ -159,6 +160,7 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
         )
     if not text.strip():
         raise InputError(f"Expected some text; got {text!r}, which holds no words.")
+    check_unicode(text)
     is_fast = getattr(tokenizer, "is_fast", False)
     made = tokenizer(text, return_offsets_mapping=True) if is_fast else tokenizer(text)
     ids = made["input_ids"]
@@ -168,6 +170,13 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
         tuple([(start, stop) if stop > start else None for start, stop in made["offset_mapping"]]) if is_fast else None
     )
     return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text, offsets=places)
+
+
+def _as_ids(values: Sequence[int]) -> Tensor:
+    try:
+        return torch.tensor(list(values), dtype=None if values else torch.long)
+    except (RuntimeError, ValueError, OverflowError):
+        raise InputError(f"Token ids must be numbers of the model's vocabulary; got {max(values, key=abs)}.") from None
 
 
 def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:
@@ -191,13 +200,13 @@ def _checked_ids(ids: Tensor, model: nn.Module) -> Tensor:
         bad = next(int(i) for i in ids[0] if not 0 <= int(i) < vocabulary)
         raise InputError(f"Token ids must be from 0 to {vocabulary - 1}, the model's vocabulary; got {bad}.")
     _check_length(ids.shape[1], model)
-    return ids.to(device_of(model))
+    return ids.long().to(device_of(model))
 
 
 def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
     is_row = array.dim() == 1 or array.dim() == 2 and array.shape[0] == 1
     if is_row and not array.is_floating_point():
-        return _from_ids(array.long(), model)
+        return _from_ids(array, model)
     parameters = forward_parameters(model)
     if array.dim() in (3, 4) and "pixel_values" in parameters:
         pixels = array if array.dim() == 4 else array[None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,14 +78,3 @@ def with_patches(labels: Sequence[str], positions: Sequence[int]) -> tuple[str, 
     for k, position in enumerate(positions):
         named[position] = f"patch {k // side},{k % side}" if side * side == len(positions) else f"patch {k}"
     return tuple(named)
-
-
-def distinct(labels: Sequence[str]) -> tuple[str, ...]:
-    """The labels with the second and later occurrence of each marked: ``the``, ``the₂``."""
-    seen: Counter[str] = Counter()
-    marked = []
-    for label in labels:
-        seen[label] += 1
-        count = "".join("₀₁₂₃₄₅₆₇₈₉"[int(digit)] for digit in str(seen[label]))
-        marked.append(label if seen[label] == 1 else label + count)
-    return tuple(marked)

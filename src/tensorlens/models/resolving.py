@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tensorlens.errors import LoadError
 from tensorlens.models.bundled import BUNDLED, find, near_names
-from tensorlens.models.gguf import convert_gguf
+from tensorlens.models.gguf import check_magic, convert_gguf
 from tensorlens.models.onnx_dinov2 import convert_dinov2
 from tensorlens.models.torch_folders import convert_torch_folder
 
@@ -76,6 +76,7 @@ def _check_path(text: str, *, is_path: bool) -> None:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise LoadError(f"A .gguf file was expected at {text!r}, but there is none. Check the path.")
+        check_magic(path.stem, path)
         return
     if path.is_dir() and text:
         _check_folder(path)

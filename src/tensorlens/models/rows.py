@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.models.forward_signature import device_of, ids_parameter, max_tokens, takes_mapping, vocabulary_size
-from tensorlens.models.inputs import IMAGE_SUFFIXES, ModelInput, make_input, tokenizer_of
+from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
+from tensorlens.models.plain_text import IMAGE_SUFFIXES
 
 
 def make_inputs(
@@ -98,6 +100,14 @@ def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, Mode
             arguments={name: argument}, kind=kind, text=row.text, offsets=row.offsets, ids=tuple(row.ids)
         )
     return found
+
+
+def check_several(values: Any) -> None:
+    """Refuse one input where several are asked for: a text is an iterable too, of letters."""
+    if isinstance(values, (str, bytes, Path, Mapping, ModelInput)):
+        raise InputError(
+            f"Expected several inputs in a list; got one, of type {type(values).__name__}. Put it into a list."
+        )
 
 
 def row_error(row: int, error: TensorLensError) -> InputError:

@@ -91,13 +91,15 @@ class TensorOperator(ABC):
     def apply(self, x: HiddenBatch) -> Float[Tensor, "*batch out_token out_channel"]:
         """T·x (Eq. 4) for x of shape (L, D) or (batch, L, D). Linear: the bias is not added."""
         batch = self._checked(x, self.shape[2:], "apply")
-        return self._apply(batch).reshape(*x.shape[:-2], *self.shape[:2])
+        found = self._apply(batch) if len(batch) else batch.new_empty(0)
+        return found.reshape(*x.shape[:-2], *self.shape[:2])
 
     @own_modes
     def adjoint(self, u: HiddenBatch) -> Float[Tensor, "*batch in_token in_channel"]:
         """Tᵀ·u, shapes as in `apply`: the gradient of ⟨u, T·x⟩ by x."""
         batch = self._checked(u, self.shape[:2], "adjoint")
-        return self._adjoint(batch).reshape(*u.shape[:-2], *self.shape[2:])
+        found = self._adjoint(batch) if len(batch) else batch.new_empty(0)
+        return found.reshape(*u.shape[:-2], *self.shape[2:])
 
     @own_modes
     def rows(self, out_token: int) -> TensorSlice:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.models.inputs import IMAGE_SUFFIXES
+from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.studies.digests import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
@@ -126,7 +126,10 @@ def _texts(texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
 def _read_csv(path: Path) -> list[dict[str, Any]]:
     csv.field_size_limit(2**27)
     file = io.StringIO(_read(path), newline="")
-    return list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+    try:
+        return list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+    except csv.Error as error:
+        raise InputError(f"Expected rows with separators in {str(path)!r}; got: {error}.") from error
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -78,7 +78,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**27)
-    return csv.DictReader(_lines(path), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+    try:
+        yield from csv.DictReader(_lines(path), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+    except csv.Error as error:
+        raise InputError(f"Expected rows with separators in {str(path)!r}; got: {error}.") from error
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -98,11 +101,15 @@ def _txt_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
+        from pyarrow import ArrowException  # pyright: ignore[reportMissingImports]
         from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise missing_extra("Reading a .parquet file", "pyarrow", "studies") from None
-    for batch in ParquetFile(path).iter_batches(1024):
-        yield from batch.to_pylist()
+    try:
+        for batch in ParquetFile(path).iter_batches(1024):
+            yield from batch.to_pylist()
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"Expected a .parquet file in {str(path)!r}, which could not be read: {error}.") from error
 
 
 def _folder_rows(path: Path) -> Iterable[dict[str, Any]]:
@@ -112,7 +119,7 @@ def _folder_rows(path: Path) -> Iterable[dict[str, Any]]:
         raise missing_extra(f"The data set in {str(path)!r}", "datasets", "studies") from None
     try:
         found = load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  of many kinds: another folder, a damaged one
         raise InputError(f"Expected a folder that `datasets` wrote with `save_to_disk`; got {str(path)!r}.") from error
     if isinstance(found, dict):
         raise InputError(

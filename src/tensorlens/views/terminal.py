@@ -83,7 +83,10 @@ def _aside(view: MapView) -> RenderableType:
         grid=None,
         image=None,
     )
-    note = Text("Set aside: in the sum, on a scale of its own. .set_aside() puts it back.", style="dim")
+    note = Text(
+        "Set aside: in the sum, on a scale of its own. --no-aside, or .set_aside() in Python, puts it back.",
+        style="dim",
+    )
     return Padding(Group(_bars(own, range(len(view.set_aside)), view.set_aside), note), (0, 0, 1, 0))
 
 

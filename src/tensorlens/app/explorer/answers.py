@@ -193,13 +193,14 @@ def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
 def _settled(T: AttentionTensor, ask: Ask) -> Ask:
     """The question with its method and the output it is about, where they were left open.
 
-    What a model with a head says is explained first, at the output looked at first; without one, every output state.
+    What a model with a head says is explained first, at the output looked at first; without one, every output state. Of
+    a picture, whose patches are many, one output comes first too.
     """
     if ask.method is None:
         is_at_end = ask.blocks is None or ask.blocks[1] == T.n_blocks
         has_head = T.context.classes is not None and T.operator.recording.readout is not None and is_at_end
         method = "tensor.in_class" if has_head else "tensor.in_out"
-        ask = replace(ask, method=method, is_one=ask.is_one or has_head)
+        ask = replace(ask, method=method, is_one=ask.is_one or has_head or ask.subject.image is not None)
     if T.operator.recording.pools and ask.method == "tensor.in_class":
         return replace(ask, is_one=False, out_token=None)  # its head reads the whole input at once
     is_open = ask.is_one and ask.out_token is None and not T.operator.recording.pools

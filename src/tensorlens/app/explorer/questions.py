@@ -12,6 +12,7 @@ from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.options import RULES
 from tensorlens.errors import InputError
 from tensorlens.maps.methods import METHODS
+from tensorlens.models.plain_text import check_unicode
 
 Pick = str | int
 
@@ -150,12 +151,7 @@ def check_text(text: str, limits: Limits) -> None:
         raise InputError("Expected some text, got none. Type a sentence.")
     if len(text) > limits.characters:
         raise InputError(f"Expected at most {limits.characters} characters, got {len(text)}. Shorten the text.")
-    _check_unicode(text)
-
-
-def _check_unicode(text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError("Expected text in Unicode, got half of a surrogate pair. Paste it again from its source.")
+    check_unicode(text)
 
 
 def _is_whole(value: Any) -> bool:
@@ -173,7 +169,7 @@ def _number(document: Mapping[str, Any], name: str) -> int | None:
 def _pick(document: Mapping[str, Any], name: str) -> Pick | None:
     value = document.get(name)
     if isinstance(value, str) and 0 < len(value) <= 200:
-        _check_unicode(value)
+        check_unicode(value)
         return value
     if value is None or _is_whole(value):
         return value

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
+from tensorlens.models.foreign_files import check_zip, foreign_reader
 from tensorlens.strict_json import from_json
 from tensorlens.studies.judge_study.items import Item, Judge
 
@@ -115,6 +116,7 @@ def load_compiled(path: Path) -> tuple[CompiledModel, dict[str, Any]]:
         InputError: The port gives other numbers than the stored ones.
     """
     sizes = from_json(path.read_text("utf-8"))
+    check_zip(path.stem, path.with_suffix(".npz"))
     with np.load(path.with_suffix(".npz")) as file:
         model = CompiledModel({name: file[name].astype(np.float64) for name in file.files}, sizes)
     stored = [example for example in sizes["examples"] if example["transformer_output"] is not None]
@@ -162,16 +164,18 @@ def compiled_programs(folder: Path, *, limit: int | None = None) -> Judge:
     problems: list[str] = []
     models: dict[str, Lens] = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            model, sizes = load_compiled(path)
-        except (InputError, OSError, KeyError, ValueError) as error:
-            problems.append(f"{path.name}: {error}")
-            continue
         if path.stem not in READS:
             problems.append(f"{path.name}: what the program {path.stem!r} reads is not known.")
             continue
+        try:
+            with foreign_reader(lambda said: f"no compiled program ({said})"):
+                model, sizes = load_compiled(path)
+                found = _items(path.stem, sizes)
+        except TensorLensError as error:
+            problems.append(f"{path.name}: {error}")
+            continue
         models[path.stem] = Lens(model, name=path.stem)
-        items += _items(path.stem, sizes)[:limit]
+        items += found[:limit]
     return Judge(
         name="tracr", question="word", measures=MEASURES, items=tuple(items), problems=tuple(problems), models=models
     )  # fmt: skip

@@ -12,17 +12,15 @@ A set is a .csv file with a head line or a .jsonl file with one object per line.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
-from tensorlens.strict_json import from_json
 from tensorlens.studies.judge_study.items import Item, Judge
 from tensorlens.studies.judge_study.prompts import Prompt, whole_words
+from tensorlens.studies.judge_study.set_files import cell_of, rows_of
 
 MEASURES = ("reciprocal_rank", "top_1", "reciprocal_rank_by_magnitude")
 OTHER_NAMES = {"good": "target", "bad": "against"}
@@ -44,7 +42,7 @@ def evidence(lens: Lens, folder: Path, *, limit: int | None = None) -> Judge:
     problems: list[str] = []
     for path in files:
         n_before = len(items)
-        for row, values in _rows(path, problems):
+        for row, values in rows_of(path, problems):
             if limit is not None and len(items) - n_before >= limit:
                 break
             try:
@@ -56,39 +54,12 @@ def evidence(lens: Lens, folder: Path, *, limit: int | None = None) -> Judge:
     )  # fmt: skip
 
 
-def _rows(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a file with their numbers, the first row of data being 1; what is no row is a problem."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{path.name}: cannot be read as UTF-8 text ({error}).")
-        return
-    if path.suffix == ".csv":
-        try:
-            yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 1)
-        except csv.Error as error:
-            problems.append(f"{path.name}: no csv from some row on ({error}).")
-        return
-    for row, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            values = from_json(line)
-        except (ValueError, RecursionError) as error:
-            problems.append(f"{path.name}, row {row}: no JSON object ({error}).")
-            continue
-        if isinstance(values, dict):
-            yield row, values
-        else:
-            problems.append(f"{path.name}, row {row}: no JSON object, but {type(values).__name__}.")
-
-
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     cells = {OTHER_NAMES.get(key, key): value for key, value in values.items() if isinstance(key, str)}
-    prefix, target, wanted = (_cell(cells, column) for column in ("prefix", "target", "evidence"))
+    prefix, target, wanted = (cell_of(cells, column) for column in ("prefix", "target", "evidence"))
     prompt = Prompt(lens, prefix)
     good, against = prompt.next_token(target), cells.get("against")
-    bad = prompt.next_token(_cell(cells, "against")) if against not in (None, "") else None
+    bad = prompt.next_token(cell_of(cells, "against")) if against not in (None, "") else None
     if good == bad:
         raise InputError(f"{target!r} and {against!r} begin with the same token, so that nothing decides between them.")
     spans = []
@@ -106,10 +77,3 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
         judge="evidence", set=name, name=f"{name}:{row}", ids=prompt.ids, target=good if bad is None else (good, bad),
         units=units, labels=labels, truth=truth, right="first" if bad is None else "contrast", overlap=target,
     )  # fmt: skip
-
-
-def _cell(cells: Mapping[str, Any], column: str) -> str:
-    value = cells.get(column)
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"Expected text in `{column}`; got {'nothing' if value in (None, '') else repr(value)}.")
-    return value.strip()

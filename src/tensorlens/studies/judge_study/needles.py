@@ -47,9 +47,16 @@ def needles(
 
 def _hay(path: Path) -> list[str]:
     """The sentences of a text that are neither headings nor scraps."""
-    text = " ".join(line.strip() for line in path.read_text("utf-8").splitlines() if not line.strip().startswith("="))
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"Expected text in UTF-8 in {str(path)!r}; got {error}. Convert the file.") from error
+    text = " ".join(line.strip() for line in lines if not line.strip().startswith("="))
     found = (span.label for span in sentences(" ".join(text.split())))
-    return [one for one in found if 40 <= len(one) <= 300]
+    kept = [one for one in found if 40 <= len(one) <= 300]
+    if not kept:
+        raise InputError(f"Expected sentences of 40 to 300 characters in {str(path)!r}; there are none.")
+    return kept
 
 
 def _records(path: Path, problems: list[str]) -> list[Any]:
@@ -58,21 +65,21 @@ def _records(path: Path, problems: list[str]) -> list[Any]:
         if isinstance(records, list):
             return records
         problems.append(f"{path.name}: expected a list of objects; got {type(records).__name__}.")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name}: no JSON ({error}).")
     return []
 
 
 def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], length: int) -> Item:
     try:
-        question, hidden = record["question"], [str(one) for one in record["needles"]]
-        answer = str(record["gt_answers"][0])
+        question, hidden = str(record["question"]), [str(one) for one in record["needles"]]
+        answer, needle = str(record["gt_answers"][0]), hidden[0]
     except (KeyError, IndexError, TypeError):
         raise InputError("Expected an object with `question`, `needles` and `gt_answers`.") from None
-    found = whole_words(hidden[0], answer)
+    found = whole_words(needle, answer)
     if not found:
         raise InputError(f"The answer {answer!r} does not stand in its needle.")
-    ending = f" Question: {question} Answer: {hidden[0][: found[0][0]]}".rstrip()
+    ending = f" Question: {question} Answer: {needle[: found[0][0]]}".rstrip()
     text, spans, n_context = _context(lens, hidden, hay, length - _n_tokens(lens, ending), row)
     prompt = Prompt(lens, text + ending)
     units, labels = prompt.groups("sentences")

@@ -6,8 +6,7 @@ and `greater_than` (clean, corrupted, label: the mean logit of larger first digi
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tensorlens.lens import Lens
 from tensorlens.studies.judge_study.items import Item, Judge
 from tensorlens.studies.judge_study.prompts import Prompt
 from tensorlens.studies.judge_study.scoring import _now, _reason, _short
+from tensorlens.studies.judge_study.set_files import cell_of, rows_of
 from tensorlens.studies.members import MEMBERS, rules_of
 
 MEASURES = ("pearson", "spearman")
@@ -37,33 +37,36 @@ def patching_pairs(lens: Lens, folder: Path, *, limit: int | None = None) -> Jud
     problems: list[str] = []
     for path in sorted(folder.glob("*.csv")):
         n_before = len(items)
-        with path.open(encoding="utf-8", newline="") as file:
-            for row, values in enumerate(csv.DictReader(file), 1):
-                if limit is not None and len(items) - n_before >= limit:
-                    break
-                try:
-                    items.append(_item(lens, path.stem, row, values))
-                except (TensorLensError, KeyError) as error:
-                    problems.append(f"{path.name}, row {row}: {error}")
+        for row, values in rows_of(path, problems):
+            if limit is not None and len(items) - n_before >= limit:
+                break
+            try:
+                items.append(_item(lens, path.stem, row, values))
+            except TensorLensError as error:
+                problems.append(f"{path.name}, row {row}: {error}")
     return Judge(
         name="patching", question="component", measures=MEASURES, items=tuple(items), problems=tuple(problems)
     )  # fmt: skip
 
 
-def _item(lens: Lens, name: str, row: int, values: dict[str, Any]) -> Item:
-    clean, corrupted = Prompt(lens, values["clean"]), Prompt(lens, values["corrupted"])
+def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
+    clean, corrupted = Prompt(lens, cell_of(values, "clean")), Prompt(lens, cell_of(values, "corrupted"))
     if len(clean.ids) != len(corrupted.ids):
         raise InputError(f"The two prompts have {len(clean.ids)} and {len(corrupted.ids)} tokens; expected as many.")
-    weights = _object_weights(clean, values) if "corrupted_hard" in values else _digit_weights(clean, values["label"])
+    weights = (
+        _object_weights(clean, values)
+        if "corrupted_hard" in values
+        else _digit_weights(clean, cell_of(values, "label"))
+    )
     return Item(
         judge="patching", set=name, name=f"{name}:{row}", ids=clean.ids, target=None, units=(), labels=(), truth=None,
         extra={"corrupted": corrupted.ids, "weights": weights},
     )  # fmt: skip
 
 
-def _object_weights(clean: Prompt, values: dict[str, Any]) -> dict[int, float]:
+def _object_weights(clean: Prompt, values: Mapping[str, Any]) -> dict[int, float]:
     """The indirect object less the subject: of the words that the two other prompts change, theirs and ours."""
-    words, others = clean.text.split(), values["corrupted_hard"].split()
+    words, others = clean.text.split(), cell_of(values, "corrupted_hard").split()
     changed = [(ours, theirs) for ours, theirs in zip(words, others, strict=False) if ours != theirs]
     if len(changed) != 1 or len(words) != len(others):
         raise InputError("Expected `clean` and `corrupted_hard` to differ in one word.")
@@ -76,6 +79,8 @@ def _object_weights(clean: Prompt, values: dict[str, Any]) -> dict[int, float]:
 def _digit_weights(clean: Prompt, label: str) -> dict[int, float]:
     """The mean of the digits above the first digit of the label, less that of those below it."""
     tokens = [clean.next_token(str(digit), apart=False) for digit in range(10)]
+    if label[0] not in "0123456789":
+        raise InputError(f"Expected a number in `label`; got {label!r:.80}.")
     first = int(label[0])
     above, below = tokens[first + 1 :], tokens[:first]
     if len({*tokens}) < 10 or not above or not below:

@@ -10,6 +10,7 @@ from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import find_groups
 from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
 
 Span = tuple[int, int]
 
@@ -57,6 +58,7 @@ class Prompt:
 
     def next_token(self, continuation: str, *, apart: bool = True) -> int:
         """The first token of what follows the text, tokenised with it; a word is set apart by a space."""
+        check_unicode(continuation)
         is_apart = apart and not self.text[-1:].isspace() and continuation[:1].isalnum()
         whole = self.tokenizer(self.text + " " * is_apart + continuation)["input_ids"]
         if tuple(whole[: len(self.ids)]) != self.ids or len(whole) <= len(self.ids):

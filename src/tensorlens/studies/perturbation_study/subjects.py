@@ -16,6 +16,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.perturbation_study.forward import PlainModel
@@ -199,6 +200,7 @@ class Texts:
                 ids, n_windows = ids[room:], n_windows + 1
 
     def _encode(self, text: str) -> list[int]:
+        check_unicode(text)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def check(self, replacements: Sequence[str]) -> None:

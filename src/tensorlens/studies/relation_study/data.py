@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tensorlens.errors import InputError
 from tensorlens.studies.digests import digest_of
@@ -138,14 +138,16 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise _Malformed(f"byte {error.start}", "expected UTF-8 text") from None
     except OSError as error:
         raise _Malformed("the file", f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+        raise _Malformed("the file", f"expected JSON; {error}") from None
     if not isinstance(document, dict):
         raise _Malformed("the top level", f"expected an object with `samples`; got {_kind(document)}")
     return document
 
 
 def _name(document: dict[str, Any]) -> str:
-    name = document.get("name")
-    if not isinstance(name, str) or not name.strip():
+    name: Any = document.get("name")
+    if not _is_text(name):
         raise _Malformed("name", f"expected some text; got {_shown(document, 'name')}")
     return name
 
@@ -201,8 +203,9 @@ def _sample_trouble(sample: Any) -> tuple[str, str] | None:
     return None
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Whether it is some text that can be written; JSON may hold halves of characters."""
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= one <= "\udfff" for one in value)
 
 
 def _shown(document: dict[str, Any], key: str) -> str:

@@ -76,7 +76,8 @@ export class AnswerPanel extends Asking {
     const composer = element("div", { class: "composer" }, [field("Prompt", this.prompt, "wide"), element("div", { class: "buttons" }, [this.go])]);
     const given = element("div", { class: "given" }, [field("Answer to explain", this.answer), field("Rather than", this.against)]);
     this.said = element("div", { class: "card said", "aria-live": "polite", "aria-label": "What the model says", hidden: "" });
-    this.node = element("section", { class: "panel answer-panel" }, [element("form", { class: "card ask" }, [composer, given, fields]), this.progress, this.error, this.said, this.result.node]);
+    this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which parts of the prompt made this answer?" }), element("span", { text: "Write a prompt, or take this one, then press Answer." })]);
+    this.node = element("section", { class: "panel answer-panel" }, [element("form", { class: "card ask" }, [composer, given, fields]), this.progress, this.error, this.said, this.result.node, this.welcome]);
     this.node.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   }
 
@@ -104,6 +105,7 @@ export class AnswerPanel extends Asking {
 
   async run() {
     this.asked = true;
+    this.welcome.hidden = true;
     await this.put("/api/answer", this.question());
   }
 

@@ -242,6 +242,16 @@ export class Panel extends Asking {
     super.hear(event);
   }
 
+  // Where a question is refused, the chips show again what the map explains.
+  fail(error) {
+    if (this.mapped && this.isSameInput(this.mapped)) {
+      const { method, target, against } = this.mapped;
+      Object.assign(this.view, { method, target, against });
+    }
+    super.fail(error);
+    this.show();
+  }
+
   answered({ map, result, recommended }) {
     this.result.show(map, { output: this.view.output });
     this.result.offer(result, this.seconds);
