@@ -111,21 +111,22 @@ class Watch:
         old, new = self.old, self.x
         return tuple(new if a is old else a for a in args), {k: new if v is old else v for k, v in kwargs.items()}
 
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
         is_layer = not list(module.children()) and any(True for _ in module.parameters())
         self.used += is_layer
         self.used_within += is_layer and self.x is not None
         if self.x is None:
-            for state in tensors(output) if is_layer and self.from_early else ():
-                if not state.requires_grad:
-                    self.early.append(state.requires_grad_())
-            return
+            if is_layer and self.from_early and isinstance(output, Tensor) and not output.requires_grad:
+                self.early.append(output.detach().requires_grad_())
+                return self.early[-1].clone()  # which the model may write into
+            return None
         for state in tensors(output):
             read = matching(state, self.last, module)
             if read is not None:
                 is_head = isinstance(module, nn.Linear) and module.in_features != module.out_features
                 self.from_head = is_head if self.y is None else self.from_head
                 self.y, self.read_y, self.norm_after = state, read, ""
+        return None
 
 
 def leads_around(model: nn.Module, call: Callable[[nn.Module], Any], T: Any) -> bool:

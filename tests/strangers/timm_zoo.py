@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
                       "fasternet_t0", "convnext_zepto_rms_ols", "convnextv2_femto", "test_convnext3", "test_mambaout",
                       "starnet_s050"),
     "recurrences, scans": ("sequencer2d_s", "sequencer2d_m", "efficientvim_m1"),
-    "convolutions": ("ghostnetv2_100", "lambda_resnet26t", "densenet121", "botnet26t_256", "hgnetv2_b0", "regnetz_005",
+    "convolutions": ("ghostnetv2_100", "densenet121", "botnet26t_256", "hgnetv2_b0", "regnetz_005",
                      "res2net50_14w_8s", "resnetv2_18", "skresnet18", "test_byobnet", "test_efficientnet",
                      "test_nfnet"),
 }  # fmt: skip
