@@ -199,11 +199,12 @@ class TokenMap:
         """
         is_whole = self.meta.get("grid") is not None or "grouped" in self.meta
         groups = () if is_whole else words(self.in_tokens, self.meta)
+        answer = answer_text(self.meta, *self.shape, _array(self.bias_share))
         return MapView(
             scores=_array(self.scores),
             out_tokens=self.out_tokens,
             in_tokens=self.in_tokens,
-            title=self.method,
+            title=self.method if answer is None else "Why this answer?",
             bias_share=_array(self.bias_share),
             caption=caption_lines(self.method, self.meta, self.shape[0]),
             row_caption=row_caption_lines(self.meta, self.shape[0]),
@@ -214,7 +215,7 @@ class TokenMap:
             set_aside=sink_columns(self.scores, self.meta),
             words=groups if len(groups) < self.shape[1] else (),
             sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta),
-            answer=answer_text(self.meta, *self.shape, _array(self.bias_share)),
+            answer=answer,
         )
 
     def save(self, path: str | Path) -> Path:

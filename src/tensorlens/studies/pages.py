@@ -12,7 +12,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222930 }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; display: block; overflow-x: auto }
 th, td { border-bottom: 1px solid #d7dbe0; padding: .25rem .6rem; text-align: left; white-space: nowrap }
-svg { max-width: 100%; height: auto } pre { white-space: pre-wrap; font-size: 13px } .muted { color: #5b6570 }
+svg { max-width: 100%; height: auto } .text { white-space: pre-line } .muted { color: #5b6570 }
 """
 
 
@@ -36,7 +36,9 @@ class Section:
 def write_page(run: Run, title: str, sections: list[Section]) -> None:
     """Write `report.html` into the folder of a run."""
     config = run.config
-    origin = f"{config['versions']}, {config['origin']['device']}, commit {config['origin']['commit']}"
+    versions = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
+    commit = config["origin"]["commit"]
+    origin = f"{versions}, {config['origin']['device']}" + (f", commit {commit[:12]}" if commit else "")
     body = "".join(_section(section) for section in sections)
     run.write_text(
         "report.html",
@@ -47,7 +49,7 @@ def write_page(run: Run, title: str, sections: list[Section]) -> None:
 
 
 def _section(section: Section) -> str:
-    text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
+    text = f'<p class="text">{html.escape(section.text)}</p>' if section.text else ""
     pictures = "".join(picture[picture.index("<svg") :] for picture in section.pictures)
     tables = "".join(map(_table, section.tables))
     return f"<h2>{html.escape(section.title)}</h2>{text}{pictures}{tables}"
