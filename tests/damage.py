@@ -79,7 +79,7 @@ def refusals(name: str, count: int, file: Path, damages: Sequence[Damage], read:
     for seed in range(count):
         draw = random.Random(f"{name} {seed}")
         file.write_bytes(draw.choice(damages)(draw, content))
-        began, before = time.process_time(), _peak()
+        began, before = time.process_time(), peak()
         try:
             read(file)
         except TensorLensError as error:
@@ -88,10 +88,10 @@ def refusals(name: str, count: int, file: Path, damages: Sequence[Damage], read:
         except BaseException as error:
             pytest.fail(f"{name} {seed}: {type(error).__name__}: {error}")
         assert time.process_time() - began < MOST_SECONDS, seed
-        assert _peak() - before < MOST_BYTES, seed
+        assert peak() - before < MOST_BYTES, seed
     return refused
 
 
-def _peak() -> int:
+def peak() -> int:
     """The most memory that this process had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

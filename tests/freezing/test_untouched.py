@@ -68,8 +68,9 @@ def test_untouched_after_an_exception_in_the_middle(training):
 
     handle = failing.down_proj.register_forward_pre_hook(fail)
     before = portrait(model)
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with pytest.raises(tl.InputError, match="itself cannot run on this input: RuntimeError: out of luck") as said:
         tl.Lens(model)(sample("llama"))
+    assert said.value.__cause__ is broken
     assert_same(before, portrait(model))
     handle.remove()
     assert tl.Lens(model)(sample("llama")).certificate().passed

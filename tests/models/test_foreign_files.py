@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from damage import ALL, BYTES, SAMPLE, WORDS, refusals
+from damage import ALL, BYTES, MOST_BYTES, SAMPLE, WORDS, peak, refusals
 from safetensors.torch import load_file
 
 import tensorlens as tl
@@ -215,10 +215,10 @@ def test_sizes_out_of_proportion_are_refused_before_they_are_built(tmp_path: Pat
     _folder(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    before = _peak()
+    before = peak()
     with pytest.raises(LoadError, match=said):
         load_pretrained(tmp_path, device="cpu")
-    assert _peak() - before < MOST_BYTES
+    assert peak() - before < MOST_BYTES
 
 
 def test_a_checkpoint_that_unpacks_to_far_more_is_refused(tmp_path: Path):

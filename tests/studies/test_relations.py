@@ -380,19 +380,6 @@ def test_other_settings_are_refused(tmp_path):
         relations(tiny_lens("neox"), tmp_path / "data", tmp_path / "run", options=quick, progress=False)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"prompt_templates": ["{} were"]}, {"samples": [{"subject": fruit, "object": "red"} for fruit in COLOURS]}],
-)
-def test_a_run_is_not_continued_over_changed_templates_or_facts(tmp_path, change):
-    path, lens = write_relation(tmp_path / "data" / "fruit.json"), tiny_lens()
-    quick = RelationOptions(n_splits=1, top_k=300, min_test=2, max_test=2, with_lre=False)
-    relations(lens, tmp_path / "data", tmp_path / "run", options=quick, progress=False)
-    write_relation(path, **change)
-    with pytest.raises(tl.InputError, match="must not mix"):
-        relations(lens, tmp_path / "data", tmp_path / "run", options=quick, progress=False)
-
-
 def test_lens_without_head_or_tokenizer_is_refused(tmp_path):
     write_relation(tmp_path / "data" / "fruit.json")
     with pytest.raises(tl.InputError, match="needs a tokenizer"):

@@ -47,7 +47,9 @@ def put_states_first(evidence: Evidence) -> None:
     alike: dict[Any, Chain] = {}
     for call in evidence.calls if evidence.is_flow_known else ():
         if len(call.taken) > 1 and call.given:
-            alike.setdefault((type(call.module), len(call.taken), call.place), []).append(call)
+            # By parent: a decoder takes what its encoder gave, but not as its state.
+            key = (id(call.parent), type(call.module), len(call.taken), call.place)
+            alike.setdefault(key, []).append(call)
     for calls in alike.values():
         pairs = list(pairwise(calls))
         if not pairs or any(_passes_on(a, b, 0, evidence) for a, b in pairs):
