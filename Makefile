@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys;
 BIN := $(VENV)/bin
 # Every install is held by constraints.txt: one without it may replace torch under our feet. The packages of weights
 # declare dependencies we leave out on purpose, so conflicts are expected and not worth a page of warnings.
-PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 WORKERS ?= 2
 # A file of tests stays in one process, so that what it prepares once is prepared once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
