@@ -269,6 +269,17 @@ def test_a_tensor_is_refused_once_what_a_hook_reads_has_changed():
         T @ T.input
 
 
+def test_a_hook_may_read_what_holds_itself():
+    model, state = zoo.build("gpt2"), {"scale": 1.5, "seen": []}
+    state["all"], state["seen"] = state, [state]
+    model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: output * state["scale"])
+    T = tl.Lens(model)(zoo.sample("gpt2"))
+    assert T.certificate().passed
+    state["scale"] = 2.0
+    with pytest.raises(tl.InputError, match="what its hooks read"):
+        T.apply(T.input)
+
+
 def test_what_hooks_collect_is_no_change_of_the_model():
     collected: dict[int, torch.Tensor] = {}
     model: Any = zoo.build("gpt2")

@@ -11,6 +11,7 @@ from strangers.models import IDS, NanoGPT, Plain, WithHead, randomised, torch_en
 from torch import nn
 
 import tensorlens as tl
+from tensorlens.models.own_errors import own_errors
 
 FEW: dict[str, Callable[[tl.Lens, Any], Any]] = {
     "a head that is True": lambda lens, T: T.heads({0: [True]}),
@@ -73,6 +74,11 @@ def test_what_the_model_itself_cannot_do_is_said(mistake: str):
     model = build()
     with pytest.raises(tl.InputError, match=said):
         tl.Lens(model if "values" in mistake else randomised(model))(value)
+
+
+def test_memory_that_runs_out_is_not_the_models_error():
+    with pytest.raises(RuntimeError, match="can't allocate memory"), own_errors(nn.Linear(1, 1), {}):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
 def test_it_is_said_of_a_later_input_too():

@@ -89,8 +89,7 @@ def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n
 def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", place: int = 0) -> Tensor:
     """The hidden state among a block's arguments: `hidden_states`, or a tensor of floats, the first if `place` is 0."""
     candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
-    found = [value for value in candidates if isinstance(value, Tensor) and value.is_floating_point()]
-    found = [value for value in found if value.dim() >= 2]
+    found = [one for one in candidates if isinstance(one, Tensor) and one.is_floating_point() and one.dim() >= 2]
     if found:
         return found[place if place < len(found) else 0]
     given = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"

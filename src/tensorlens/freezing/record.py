@@ -13,6 +13,7 @@ from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.recorder import Recorder, RecordOptions
 from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
+from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.module_tree import parameters
 from tensorlens.models.own_errors import own_errors
@@ -35,10 +36,11 @@ def record(
     for candidate in (anatomy, *anatomy.alternatives()):
         try:
             recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
-        except (TensorLensError, MemoryError, torch.OutOfMemoryError):
+        except (TensorLensError, MemoryError):
             raise
-        except Exception:
-            _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+        except Exception as error:
+            if not is_out_of_memory(error):
+                _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
             raise
         if recording is not None:
             return recording

@@ -31,19 +31,20 @@ Objects = dict[int, Any]
 """Things with attributes that were met on the way, to be looked into later."""
 
 
-def comparable(value: Any, objects: Objects, depth: int = 0) -> Any:
-    """A value as something to compare."""
+def comparable(value: Any, objects: Objects, depth: int = 0, within: tuple[int, ...] = ()) -> Any:
+    """A value as something to compare; `within` are the containers it was found in, one of which it may be itself."""
     kind = type(value)  # and not `isinstance`, which asks the object: slow for one with a `__getattribute__`
     if kind in SIMPLE:
         return value
-    if id(value) in objects:
+    if id(value) in objects or id(value) in within:
         return id(value)
     if issubclass(kind, Tensor):
         return of_tensor(value)
     if issubclass(kind, _CONTAINERS) and len(value) <= MOST_ITEMS:
+        inside = (objects, depth, (*within, id(value)))
         if issubclass(kind, dict):
-            return tuple([(comparable(k, objects, depth), comparable(v, objects, depth)) for k, v in value.items()])
-        return kind, tuple([comparable(item, objects, depth) for item in value])
+            return tuple([(comparable(key, *inside), comparable(item, *inside)) for key, item in value.items()])
+        return kind, tuple([comparable(item, *inside) for item in value])
     if issubclass(kind, np.ndarray) and value.dtype != object:
         return id(value), value.ravel()[:: max(1, value.size // MOST_ITEMS)].tobytes()
     if callable(value):

@@ -11,7 +11,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
         return _from_image(value, model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
         return _from_array(_checked(torch.as_tensor(value), "input"), model)
-    if isinstance(value, (list, tuple, range)) and all(isinstance(item, (int, np.integer)) for item in value):
+    if _is_ids(value):
         return _from_ids(_as_ids(value), model)
     if isinstance(value, float):
         raise InputError(f"Token ids must be whole numbers; got {value}.")
@@ -170,6 +170,11 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
         tuple([(start, stop) if stop > start else None for start, stop in made["offset_mapping"]]) if is_fast else None
     )
     return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text, offsets=places)
+
+
+def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray))
+    return is_list and all(isinstance(item, (int, np.integer)) for item in value)
 
 
 def _as_ids(values: Sequence[int]) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.memory import is_out_of_memory
 
 
 @contextmanager
@@ -17,9 +17,11 @@ def own_errors(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]
     """What the model raises in a plain pass, as an `InputError` that says so and shows what it was given."""
     try:
         yield
-    except (TensorLensError, MemoryError, torch.OutOfMemoryError):
+    except (TensorLensError, MemoryError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         given = ", ".join(f"`{name}` {_described(value)}" for name, value in arguments.items())
         raise InputError(
             f"`{type(model).__name__}` itself cannot run on this input: {type(error).__name__}: {error}. It was called "

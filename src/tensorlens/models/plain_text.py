@@ -14,11 +14,16 @@ def names_image(text: str) -> bool:
     return Path(text).suffix.lower() in IMAGE_SUFFIXES
 
 
+def has_half_characters(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair: JSON and the command line may, and no tokenizer takes it."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def check_unicode(text: str) -> None:
-    """Refuse halves of characters, which JSON and the command line may hold and no tokenizer takes.
+    """Refuse halves of characters.
 
     Raises:
         InputError: The text has one.
     """
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if has_half_characters(text):
         raise InputError("Expected text in Unicode, got half of a surrogate pair. Write or paste it as UTF-8.")

@@ -13,14 +13,15 @@ A set is a .csv file with a head line or a .jsonl file with one object per line.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tensorlens.errors import InputError, TensorLensError
+from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.studies.judge_study.items import Item, Judge
 from tensorlens.studies.judge_study.prompts import Prompt, whole_words
-from tensorlens.studies.judge_study.set_files import cell_of, rows_of
+from tensorlens.studies.judge_study.set_files import cell_of, items_of
 
 MEASURES = ("reciprocal_rank", "top_1", "reciprocal_rank_by_magnitude")
 OTHER_NAMES = {"good": "target", "bad": "against"}
@@ -38,20 +39,8 @@ def evidence(lens: Lens, folder: Path, *, limit: int | None = None) -> Judge:
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
     if not files:
         raise InputError(f"Expected .csv or .jsonl files in {str(folder)!r}; there are none.")
-    items: list[Item] = []
-    problems: list[str] = []
-    for path in files:
-        n_before = len(items)
-        for row, values in rows_of(path, problems):
-            if limit is not None and len(items) - n_before >= limit:
-                break
-            try:
-                items.append(_item(lens, path.stem, row, values))
-            except TensorLensError as error:
-                problems.append(f"{path.name}, row {row}: {error}")
-    return Judge(
-        name="evidence", question="word", measures=MEASURES, items=tuple(items), problems=tuple(problems)
-    )  # fmt: skip
+    items, problems = items_of(files, partial(_item, lens), limit)
+    return Judge(name="evidence", question="word", measures=MEASURES, items=items, problems=problems)
 
 
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:

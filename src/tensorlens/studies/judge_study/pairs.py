@@ -7,6 +7,7 @@ and `greater_than` (clean, corrupted, label: the mean logit of larger first digi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tensorlens.lens import Lens
 from tensorlens.studies.judge_study.items import Item, Judge
 from tensorlens.studies.judge_study.prompts import Prompt
 from tensorlens.studies.judge_study.scoring import _now, _reason, _short
-from tensorlens.studies.judge_study.set_files import cell_of, rows_of
+from tensorlens.studies.judge_study.set_files import cell_of, items_of
 from tensorlens.studies.members import MEMBERS, rules_of
 
 MEASURES = ("pearson", "spearman")
@@ -33,20 +34,8 @@ def patching_pairs(lens: Lens, folder: Path, *, limit: int | None = None) -> Jud
         folder: .csv files.
         limit: Pairs of each file that can be used, at most.
     """
-    items: list[Item] = []
-    problems: list[str] = []
-    for path in sorted(folder.glob("*.csv")):
-        n_before = len(items)
-        for row, values in rows_of(path, problems):
-            if limit is not None and len(items) - n_before >= limit:
-                break
-            try:
-                items.append(_item(lens, path.stem, row, values))
-            except TensorLensError as error:
-                problems.append(f"{path.name}, row {row}: {error}")
-    return Judge(
-        name="patching", question="component", measures=MEASURES, items=tuple(items), problems=tuple(problems)
-    )  # fmt: skip
+    items, problems = items_of(sorted(folder.glob("*.csv")), partial(_item, lens), limit)
+    return Judge(name="patching", question="component", measures=MEASURES, items=items, problems=problems)
 
 
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:

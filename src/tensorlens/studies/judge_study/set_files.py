@@ -1,15 +1,40 @@
-"""Files of a judge's sets, row by row: what is no row is a problem with its place, and the others are used."""
+"""Files of a judge's sets, row by row: what is no row or no item is a problem with its place, the others are used."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, TensorLensError
 from tensorlens.strict_json import from_json
+from tensorlens.studies.judge_study.items import Item
+
+
+def items_of(
+    files: Iterable[Path], make: Callable[[str, int, Mapping[str, Any]], Item], limit: int | None
+) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+    """The items of some files, and the problems of rows that are none.
+
+    Args:
+        files: Each is one set.
+        make: Gives the item of a set's name, the number of a row, and the row.
+        limit: Items of each set, at most.
+    """
+    items: list[Item] = []
+    problems: list[str] = []
+    for path in files:
+        n_before = len(items)
+        for row, values in rows_of(path, problems):
+            if limit is not None and len(items) - n_before >= limit:
+                break
+            try:
+                items.append(make(path.stem, row, values))
+            except TensorLensError as error:
+                problems.append(f"{path.name}, row {row}: {error}")
+    return tuple(items), tuple(problems)
 
 
 def rows_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tensorlens.errors import InputError
+from tensorlens.models.plain_text import has_half_characters
 from tensorlens.studies.digests import digest_of
 
 PLACEHOLDER = "{}"
@@ -204,8 +205,7 @@ def _sample_trouble(sample: Any) -> tuple[str, str] | None:
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is some text that can be written; JSON may hold halves of characters."""
-    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= one <= "\udfff" for one in value)
+    return isinstance(value, str) and bool(value.strip()) and not has_half_characters(value)
 
 
 def _shown(document: dict[str, Any], key: str) -> str:
