@@ -41,11 +41,11 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def numbers_lens(device: str, **smaller: int) -> tl.Lens:
+def numbers_lens(device: str, dtype: torch.dtype = torch.float32, **smaller: int) -> tl.Lens:
     """Random weights of SmolLM2's shape, and a tokenizer whose words are numbers."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(**(SMOLLM2 | smaller))
-    model = hf.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to(device).eval()
+    model = hf.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").to(device, dtype).eval()
     inner = Tokenizer(models.WordLevel({str(i): i for i in range(config.vocab_size)}, unk_token="0"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="0", eos_token="1")
@@ -86,6 +86,7 @@ def rates(lens: tl.Lens, data: Any, chosen: argparse.Namespace) -> dict[str, Any
             if way == "together" and chosen.parts:
                 found["parts, seconds a sample"] = parts(measurement, groups[0])
     together, alone = found.pop("together, records", []), found.pop("one by one, records", [])
+    found["mean of the curves"] = means(together)
     if alone:
         found["ratio"] = found["together, samples a second"] / found["one by one, samples a second"]
         found["largest difference of a curve, relative"] = difference(together[: len(alone)], alone[: len(together)])
@@ -113,6 +114,17 @@ def difference(one: Sequence[Any], other: Sequence[Any]) -> dict[str, float]:
                 a, b = (torch.tensor(side["most"]["hs_mse"]) for side in (cell, right[condition][method]))
                 errors[method].append(float((a - b).abs().max() / b.abs().max()))
     return {name: float(f"{max(some):.2g}") for name, some in errors.items()}
+
+
+def means(records: Sequence[Any]) -> dict[str, float]:
+    """By method, the mean over samples and steps of HS-MSE: what two precisions can be compared by."""
+    curves: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for cells in record.values():
+            for method, cell in cells.items():
+                if "missing" not in cell:
+                    curves[method] += cell["most"]["hs_mse"]
+    return {name: sum(values) / len(values) for name, values in curves.items()}
 
 
 @contextmanager
@@ -168,14 +180,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=30, help="of the random weights; fewer to try it out")
     parser.add_argument("--float32", action="store_true", help="instead of tf32")
+    parser.add_argument("--bfloat16", action="store_true", help="the model itself, instead of tf32")
     parser.add_argument("--parts", action="store_true", help="what each part takes")
     chosen = parser.parse_args()
     torch.backends.cuda.matmul.fp32_precision = "ieee" if chosen.float32 else "tf32"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     random = random_texts(chosen.samples + chosen.group, chosen.tokens)
-    found = {"random weights": rates(numbers_lens(device, num_hidden_layers=chosen.layers), random, chosen)}
+    dtype = torch.bfloat16 if chosen.bfloat16 else torch.float32
+    found = {"random weights": rates(numbers_lens(device, dtype, num_hidden_layers=chosen.layers), random, chosen)}
     if chosen.model is not None:
-        found["real weights"] = rates(tl.load(chosen.model, device=device), chosen.data or random, chosen)
+        found["real weights"] = rates(tl.load(chosen.model, device=device, dtype=dtype), chosen.data or random, chosen)
     if chosen.out is not None:
         chosen.out.write_text(json.dumps(found, indent=1))
 

@@ -75,13 +75,13 @@ def works(lens: Any, vocabulary: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(work: Callable[[], Any], *, first: bool) -> dict[str, float]:
+def measure(work: Callable[[], Any], *, first: bool, n_turns: int) -> dict[str, float]:
     """Median seconds with and without, in turns, and the median of their ratios."""
     with_it, without, ratios = [], [], []
     work()
     with unchecked():
         work()
-    for _ in range(N_TURNS):
+    for _ in range(n_turns):
         if first:
             forget()
         with_it += times_of(work, 1)
@@ -99,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--turns", type=int, default=N_TURNS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
@@ -109,12 +110,12 @@ def main() -> None:
         for what, work in works(lens, model.config.vocab_size).items():
             for first in (False, True):
                 row = {"model": name, "device": options.device, "work": what, "first": first}
-                found.append(row | measure(work, first=first))
+                found.append(row | measure(work, first=first, n_turns=options.turns))
                 one = found[-1]
                 print(f"{name:10} {what:27} {'first' if first else 'again':6} {one['ratio']:.3f} "
                       f"({one['lowest']:.2f} to {one['highest']:.2f}), {one['seconds']:.3f} s", flush=True)  # fmt: skip
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1))
+                if options.out:  # as it goes, so that what was reached is kept
+                    options.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

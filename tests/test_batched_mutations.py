@@ -115,7 +115,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     ),
     "the bias not taken off": (
         "gpt2", "tensor.contribution",
-        method(FactorReplay, "push_each_token", lambda w: lambda *a: [row + 1 for row in w(*a)]),
+        function("push_each_token", lambda w: lambda *a: w(*a) + 1),
     ),
     "probes of another seed": (
         "gpt2", "tensor.norm",

@@ -17,6 +17,7 @@ from tensorlens.batch import Batch
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
+from tensorlens.operators.matrix_free import FrozenOperator
 
 SAMPLE = ("bert-classifier", "gpt2", "qwen2")
 """Families: every one is in the zoo, and each takes seconds."""
@@ -116,9 +117,11 @@ def test_float32_agrees_to_rounding(attention):
 
 def test_contributions_by_the_graph_of_a_pull_are_those_of_pushes(monkeypatch):
     lens, inputs = tl.Lens(zoo.build("llama", "eager")), ids()
+    monkeypatch.setattr(FrozenOperator, "may_fold", False)
     monkeypatch.setattr(batched, "_pushed_by_factors", None)
     by_graph = list(lens.maps(inputs, "tensor.contribution"))
     monkeypatch.undo()
+    monkeypatch.setattr(FrozenOperator, "may_fold", False)
     monkeypatch.setattr(FactorReplay, "push_each_token", lambda *arguments: None)
     for one, other in zip(by_graph, lens.maps(inputs, "tensor.contribution"), strict=True):
         assert error(one, other) < 1e-12

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tensorlens.errors import InputError, MethodError, TensorLensError
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.proof import TOLERANCE_TF32, Proof, known_proof, remember_proof
+from tensorlens.freezing.proof import TOLERANCE_TF32, TOLERANCES, Proof, known_proof, remember_proof
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Replay, logits_at
 from tensorlens.maps.batch_question import BatchQuestion, predictions
@@ -284,7 +284,7 @@ def difference(one: TokenMap, other: TokenMap, dtype: torch.dtype | None = None)
         dtype: Of the model, whose scores some baselines have in a finer type.
     """
     eps = max(torch.finfo(dtype or one.scores.dtype).eps, torch.finfo(one.scores.dtype).eps)
-    tolerance = min(0.1, 100 * eps**0.75)
+    tolerance = min(0.1, max(TOLERANCES[torch.float64], 100 * eps**0.75))  # norms may be in float32 all the same
     if one.scores.shape != other.scores.shape:
         return math.inf, tolerance
     scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)

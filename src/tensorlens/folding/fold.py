@@ -41,6 +41,14 @@ class Transposes(NamedTuple):
     value: Tensor
 
 
+class HeldFactors(NamedTuple):
+    """ψ, s and the mixing attention of a block as in `FoldedBlock`; of several samples as in `rebuild.Factors`."""
+
+    gain: Tensor
+    skip: Tensor | None
+    mix: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class FoldedBlock:
     """The matrices of one block.
@@ -159,13 +167,17 @@ def fold_beside(like: FoldedBlock, parts: BlockParts, factors: Factors, heads: T
         factors: What the recording holds of it for this sample.
         heads: A multiplier for each head, or None.
     """
+    held = fold_factors(like, parts, factors, heads)
+    n = held.mix.shape[-1]
+    return replace(like, gain=held.gain, skip=held.skip, mix=held.mix, first=(0,) * n, last=(n - 1,) * n)
+
+
+def fold_factors(like: FoldedBlock, parts: BlockParts, factors: Factors, heads: Tensor | None = None) -> HeldFactors:
+    """What of a block is not weights, for another sample or for all that were recorded with it; see `fold_beside`."""
     gain, skip = _token_factors(parts, factors, at_least_float32(like.up[:, :1]))
     mix = _mixing(factors, "" if parts.layout == "post_ln" else "norm_1", "post_norm_1", heads)
-    n, dtype = mix.shape[-1], like.up.dtype
-    return replace(
-        like, gain=_packed(gain, dtype), skip=None if skip is None else _packed(skip, dtype), mix=_packed(mix, dtype),
-        first=(0,) * n, last=(n - 1,) * n,
-    )  # fmt: skip
+    dtype = like.up.dtype
+    return HeldFactors(_packed(gain, dtype), None if skip is None else _packed(skip, dtype), _packed(mix, dtype))
 
 
 def _branches(parts: BlockParts, factors: Factors) -> list[tuple[Projection, Tensor]]:
@@ -240,13 +252,14 @@ def _scales(factors: Factors, *names: str) -> Tensor | None:
     return torch.stack(found).prod(0) if found else None
 
 
-def _mixing(factors: Factors, in_norm: str, out_norm: str, heads: Tensor | None) -> Tensor:
-    """Attention as (head, in_token, out_token) with 1/σ of the norms on either side, and silenced heads at zero."""
+def _mixing(factors: Factors, in_norm: str, out_norm: str, heads: Tensor | None = None) -> Tensor:
+    """Attention as (…, head, in_token, out_token) with 1/σ of the norms on either side, and silenced heads at zero."""
     mix = factors.attention
+    samples = mix.shape[:-3]
     if in_norm in factors.scales:
-        mix = mix * factors.scales[in_norm]
+        mix = mix * factors.scales[in_norm].view(*samples, 1, 1, -1)
     if out_norm in factors.scales:
-        mix = mix * factors.scales[out_norm][:, None]
+        mix = mix * factors.scales[out_norm].view(*samples, 1, -1, 1)
     if heads is not None:
         mix = mix * heads.to(mix)[:, None, None]
     return mix.mT

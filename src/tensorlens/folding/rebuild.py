@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import Attention, Hidden
+from tensorlens.axes import Hidden
 from tensorlens.errors import AnatomyError
 from tensorlens.folding.parts import BlockParts, NormPart, Projection
 from tensorlens.freezing.places import Place, Site
@@ -21,28 +21,29 @@ from tensorlens.models.precision import at_least_float32
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """What the recording holds of one block.
+    """What the recording holds of one block. Of several samples, the tokens of one follow those of another.
 
     Attributes:
-        attention: $A_h$.
+        attention: $A_h$, with an axis for samples in front where there are several.
         scales: 1/σ for each token and norm, by the name of the norm in `BlockParts`.
         up: Factor on the up branch, (token, inner), or None where that branch is held.
         gate: Factor on the gate branch, or None.
     """
 
-    attention: Attention
+    attention: Float[Tensor, "*sample head out_token in_token"]
     scales: dict[str, Float[Tensor, " token"]]
     up: Float[Tensor, "token inner"] | None
     gate: Float[Tensor, "token inner"] | None
 
 
-def held_factors(recording: Recording, parts: BlockParts) -> Factors:
-    """The factors of a block, in float32 or better."""
+def held_factors(recording: Recording, parts: BlockParts, *, together: bool = False) -> Factors:
+    """The factors of a block, in float32 or better: of one sample, or of all that were recorded together."""
     place = Place(parts.index, inside=True)
     norms = {name: getattr(parts, name) for name in ("norm_1", "post_norm_1", "norm_2", "post_norm_2")}
     scales = {name: norm_scale(recording, place, norm) for name, norm in norms.items() if norm is not None}
     up, gate = _held_inner(recording, parts)
-    return Factors(attention=held_attention(recording, parts), scales=scales, up=up, gate=gate)  # type: ignore[arg-type]
+    attention = held_attention(recording, parts)
+    return Factors(attention=attention if together else attention[0], scales=scales, up=up, gate=gate)  # type: ignore[arg-type]
 
 
 def norm_scale(recording: Recording, place: Place, norm: NormPart) -> Float[Tensor, " token"] | None:
@@ -53,12 +54,12 @@ def norm_scale(recording: Recording, place: Place, norm: NormPart) -> Float[Tens
     return at_least_float32(factor).flatten()
 
 
-def held_attention(recording: Recording, parts: BlockParts) -> Attention:
+def held_attention(recording: Recording, parts: BlockParts) -> Float[Tensor, "sample head out_token in_token"]:
     """$A_h$ of a block from held factors alone: the softmax as it is, or queries and keys put together again."""
     place, factors = Place(parts.index, inside=True), recording.factors
     softmax = factors.get(Site(place, parts.attention, "softmax", 0))
     if isinstance(softmax, Tensor):
-        return at_least_float32(softmax[0])
+        return at_least_float32(softmax)
     try:
         q, k, (mask, is_causal, scale) = (
             factors[Site(place, parts.attention, f"attention.{name}", 0)] for name in ("query", "key", "options")
@@ -68,21 +69,20 @@ def held_attention(recording: Recording, parts: BlockParts) -> Attention:
             f"The recording holds no attention of block {parts.index} in `{parts.attention}`. Expected a softmax, or "
             "the queries and keys of a fused kernel; ask the lens for the input again."
         ) from None
-    return attention_matrix(q[0], k[0], mask, is_causal=is_causal, scale=scale)
+    return attention_matrix(q, k, mask, is_causal=is_causal, scale=scale)
 
 
 def attention_matrix(
-    query: Float[Tensor, "head token head_channel"], key: Float[Tensor, "kv_head token head_channel"],
+    query: Float[Tensor, "sample head token head_channel"], key: Float[Tensor, "sample kv_head token head_channel"],
     mask: Tensor | None, *, is_causal: bool, scale: float | None,
-) -> Attention:  # fmt: skip
+) -> Float[Tensor, "sample head out_token in_token"]:  # fmt: skip
     """Softmax of scaled products, masked as `scaled_dot_product_attention` does."""
     q, k = at_least_float32(query), at_least_float32(key)
-    k = k.repeat_interleave(len(q) // len(k), 0)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     if mask is not None:
-        mask = mask if mask.dim() < 4 else mask[0]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
     return scores.softmax(-1)
 
@@ -129,13 +129,15 @@ def rebuild(parts: BlockParts, factors: Factors, x: Hidden) -> Hidden:
     return y + feed(norm("norm_2", y))
 
 
-def rebuild_norm(norm: NormPart, scale: Float[Tensor, " token"], v: Hidden) -> Hidden:
-    """A norm with 1/σ held."""
+def rebuild_norm(
+    norm: NormPart, scale: Float[Tensor, "*token"], v: Float[Tensor, "*token channel"], *, shifted: bool = True
+) -> Float[Tensor, "*token channel"]:
+    """A norm with 1/σ held; its linear part alone if it is not `shifted`."""
     v = at_least_float32(v)
     v = v - v.mean(-1, keepdim=True) if norm.kind == "layer" else v
-    v = v * scale[:, None]
+    v = v * scale[..., None]
     v = v if norm.gain is None else v * at_least_float32(norm.gain)
-    return v if norm.shift is None else v + at_least_float32(norm.shift)
+    return v if norm.shift is None or not shifted else v + at_least_float32(norm.shift)
 
 
 def project(projection: Projection, v: Tensor) -> Tensor:

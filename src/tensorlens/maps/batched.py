@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import MethodError
+from tensorlens.folding.push import push_each_token
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recorder import RecordOptions
@@ -84,13 +85,18 @@ def contribution(question: BatchQuestion) -> Pending:
 
     Where the exact norm is asked too, the rows that it needs are there to be multiplied instead.
     """
-    if "tensor.norm" in question.methods:
-        scores = _by_rows(question)[1]
-    else:
-        pushed = question.replay.push_each_token(question.recording.states[0], question.rows)
-        rows = _pushed_by_factors(question) if pushed is None else pushed
-        scores = torch.stack([row.norm(dim=-1) for row in rows], 1)
+    shares_rows = "tensor.norm" in question.methods
+    scores = _by_rows(question)[1] if shares_rows else _pushed(question).norm(dim=-1)
     return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
+
+
+def _pushed(question: BatchQuestion) -> Tensor:
+    r"""$T_{ij} x_j$ (sample, token, channel) of each sample's output i: by matrix products, a graph, or replays."""
+    first = FrozenOperator(FactorReplay(question.recording.sample(0)))
+    if first.may_fold and first.folded is not None:
+        return push_each_token(first.folded, question.recording, question.out_tokens)
+    pushed = question.replay.push_each_token(question.recording.states[0], question.rows)
+    return torch.stack(_pushed_by_factors(question) if pushed is None else pushed, 1)
 
 
 def _pushed_by_factors(question: BatchQuestion) -> list[Tensor]:

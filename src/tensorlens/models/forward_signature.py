@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,10 +79,15 @@ def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
 
 def is_causal(model: nn.Module) -> bool:
     """Whether transformers knows the model as one that reads from left to right."""
+    name = type(model).__name__
+    return name in _causal_names() and not name.startswith(("Bert", "Roberta", "Electra"))
+
+
+@cache
+def _causal_names() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = type(model).__name__
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.startswith(("Bert", "Roberta", "Electra"))
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def max_tokens(model: nn.Module) -> int | None:
