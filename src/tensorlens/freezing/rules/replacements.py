@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.traced import Interpreter, constant, plain
 
 Weights = tuple[float, float]
@@ -86,7 +87,14 @@ def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inpu
         if run.grad:
             return function(*(pinned(x, x0) for x, x0 in zip(live, at, strict=True)))
         at = [x0.expand(x.shape).contiguous() for x, x0 in zip(live, at, strict=True)]
-        return _first_order(function, at, [x - x0 for x, x0 in zip(live, at, strict=True)])
+        try:
+            return _first_order(function, at, [x - x0 for x, x0 in zip(live, at, strict=True)])
+        except NotImplementedError as error:  # torch's own, of a function without a second derivative
+            raise NotLinearError(
+                f"Nothing can be pushed through `{operation}` in `{run.module or 'the model'}` by its derivative: "
+                f"{error} What goes by backward passes (In+Out, In+Class, `T.T @ u`) works, and so do members that "
+                "hold it, such as `Rules.paper()`."
+            ) from error
 
 
 def _first_order(function: Callable[..., Any], at: list[Tensor], steps: list[Tensor]) -> Any:
