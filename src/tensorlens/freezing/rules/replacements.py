@@ -91,9 +91,8 @@ def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inpu
             return _first_order(function, at, [x - x0 for x, x0 in zip(live, at, strict=True)])
         except NotImplementedError as error:  # torch's own, of a function without a second derivative
             raise NotLinearError(
-                f"Nothing can be pushed through `{operation}` in `{run.module or 'the model'}` by its derivative: "
-                f"{error} What goes by backward passes (In+Out, In+Class, `T.T @ u`) works, and so do members that "
-                "hold it, such as `Rules.paper()`."
+                f"Nothing can be pushed through `{operation}` by its derivative: {error} What goes by backward "
+                "passes (In+Out, In+Class, `T.T @ u`) works, and so do members that hold it, such as `Rules.paper()`."
             ) from error
 
 
