@@ -79,6 +79,7 @@ SMOOTH: dict[str, Inner] = {
     "outer product": lambda z, g: (z.unsqueeze(-1) * g.unsqueeze(-2)).mean(-1),
     "second-order attention": lambda z, g: torch.baddbmm(g, z @ z.mT, z),
     "bell": lambda z, g: torch.exp(-z * z),
+    "masked exponential": lambda z, g: (z.masked_fill(g < 0, -torch.inf) - z.amax(-1, keepdim=True)).exp(),
     "logarithm": lambda z, g: torch.log(1 + z * z),
     "wave": lambda z, g: torch.sinc(z),
     "less its median": lambda z, g: z - torch.quantile(z, 0.5, dim=-1, keepdim=True),

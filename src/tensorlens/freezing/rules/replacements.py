@@ -60,7 +60,12 @@ def product(
 
 def pinned(x: Tensor, x0: Tensor) -> Tensor:
     """`x0` with the gradient of `x`: where a function of it is differentiated is the recording, wherever x is."""
-    return x0 + (x - x.detach())
+    return x0 + _moving(x, x.detach())
+
+
+def _moving(x: Tensor, x0: Tensor) -> Tensor:
+    """How far x is from `x0`. What is masked by −∞ does not move, and −∞ - (−∞) would be NaN."""
+    return torch.where(x0.isfinite(), x - x0, 0)
 
 
 def scaled_gradient(x: Tensor, weight: float) -> Tensor:
@@ -88,7 +93,7 @@ def taylor(run: Interpreter, operation: str, function: Callable[..., Any], *inpu
             return function(*(pinned(x, x0) for x, x0 in zip(live, at, strict=True)))
         at = [x0.expand(x.shape).contiguous() for x, x0 in zip(live, at, strict=True)]
         try:
-            return _first_order(function, at, [x - x0 for x, x0 in zip(live, at, strict=True)])
+            return _first_order(function, at, [_moving(x, x0) for x, x0 in zip(live, at, strict=True)])
         except NotImplementedError as error:  # torch's own, of a function without a second derivative
             raise NotLinearError(
                 f"Nothing can be pushed through `{operation}` by its derivative: {error} What goes by backward "
