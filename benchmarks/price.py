@@ -70,8 +70,8 @@ def works(lens: Any, vocabulary: int) -> dict[str, Callable[[], Any]]:
         "In+Class": lambda: lens(ids[0]).map("tensor.in_class", -1),
         "rows": lambda: lens(ids[0]).rows(N_TOKENS - 1),
         "norm": lambda: lens(ids[0]).map("tensor.norm", -1),
-        "200 inputs of one length": lambda: list(lens.maps(ids, "tensor.in_class", -1, progress=False)),
-        "200 inputs of many lengths": lambda: list(lens.maps(mixed, "tensor.in_class", -1, progress=False)),
+        "200 inputs of one length": lambda: list(lens.maps(ids, "tensor.in_class", out_token=-1, progress=False)),
+        "200 inputs of many lengths": lambda: list(lens.maps(mixed, "tensor.in_class", out_token=-1, progress=False)),
     }
 
 

@@ -23,7 +23,7 @@ from tensorlens.freezing.places import Place
 from tensorlens.freezing.recording import Recording
 from tensorlens.memory import fitting
 
-BAND = {"cuda": 32, "cpu": 8}
+BAND = {"cuda": 16, "cpu": 8}
 """Tokens in a band: fewer save more of the work above the diagonal, more make larger products."""
 
 INNER_BYTES = {"cuda": 2**30, "cpu": 2**24}

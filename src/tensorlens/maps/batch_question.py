@@ -78,9 +78,10 @@ class BatchQuestion:
 
     def answers(self, scores: Tensor, shares: Tensor, notes: Callable[[], Sequence[Notes]]) -> Pending:
         """One answer per sample from (sample, token) scores, padding cut off."""
+        found, of_bias = on_its_way(scores), on_its_way(shares)
 
         def finish() -> list[Answer]:
-            rows = zip(scores.cpu(), shares.cpu(), self.lengths, notes(), strict=True)  # one copy for all of them
+            rows = zip(found(), of_bias(), self.lengths, notes(), strict=True)
             return [
                 Answer(scores=row[None, :length], bias_share=share[None], notes=note)
                 for row, share, length, note in rows
@@ -95,6 +96,20 @@ class BatchQuestion:
     def alike(self, **notes: Any) -> Callable[[], list[Notes]]:
         """The same notes for each sample."""
         return lambda: [notes] * len(self.lengths)
+
+
+def on_its_way(values: Tensor) -> Callable[[], Tensor]:
+    """A copy for the CPU that is begun now; a call waits for it, and for nothing that was begun later."""
+    if not values.is_cuda:
+        return lambda: values.cpu()
+    copy, done = values.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
+
+    def wait() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
 
 
 # Logits --------------------------------------------------------------------------------------------------------------
@@ -118,8 +133,8 @@ def predictions(question: BatchQuestion) -> Callable[[], list[Notes]]:
     classes = question.classes
     if not question.has_classes or classes is None:
         return question.alike()
-    best = all_logits(question).argmax(-1)
-    return lambda: [{"prediction": classes.name(index)} for index in best.tolist()]
+    best = on_its_way(all_logits(question).argmax(-1))
+    return lambda: [{"prediction": classes.name(index)} for index in best().tolist()]
 
 
 def targets_of(question: BatchQuestion) -> tuple[Tensor, Tensor]:
@@ -138,13 +153,13 @@ def targets_of(question: BatchQuestion) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device)
 
 
-def target_names(question: BatchQuestion, ids: Tensor, weights: Tensor) -> list[str]:
+def target_names(question: BatchQuestion, ids: Tensor, weights: Tensor) -> Callable[[], list[str]]:
     """What each sample's target is called."""
-    classes = question.classes
+    classes, chosen, by = question.classes, on_its_way(ids), on_its_way(weights)
     assert classes is not None, "asked of a model with a head"
-    return [
+    return lambda: [
         classes.names({index: weight for index, weight in zip(some, of_some, strict=True) if weight})
-        for some, of_some in zip(ids.tolist(), weights.tolist(), strict=True)
+        for some, of_some in zip(chosen().tolist(), by().tolist(), strict=True)
     ]
 
 

@@ -21,6 +21,7 @@ from tensorlens.maps.batch_question import (
     BatchQuestion,
     Notes,
     Pending,
+    on_its_way,
     reader,
     target_names,
     targets_of,
@@ -52,9 +53,10 @@ def in_class(question: BatchQuestion) -> Pending:
         to_logits=True,
     )[0]  # fmt: skip
     scores = question.weigh(pulled)
+    names, values = target_names(question, ids, weights), on_its_way(logits)
 
     def notes() -> list[Notes]:
-        named = zip(target_names(question, ids, weights), logits.tolist(), strict=True)
+        named = zip(names(), values().tolist(), strict=True)
         return [{"target": name, "logit": [value], "bias": BY_COMPLETENESS} for name, value in named]
 
     return question.answers(scores, not_carried(scores, logits), notes)

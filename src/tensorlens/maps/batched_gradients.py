@@ -19,10 +19,9 @@ def integrated(question: BatchQuestion) -> Pending:
 
         return question.answers_without_bias(_scores(question, along), question.alike(explains="output state"))
     ids, weights = targets_of(question)
+    names = target_names(question, ids, weights)
     scores = _scores(question, reader(question, ids, weights))
-    return question.answers_without_bias(
-        scores, lambda: [{"explains": name} for name in target_names(question, ids, weights)]
-    )
+    return question.answers_without_bias(scores, lambda: [{"explains": name} for name in names()])
 
 
 def _scores(question: BatchQuestion, read: Read) -> Tensor:
