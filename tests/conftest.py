@@ -7,8 +7,6 @@ import shutil
 
 import jaxtyping
 import pytest
-import torch
-import transformers
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
@@ -19,8 +17,14 @@ LONGEST = (
 )  # fmt: skip
 """Files of tests that come first: a long one that comes last keeps the other process waiting for it."""
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
+
+def pytest_configure(config):
+    if not config.getoption("numprocesses", default=None):  # a process that hands tests to others needs no torch
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)
+        transformers.logging.set_verbosity_error()
 
 
 def pytest_collection_modifyitems(items):
