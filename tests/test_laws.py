@@ -5,16 +5,29 @@ from __future__ import annotations
 import laws
 import pytest
 import torch
-from zoo import CASES, ZOO, build, names, sample
+from portrait import assert_same, outputs, portrait
+from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
+from tensorlens.freezing import interception
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
-def case(request):
+def fresh(request):
     name, attention = request.param
     model = build(name, attention)
+    return name, model, portrait(model), outputs(model, name)
+
+
+@pytest.fixture(scope="module")
+def case(fresh):
+    name, model, *_ = fresh
     return name, model, tl.Lens(model)(sample(name))
+
+
+@pytest.fixture(scope="module")
+def dense(case):
+    return case[2].dense()
 
 
 def tolerance(name: str) -> float:
@@ -72,14 +85,17 @@ def test_certificate_passes_within_its_own_tolerance(case):
     assert not certificate.conventions, "no product of two live branches should be left to a convention"
 
 
-def test_dense_equals_rows_equals_apply_on_units(case):
+def test_dense_equals_rows_equals_apply_on_units(case, dense):
     name, _, T = case
-    dense = T.dense()
     units = torch.eye(T.n_tokens * T.n_channels, dtype=T.dtype).reshape(-1, T.n_tokens, T.n_channels)
     by_columns = T.apply(units).reshape(T.n_tokens, T.n_channels, *T.shape[:2]).permute(2, 3, 0, 1)
     assert laws.relative(dense - by_columns, dense) <= tolerance(name)
     assert torch.equal(T.rows(-1), T.rows(T.shape[0] - 1))
     assert laws.relative(dense[0] - T.rows(0), dense[0]) <= tolerance(name)
+
+
+def test_causality(case, dense):
+    assert (laws.above_diagonal(dense) == 0) == ZOO[case[0]].causal
 
 
 def test_in_out_rows_sum_to_the_output_less_its_bias(case):
@@ -116,10 +132,12 @@ def test_two_recordings_agree_bit_for_bit(case):
     assert torch.equal(T.rows(1), again.rows(1))
 
 
-@pytest.mark.parametrize("name", names(lambda family: family.causal))
-def test_causality(name):
-    T = tl.Lens(build(name))(sample(name))
-    assert laws.above_diagonal(T.dense()) == 0
+def test_model_is_untouched_by_all_of_the_above(fresh, case):
+    name, model, before, expected = fresh
+    case[2].rows(0), case[2].map("tensor.in_out")  # where it is asked for alone
+    assert_same(before, portrait(model))
+    assert torch.equal(outputs(model, name), expected)
+    assert not interception._wrapped
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "modernbert"])

@@ -161,6 +161,7 @@ def test_every_kind_of_file(model, kind, tmp_path):
     assert ["".join(row["tokens"]) for row in table(tmp_path / "maps")] == TEXTS[:3]
 
 
+@pytest.mark.large  # as `studies/test_kills.py`, where no process imports torch for itself
 def test_killed_at_random_and_started_again(model, data, tmp_path):
     options = ["--data", str(data), "--part-rows", "2", "--batch-size", "2", "--device", "cpu"]
     run(model, *options, "--out", tmp_path / "whole")

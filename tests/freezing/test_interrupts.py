@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from test_untouched import assert_same, portrait
+from portrait import assert_same, portrait
 from torch import nn
 from torch._dynamo import eval_frame
 from torch.nn.modules import module as global_hooks

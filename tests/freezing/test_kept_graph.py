@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ def tensor_of(name: str, attention: str = "eager", **options: Any) -> tl.Attenti
     return tl.Lens(zoo.build(name, attention), **options)(zoo.sample(name))
 
 
+@cache
+def recording_of(name: str, attention: str) -> Recording:
+    """For tests that only read it."""
+    return tensor_of(name, attention).operator.recording
+
+
 def whole(recording: Recording) -> Span:
     return Span(0, recording.n_blocks)
 
@@ -69,10 +76,10 @@ def assert_pulls_as_a_replay(T: tl.AttentionTensor, tolerance: float) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
 def test_a_pull_equals_a_replay_and_so_does_the_next(name, attention, n, replays):
-    operator = tensor_of(name, attention).operator
-    recording, u = operator.recording, cotangents(operator.recording, n)
+    recording = recording_of(name, attention)
+    replay, u = FactorReplay(recording), cotangents(recording, n)
     replays.clear()
-    first, second = (operator.replay.pull(u, whole(recording)) for _ in range(2))
+    first, second = (replay.pull(u, whole(recording)) for _ in range(2))
     assert not replays
     again = without_graph(recording).pull(u, whole(recording))
     assert len(replays) == 1
@@ -138,7 +145,7 @@ def test_parameters_get_no_gradient_and_keep_their_flags():
 
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
 def test_nothing_that_is_held_has_a_way_back(name, attention):
-    recording = tensor_of(name, attention).operator.recording
+    recording = recording_of(name, attention)
     assert recording.graph is not None  # otherwise there would be no way
     kept = [recording.factors, recording.states, recording.block_outputs, recording.readout, recording.inputs]
     assert not [t for t in tensors_in(kept) if t.requires_grad]

@@ -33,12 +33,12 @@ from tensorlens.operators.spectrum import spectrum
 
 
 @cache
-def replay_of(name: str) -> Replay:
-    return tl.Lens(zoo.build(name, zoo.ZOO[name].attentions[-1]))(zoo.sample(name)).operator.replay
+def replay_of(name: str, attention: str) -> Replay:
+    return tl.Lens(zoo.build(name, attention))(zoo.sample(name)).operator.replay
 
 
 def operator(name: str, **options: Any) -> FrozenOperator:
-    return FrozenOperator(replay_of(name), **options)
+    return FrozenOperator(replay_of(name, zoo.ZOO[name].attentions[-1]), **options)
 
 
 def by_backward(T: FrozenOperator, out_token: int) -> Tensor:
@@ -68,7 +68,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
 def test_folded_rows_are_the_rows(name: str, attention: str, path: str) -> None:
-    T = tl.Lens(zoo.build(name, attention))(zoo.sample(name)).operator
+    T = FrozenOperator(replay_of(name, attention))
     assert T.folded is not None
     for i in (0, T.shape[0] - 1):
         assert close(T.rows(i), by_backward(T, i))

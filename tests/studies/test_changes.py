@@ -75,15 +75,19 @@ def test_groups_are_of_like_length_and_cover_every_sample_once():
     assert len(_groups(subject, PerturbationOptions())) >= 8
 
 
+def samples_of(folder, group_size):
+    study(folder, "gpt2", group_size=group_size, replacements=("token", "delete"), presets=("paper-like",))
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return samples_of(tmp_path_factory.mktemp("one"), 1)
+
+
 @pytest.mark.parametrize("group_size", [2, 6])
-def test_a_study_in_groups_finds_what_it_finds_one_by_one(tmp_path, group_size):
-    options = {"replacements": ("token", "delete"), "presets": ("paper-like",)}
-    study(tmp_path / "one", "gpt2", group_size=1, **options)
-    study(tmp_path / "many", "gpt2", group_size=group_size, **options)
-    one, many = (
-        [json.loads(line) for line in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
-        for name in ("one", "many")
-    )
+def test_a_study_in_groups_finds_what_it_finds_one_by_one(tmp_path, one, group_size):
+    many = samples_of(tmp_path, group_size)
     assert [record["name"] for record in one] == [record["name"] for record in many]
     for alone, together in zip(one, many, strict=True):
         for condition, cells in alone["conditions"].items():

@@ -249,6 +249,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | more
 
 
+@pytest.mark.large  # as `test_kills.py`, where no process imports torch for itself
 def test_killed_at_a_random_moment_it_ends_with_the_same_summary(tmp_path):
     study(tmp_path / "whole")
     process = subprocess.Popen([sys.executable, TINY, str(tmp_path / "killed")], env=environment())

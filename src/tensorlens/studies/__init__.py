@@ -3,14 +3,45 @@
 Each is called in one way, ``study(lens, data, out, **options)``, and returns a `StudyResult`.
 """
 
-from tensorlens.studies.fidelity_study.properties import block_ranges as block_ranges
-from tensorlens.studies.fidelity_study.properties import tensor_properties as tensor_properties
-from tensorlens.studies.fidelity_study.run import FidelityOptions as FidelityOptions
-from tensorlens.studies.fidelity_study.run import fidelity as fidelity
-from tensorlens.studies.judge_study.options import JudgeOptions as JudgeOptions
-from tensorlens.studies.judge_study.run import judge as judge
-from tensorlens.studies.perturbation_study.options import PerturbationOptions as PerturbationOptions
-from tensorlens.studies.perturbation_study.run import perturbation as perturbation
-from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
-from tensorlens.studies.relation_study.run import relations as relations
-from tensorlens.studies.results import StudyResult as StudyResult
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensorlens.studies.fidelity_study.properties import block_ranges as block_ranges
+    from tensorlens.studies.fidelity_study.properties import tensor_properties as tensor_properties
+    from tensorlens.studies.fidelity_study.run import FidelityOptions as FidelityOptions
+    from tensorlens.studies.fidelity_study.run import fidelity as fidelity
+    from tensorlens.studies.judge_study.options import JudgeOptions as JudgeOptions
+    from tensorlens.studies.judge_study.run import judge as judge
+    from tensorlens.studies.perturbation_study.options import PerturbationOptions as PerturbationOptions
+    from tensorlens.studies.perturbation_study.run import perturbation as perturbation
+    from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
+    from tensorlens.studies.relation_study.run import relations as relations
+    from tensorlens.studies.results import StudyResult as StudyResult
+
+_WHERE = {
+    "block_ranges": "fidelity_study.properties",
+    "tensor_properties": "fidelity_study.properties",
+    "FidelityOptions": "fidelity_study.run",
+    "fidelity": "fidelity_study.run",
+    "JudgeOptions": "judge_study.options",
+    "judge": "judge_study.run",
+    "PerturbationOptions": "perturbation_study.options",
+    "perturbation": "perturbation_study.run",
+    "RelationOptions": "relation_study.run",
+    "relations": "relation_study.run",
+    "StudyResult": "results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is asked for: a process that only starts others needs no torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_WHERE]
