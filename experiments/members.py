@@ -1,4 +1,4 @@
-"""Which member of the family of rules to take for "which tokens to hide": the tables of docs/members.md.
+"""Which member of the family of rules to take for "which tokens to hide", and for relations: tables of docs/members.md.
 
     python experiments/perturbation.py --data DATA --out RUNS --part members-smollm2-wikitext … [--seconds 80]
     python experiments/members.py areas RUNS --out AREAS
@@ -6,6 +6,11 @@
 
 The first makes the runs; a run that was stopped counts with the samples that it has. `areas` keeps of each one number a
 sample, condition and method, which is all that `page` needs.
+
+    python experiments/relations.py MODEL --rules half_gate --data DATA --out RUNS/relations-MODEL-half_gate …
+    python experiments/members.py relations RUNS [--write]
+
+The second compares the members on the splits that all of them have.
 """
 
 from __future__ import annotations
@@ -25,6 +30,12 @@ METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC"}
 MAPS = {"tensor.in_class": "In+Class", "tensor.in_out": "In+Out"}
 MEMBERS = {"half_gate": "gate halved", "attn_lrp": "AttnLRP", "jacobian": "Jacobian"}
 OTHERS = ("mean.attn", "control.recency", "control.random")
+OPERATORS = {
+    "tensor.full.beta1@0": "whole prompt",
+    "tensor.subject.beta1@0": "subject's tokens, β = 1",
+    "tensor.subject.tuned@0": "subject's tokens, β tuned",
+}
+"""Methods of the relation study that depend on the rules."""
 N_RESAMPLES = 2000
 
 
@@ -95,6 +106,59 @@ def page(folder: Path, *, every: bool) -> str:
     return "\n".join(lines).rstrip()
 
 
+def splits(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The splits of a relation run that could be scored, by relation and number."""
+    lines = [line for path in sorted(run.glob("samples*.jsonl")) for line in path.read_text("utf-8").splitlines()]
+    return {(one["relation"], one["split"]): one for one in map(json.loads, lines) if "methods" in one}
+
+
+def relation_tables(folder: Path) -> str:
+    """Agreement of the mean operator with the model's answer by member, with the paired difference to the paper's."""
+    parts = []
+    for run in sorted(folder.glob("relations-*-paper")):
+        model = run.name.removeprefix("relations-").removesuffix("-paper")
+        found = {name: splits(run.with_name(f"relations-{model}-{name}")) for name in ("paper", *MEMBERS)}
+        both = {name: one for name, one in found.items() if one.keys() >= found["paper"].keys()}
+        relations = sorted({relation for relation, _ in found["paper"]})
+        head = " | ".join(f"{words} | less the paper's" for words in OPERATORS.values())
+        lines = [f"| member | {head} |", "| --- " * (1 + 2 * len(OPERATORS)) + "|"]
+        for name, one in both.items():
+            cells = [agreement(one, found["paper"], relations, method) for method in OPERATORS]
+            words = MEMBERS.get(name, "the paper's")
+            lines.append(f"| {words} | {' | '.join(cells)} |")
+        parts.append("\n".join([f"**{model}**, {len(relations)} relations, {len(found['paper'])} splits", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def agreement(one: dict[Any, Any], paper: dict[Any, Any], relations: list[str], method: str) -> str:
+    """The mean over relations with its 95 % interval, and how far it is above the paper's."""
+    own, base = (
+        np.array([
+            np.mean([_share(record, method) for key, record in side.items() if key[0] == name and key in paper])
+            for name in relations
+        ])
+        for side in (one, paper)
+    )  # fmt: skip
+    draws = np.random.default_rng(0).integers(0, len(relations), (N_RESAMPLES, len(relations)))
+    low, high = np.percentile(own[draws].mean(1), (2.5, 97.5))
+    gap_low, gap_high = np.percentile((own - base)[draws].mean(1), (2.5, 97.5))
+    less = "" if one is paper else f"{(own - base).mean():+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]"
+    return f"{own.mean():.3f} [{low:.3f}, {high:.3f}] | {less}"
+
+
+def _share(record: dict[str, Any], method: str) -> float:
+    """Of the test facts of a split, those on which the operator says what the model says."""
+    bits = record["methods"][method]["agreement"]
+    return bits.count("1") / len(bits)
+
+
+def put(kind: str, tables: str) -> None:
+    """Tables into docs/members.md, between the marks of their kind."""
+    before, rest = PAGE.read_text("utf-8").split(f"<!-- {kind}: members -->")
+    after = rest.split(f"<!-- /{kind} -->")[1]
+    PAGE.write_text(f"{before}<!-- {kind}: members -->\n\n{tables}\n\n<!-- /{kind} -->{after}", "utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -105,20 +169,25 @@ def main() -> None:
     writing.add_argument("areas", type=Path)
     writing.add_argument("--every", action="store_true", help="both maps and both measures, not what the page shows")
     writing.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
+    relating = commands.add_parser("relations")
+    relating.add_argument("runs", type=Path)
+    relating.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
     chosen = parser.parse_args()
     if chosen.command == "areas":
         chosen.out.mkdir(parents=True, exist_ok=True)
         for run in sorted(path.parent for path in chosen.runs.glob("members-*/config.json")):
             data = to_json(areas(run)).encode()
             (chosen.out / f"{run.name}.json.gz").write_bytes(gzip.compress(data, mtime=0))
-    elif chosen.write:
-        before, rest = PAGE.read_text("utf-8").split("<!-- perturbation: members -->")
-        after = rest.split("<!-- /perturbation -->")[1]
-        tables = page(chosen.areas, every=False)
-        text = f"{before}<!-- perturbation: members -->\n\n{tables}\n\n<!-- /perturbation -->{after}"
-        PAGE.write_text(text, "utf-8")
+        return
+    kind, tables = (
+        ("relations", relation_tables(chosen.runs))
+        if chosen.command == "relations"
+        else ("perturbation", page(chosen.areas, every=chosen.every and not chosen.write))
+    )
+    if chosen.write:
+        put(kind, tables)
     else:
-        print(page(chosen.areas, every=chosen.every))
+        print(tables)
 
 
 if __name__ == "__main__":
