@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_language import tiny_lens, tokenizer
+from tiny_study import lens_on
 
 import tensorlens as tl
+from tensorlens.studies import judge
 
 TEXT, POSITIVE, NEGATIVE = "The cat sat there. Who", 40, 41
 PACKAGES = Path(os.environ.get("TRANSFORMER_LENS", Path(sys.prefix) / "transformer-lens"))
@@ -58,3 +60,28 @@ def test_by_the_jacobian_the_operator_of_a_corpus_is_its_j_lens(said: dict[str, 
     assert set(said["jacobians"]) == {"0", "1"}
     for layer, rows in said["jacobians"].items():  # the state that leaves a block enters the next
         torch.testing.assert_close(fitted.matrices[int(layer) + 1], torch.tensor(rows), rtol=1e-3, atol=1e-4)
+
+
+def test_as_a_peer_it_judges_components_as_the_jacobians_member_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "pairs").mkdir(parents=True)
+    names = [("cat", "mat"), ("mat", "cat"), ("red", "green"), ("green", "red")]  # the model is right about some
+    rows = [
+        f"the {a} and a {b} saw the {a},the {a} and a {b} saw the tall,the {a} and a {b} saw the {b}" for a, b in names
+    ]
+    (tmp_path / "data" / "pairs" / "ioi.csv").write_text("\n".join(["clean,corrupted,corrupted_hard", *rows]))
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
+    lens = lens_on("llama")
+    lens.model.float()
+    methods = ("tensor.in_class@jacobian",)
+    found = judge(
+        lens, tmp_path / "data", tmp_path / "run", judges=["patching"], methods=methods, peers=["transformer_lens"],
+        progress=False,
+    )  # fmt: skip
+    about = found["peers"]["transformer_lens"]
+    assert "error" not in about and about["check"].startswith("the model's own logits") and about["n"] > 0
+    by_method = found["judges"]["patching"]["measures"]["pearson"]["methods"]
+    theirs, ours = by_method["transformer_lens"], by_method["patching@jacobian"]
+    assert theirs["n"] == ours["n"] and theirs["mean"] == pytest.approx(ours["mean"], abs=1e-4)
+    assert by_method["patching@paper"]["mean"] != pytest.approx(ours["mean"], abs=1e-3)

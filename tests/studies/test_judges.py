@@ -245,6 +245,39 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
     assert "could not be started" in missing["peers"]["gim"]["error"]
 
 
+def test_a_peer_of_components_is_asked_about_pairs_alone(tmp_path, monkeypatch):
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, sys\n"
+        "file = open(sys.argv[4], 'a')\n"
+        "for line in ['{}', '{}', *open(sys.argv[3])]:\n"
+        "    one = json.loads(line)\n"
+        "    scores = [float(len(label)) for label in one.get('labels', '')][one.get('index', 0) % 2:]\n"
+        "    answer = {'index': one['index'], 'scores': scores, 'seconds': 0.1} if one else {'index': 0, 'about': {}}\n"
+        "    print(json.dumps(answer), file=file, flush=True)\n"
+    )
+    monkeypatch.setattr(peers, "SCRIPT", script)
+    write_sets(tmp_path / "data" / "evidence")
+    (tmp_path / "data" / "pairs").mkdir()
+    both = [("cat", "mat"), ("mat", "cat"), ("red", "green"), ("green", "red"), ("cat", "red"), ("red", "cat")]
+    rows = [
+        f"the {a} and a {b} saw the {a},the {a} and a {b} saw the tall,the {a} and a {b} saw the {b}" for a, b in both
+    ]
+    (tmp_path / "data" / "pairs" / "ioi.csv").write_text("\n".join(["clean,corrupted,corrupted_hard", *rows]))
+    found = judged(
+        tmp_path, folder=tmp_path / "data", judges=["evidence", "patching"], methods=("tensor.in_class",),
+        peers=["transformer_lens"],
+    )  # fmt: skip
+    questions = tmp_path / "run" / "peers" / "transformer_lens.questions.jsonl"
+    asked = [json.loads(line) for line in questions.read_text().splitlines()]
+    assert asked and all({"corrupted", "weights", "labels"} <= set(one) and "target" not in one for one in asked)
+    components = found["judges"]["patching"]
+    n_whole = sum(one["index"] % 2 == 0 for one in asked)
+    assert components["measures"]["pearson"]["methods"]["transformer_lens"]["n"] == n_whole > 0
+    assert components["missing"]["transformer_lens"]["reason"] == "it gave 17 scores for 18 components"
+    assert "transformer_lens" not in found["judges"]["evidence"]["measures"]["reciprocal_rank"]["methods"]
+
+
 def test_perturbation_judges_every_member_to_its_end(tmp_path, monkeypatch):
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2" / "valid.txt").write_text(" ".join(WORDS * 6) + "\n")

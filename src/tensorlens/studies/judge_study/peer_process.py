@@ -2,8 +2,9 @@
 
     python peer_process.py PEER MODEL QUESTIONS.jsonl ANSWERS.jsonl
 
-A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``; an answer ``{"index", "scores",
-"seconds"}``, one score for each token. The first line, with index 0, is about the peer: its version, and what its own
+A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``, and one about components ``{"index",
+"ids", "corrupted", "weights", "labels"}``; an answer ``{"index", "scores", "seconds"}``, one score for each token, or
+for each component that is named. The first line, with index 0, is about the peer: its version, and what its own
 documented example gave, which is tried before anything is asked. Packages are imported by name, where they are needed.
 """
 
@@ -256,6 +257,63 @@ def inseq(folder: str, method: str) -> tuple[Score, str]:
     return score, f"a score for each of {len(example)} tokens"
 
 
+def transformer_lens(folder: str, method: str) -> tuple[Score, str]:
+    """Attribution patching: (corrupted less clean) times the gradient of the target in the clean run."""
+    package, model = importlib.import_module("transformer_lens.model_bridge"), load(folder, attn_implementation="eager")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    bridge = package.TransformerBridge.boot_transformers(
+        folder, hf_model=model.requires_grad_(True), tokenizer=tokenizer, device=str(model.device)
+    )
+
+    def score(question: dict[str, Any]) -> Sequence[float]:
+        clean, gradients = _hooked(bridge, question["ids"], question["weights"])
+        corrupted, _ = _hooked(bridge, question["corrupted"], question["weights"])
+        found: dict[str, float] = {}
+        for n in range(bridge.cfg.n_layers):
+            effects = {
+                hook: ((corrupted[place] - clean[place]) * gradients[place])[0]
+                for hook in (HEADS, *WHOLE)
+                for place in [f"blocks.{n}.{hook}"]
+            }
+            by_head = effects[HEADS].reshape(len(question["ids"]), bridge.cfg.n_heads, -1).sum((0, 2))
+            found |= {f"block {n}, attention head {h}": float(one) for h, one in enumerate(by_head)}
+            found |= {f"block {n}, {part}": float(effects[hook].sum()) for hook, part in WHOLE.items()}
+        return [found[label] for label in question["labels"]]
+
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids.to(model.device)
+    with torch.no_grad():
+        gap = float((bridge(ids, return_type="logits", prepend_bos=False) - model(ids).logits).abs().max())
+    if gap > 1e-2:
+        raise RuntimeError(f"its logits are {gap:.1e} from the model's own")
+    return score, f"the model's own logits to {gap:.0e}"
+
+
+HEADS = "attn.o.hook_in"
+WHOLE = {"attn.hook_out": "attention", "mlp.hook_out": "feed-forward"}
+"""Where TransformerLens keeps what heads, attentions and feed-forwards give: before a norm that some have behind it."""
+
+
+def _hooked(bridge: Any, ids: Sequence[int], weights: Sequence[tuple[int, float]]) -> tuple[dict[str, Any], ...]:
+    """What the components give in one run, and the gradient of the target there."""
+    values: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
+
+    def is_wanted(name: str) -> bool:
+        return name.endswith((f".{HEADS}", *(f".{hook}" for hook in WHOLE)))
+
+    def keep(value: Any, hook: Any) -> None:
+        values[hook.name] = value.detach().clone()
+
+    def keep_gradient(value: Any, hook: Any) -> None:
+        gradients[hook.name] = (value[0] if isinstance(value, tuple) else value).detach().clone()
+
+    with torch.enable_grad(), bridge.hooks(fwd_hooks=[(is_wanted, keep)], bwd_hooks=[(is_wanted, keep_gradient)]):
+        tokens = torch.tensor([list(ids)], device=next(bridge.parameters()).device)
+        logits = bridge(tokens, return_type="logits", prepend_bos=False)[0, -1]
+        torch.stack([weight * logits[token] for token, weight in weights]).sum().backward()
+    return values, gradients
+
+
 PEERS: dict[str, tuple[str, Callable[[str, str], tuple[Score, str]]]] = {
     "lxt": ("lxt", lambda folder, method: lxt(folder, "attnLRP" if method == "attn_lrp" else "cp_LRP")),
     "captum": ("captum", captum),
@@ -263,6 +321,7 @@ PEERS: dict[str, tuple[str, Callable[[str, str], tuple[Score, str]]]] = {
     "flashtrace": ("flashtrace", flashtrace),
     "context_cite": ("context-cite", context_cite),
     "inseq": ("inseq", inseq),
+    "transformer_lens": ("transformer-lens", transformer_lens),
 }
 
 

@@ -22,9 +22,12 @@ from tensorlens.studies.sample_lines import read_record, whole_lines
 
 PEERS = (
     "lxt.attn_lrp", "lxt.cp_lrp", "captum.integrated_gradients", "captum.feature_ablation", "inseq.input_x_gradient",
-    "flashtrace", "context_cite", "gim",
+    "flashtrace", "context_cite", "gim", "transformer_lens",
 )  # fmt: skip
 """Every peer by name: the package, and its method where it has several."""
+
+OF_COMPONENTS = ("transformer_lens",)
+"""Those that are asked which component; the others are asked which word or passage."""
 
 START_SECONDS = 600.0
 """How long a peer may take to load and to check itself."""
