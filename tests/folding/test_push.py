@@ -79,18 +79,27 @@ def test_a_sample_that_looks_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     lens, batch, folded = folded_batch("bert")
     for n in range(folded.span.stop):  # as if the first sample did not
         folded._blocks[n] = replace(folded.block(n), last=tuple(range(12)))
-    widths: list[int | None] = []
+    tried: list[bool] = []
     whole = push._push
-    monkeypatch.setattr(push, "_push", lambda *a: (widths.append(a[3]), whole(*a))[1])
+    monkeypatch.setattr(
+        push, "_push", lambda *a, is_causal: (tried.append(is_causal), whole(*a, is_causal=is_causal))[1]
+    )
     found = push.push_each_token(folded, batch.replay.recording, outputs())
-    assert widths == [8, None] and gap(lens, found) < 1e-6
+    assert tried == [True, False] and gap(lens, found) < 1e-6
 
 
-def test_samples_go_through_a_block_in_parts_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    lens, batch, folded = folded_batch("llama")
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_tokens_and_samples_go_in_parts_where_memory_is_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lens, batch, folded = folded_batch(name)
+    sizes: list[int] = []
+    whole = push._push_some
     monkeypatch.setattr(push, "INNER_BYTES", {})
-    monkeypatch.setattr(push, "fitting", lambda bytes_each, wanted, device: 2)
+    monkeypatch.setattr(push, "fitting", lambda bytes_each, wanted, device: 5 if wanted == 12 else 2)
+    monkeypatch.setattr(
+        push, "_push_some", lambda *a: (sizes.append(sum(band.rows.shape[2] for band in a[2])), whole(*a))[1]
+    )
     assert gap(lens, push.push_each_token(folded, batch.replay.recording, outputs())) < 1e-6
+    assert sizes == [5, 5, 2]
 
 
 def edited(edit: Callable[[FoldedBlock], FoldedBlock]) -> Callable[[FoldedRows], None]:

@@ -252,7 +252,7 @@ def _scales(factors: Factors, *names: str) -> Tensor | None:
     return torch.stack(found).prod(0) if found else None
 
 
-def _mixing(factors: Factors, in_norm: str, out_norm: str, heads: Tensor | None = None) -> Tensor:
+def _mixing(factors: Factors, in_norm: str, out_norm: str, heads: Tensor | None) -> Tensor:
     """Attention as (…, head, in_token, out_token) with 1/σ of the norms on either side, and silenced heads at zero."""
     mix = factors.attention
     samples = mix.shape[:-3]

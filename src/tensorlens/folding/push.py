@@ -31,7 +31,7 @@ INNER_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
 class Band(NamedTuple):
-    """What the tokens from `first` on carry, each by itself, at the positions from `start` on."""
+    """What some tokens carry, each by itself, at the positions from `start` on."""
 
     rows: Float[Tensor, "sample position token channel"]
     start: int
@@ -50,43 +50,55 @@ def push_each_token(
     """
     is_causal = all(last <= token for n in range(recording.n_blocks) for token, last in enumerate(folded.block(n).last))
     if is_causal:
-        pushed, leaks = _push(folded, recording, out_tokens, BAND.get(folded.device.type, 8))
+        pushed, leaks = _push(folded, recording, out_tokens, is_causal=True)
         if not leaks:
             return pushed
-    return _push(folded, recording, out_tokens, None)[0]  # another sample's mask may let its tokens look ahead
+    return _push(folded, recording, out_tokens, is_causal=False)[0]  # another sample's mask may let it look ahead
 
 
-def _push(folded: FoldedRows, recording: Recording, out_tokens: Tensor, width: int | None) -> tuple[Tensor, bool]:
-    """What is asked for, in bands of some width; and whether a token looked ahead, which bands do not allow for."""
+def _push(folded: FoldedRows, recording: Recording, out_tokens: Tensor, *, is_causal: bool) -> tuple[Tensor, bool]:
+    """What is asked for, of as many tokens at a time as memory holds; and whether one looked ahead where none may."""
     x = recording.states[0].to(folded.dtype)
-    bands = _bands(x, width)
-    at = out_tokens.to(x.device)
-    leaks = torch.zeros((), dtype=torch.bool, device=x.device)
+    at, n_tokens = out_tokens.to(x.device), x.shape[1]
+    most = fitting(x.nbytes, n_tokens, x.device)  # every token takes a state of its own
+    found = [
+        _push_some(folded, recording, _bands(x, range(first, min(first + most, n_tokens)), is_causal=is_causal), at)
+        for first in range(0, n_tokens, most)
+    ]
+    return torch.cat([ends for ends, _ in found], 1), is_causal and any(bool(leaks) for _, leaks in found)
+
+
+def _push_some(
+    folded: FoldedRows, recording: Recording, bands: list[Band], at: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The ends of some bands, and whether any token looked ahead."""
+    n_samples = len(at)
+    leaks = torch.zeros((), dtype=torch.bool, device=at.device)
     for n in range(recording.n_blocks):
         block, is_last = folded.block(n), n == recording.n_blocks - 1
         held = fold_factors(block, folded.parts[n], held_factors(recording, folded.parts[n], together=True))
-        held = _by_sample(held, len(x))
-        if width is not None:
-            leaks |= held.mix.tril(-1).any()
+        held = _by_sample(held, n_samples)
+        leaks |= held.mix.tril(-1).any()
         bands = [_through(block, held, band, at if is_last else None) for band in bands]
     ends = torch.cat([torch.where((at >= band.start)[:, None, None], band.rows[:, 0], 0) for band in bands], 1)
     if folded.tail is not None:
         scale = norm_scale(recording, Place(recording.n_blocks - 1), folded.tail)
         assert scale is not None, "the survey found the final norm by its scale"
-        scale = scale.view(len(x), -1)[torch.arange(len(x), device=x.device), at]
+        scale = scale.view(n_samples, -1)[torch.arange(n_samples, device=at.device), at]
         ends = rebuild_norm(folded.tail, scale[:, None].expand(ends.shape[:2]), ends, shifted=False)
-    return ends, bool(leaks)
+    return ends, leaks
 
 
-def _bands(x: Tensor, width: int | None) -> list[Band]:
-    """Each token's own state at its own position, and zeros elsewhere."""
+def _bands(x: Tensor, tokens: range, *, is_causal: bool) -> list[Band]:
+    """Each token's own state at its own position, and zeros elsewhere; of a causal model from the first one on."""
     n_samples, n_tokens, n_channels = x.shape
+    width = BAND.get(x.device.type, 8) if is_causal else len(tokens)
     found = []
-    for first in range(0, n_tokens, width or n_tokens):
-        some = x[:, first : first + (width or n_tokens)]
-        rows = x.new_zeros(n_samples, n_tokens - first, some.shape[1], n_channels)
-        rows.diagonal(dim1=1, dim2=2).copy_(some.mT)
-        found.append(Band(rows, first))
+    for first in tokens[::width]:
+        some, start = x[:, first : min(first + width, tokens.stop)], first if is_causal else 0
+        rows = x.new_zeros(n_samples, n_tokens - start, some.shape[1], n_channels)
+        rows.diagonal(start - first, dim1=1, dim2=2).copy_(some.mT)
+        found.append(Band(rows, start))
     return found
 
 
@@ -101,7 +113,7 @@ def _by_sample(held: HeldFactors, n_samples: int) -> HeldFactors:
 def _through(block: FoldedBlock, held: HeldFactors, band: Band, only: Tensor | None) -> Band:
     """One band through one block; to the positions `only`, one for each sample, if they are given."""
     rows, start = band
-    n_samples, _, n_tokens, _ = rows.shape
+    n_samples = len(rows)
     gain, mix = held.gain[:, start:], held.mix[:, :, start:, start:]
     skip = None if held.skip is None else held.skip[:, start:]
     here = rows
