@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from tensorlens.errors import InputError, MethodError, TensorLensError
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.proof import TOLERANCE_TF32, TOLERANCES, Proof, known_proof, remember_proof
+from tensorlens.freezing.places import Span
+from tensorlens.freezing.proof import TOLERANCE_TF32, TOLERANCES, Proof, known_proof, remember_proof, tolerance_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Replay, logits_at
 from tensorlens.maps.batch_question import BatchQuestion, predictions
@@ -124,13 +126,42 @@ class Batch(Sequence[AttentionTensor]):
 
     @own_modes
     def __getitem__(self, i: Any) -> Any:
-        """The attention tensor of one sample; of a shorter one than the longest by a recording of its own."""
+        """The attention tensor of one sample.
+
+        By a recording of its own if it is shorter than the longest, or if its part of the factors cannot be cut out.
+        """
         if isinstance(i, slice):
             return [self[one] for one in range(*i.indices(len(self)))]
         i = check_token(i, len(self), "sample")
         if self.is_padded and self.lengths[i] < max(self.lengths):
             return self.lens(self.prepared[i])
+        if not self._samples_can_be_cut:
+            return self.lens(self.prepared[i])
         return self.lens.tensor(self.prepared[i], FactorReplay(self.replay.recording.sample(i)))
+
+    @cached_property
+    def _samples_can_be_cut(self) -> bool:
+        """Whether the last sample, cut out of the batch, is what the batch makes of it.
+
+        Which axis of a factor counts samples is told by its length alone, and a model may lay it out otherwise. Not the
+        first sample: what was not cut may come out as the first of several.
+        """
+        if len(self) == 1:
+            return True
+        recording, generator = self.replay.recording, torch.Generator().manual_seed(0)
+        span, last, edges = Span(0, recording.n_blocks), len(self) - 1, (recording.states[0], recording.states[-1])
+        x, u = (torch.randn(state.shape, generator=generator).to(state) for state in edges)
+        cut = FactorReplay(recording.sample(last))
+        try:
+            alone = cut.push(x[last:], span), cut.pull(u[last:], span)
+        except (RuntimeError, IndexError, ValueError):  # of shapes that do not fit
+            return False
+        together = self.replay.push(x, span)[last:], self.replay.pull(u[None], span)[0, last:]
+        accepted = tolerance_of(x.dtype, x.dtype, is_tf32=x.is_cuda and tf32_allowed())
+        return all(
+            one.shape == other.shape and bool((one - other).norm() <= accepted * other.norm())
+            for one, other in zip(alone, together, strict=True)
+        )
 
     @own_modes
     def maps(

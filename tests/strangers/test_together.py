@@ -1,0 +1,96 @@
+"""Samples of a batch are what they are alone, wherever a stranger's model puts the axis that counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from strangers.models import Attention, Block, D, FeedForward, H, WithHead, randomised
+from strangers.oracle import gap, randn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tensorlens as tl
+
+ROWS = [[5, 9, 23, 12], [1, 2, 3, 4], [7, 17, 0, 28], [11, 3, 19, 6]]
+
+
+class HeadsFirst(Attention):
+    """(head, sample, token, channel): as many heads as samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, -1)).permute(2, 0, 1, 3) for t in self.qkv(x).chunk(3, -1))
+        return self.proj(((q @ k.mT).softmax(-1) @ v).permute(1, 2, 0, 3).flatten(-2))
+
+
+class TokensFirst(FeedForward):
+    """(token, sample, channel): as many tokens as samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Flat(FeedForward):
+    """(sample and token, channel)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+class ChannelsFirst(FeedForward):
+    """(channel, sample, token)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.gelu(x.permute(2, 0, 1)).permute(1, 2, 0)
+
+
+class SharedKeys(Attention):
+    """One head of keys for several of queries, spelled otherwise where nothing is masked, as in transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        k, v = k[:, :2], v[:, :2]
+        if len(x) > 1:
+            k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=len(x) == 1)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "heads first": lambda: Block(HeadsFirst()),
+    "tokens first": lambda: Block(mlp=TokensFirst()),
+    "flat": lambda: Block(mlp=Flat()),
+    "channels first": lambda: Block(mlp=ChannelsFirst()),
+    "another way for one": lambda: Block(SharedKeys()),
+}
+
+
+@pytest.mark.parametrize("member", ["paper", "jacobian"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_sample_of_a_batch_is_what_it_is_alone(name: str, member: str) -> None:
+    model: Any = WithHead()
+    model.blocks = nn.ModuleList([BLOCKS[name]() for _ in range(2)])
+    lens = tl.Lens(randomised(model), rules=getattr(tl.Rules, member)())
+    for rows in (ROWS, ROWS[:2]):
+        batch, v, u = lens.batch(rows), randn(4, D), randn(9, 4, D, seed=2)
+        for i in (0, len(rows) - 1):
+            alone = lens(rows[i])
+            assert gap(batch[i] @ v, alone @ v) < 1e-12
+            assert gap(batch[i].T @ u, alone.T @ u) < 1e-12
+            assert gap(batch[i].rows(1), alone.rows(1)) < 1e-12
+            assert gap(batch[i].bias, alone.bias) < 1e-12
+            maps = [T.map("tensor.in_class", out_token=-1, target=3).scores for T in (batch[i], alone)]
+            assert gap(*maps) < 1e-6
+
+
+def test_a_sample_that_can_be_cut_out_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = tl.Lens(randomised(WithHead()))
+    batch = lens.batch(ROWS)
+    monkeypatch.setattr(type(lens), "__call__", lambda self, value: pytest.fail("recorded again"))
+    assert batch[3].shape == batch[0].shape == (4, D, 4, D)
+
+
+def test_a_batch_of_one() -> None:
+    lens = tl.Lens(randomised(WithHead()))
+    assert gap(lens.batch(ROWS[:1])[0].rows(0), lens(ROWS[0]).rows(0)) < 1e-12
