@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from strangers.cases import Verdict
 from strangers.habits import HABITS, KINDS, LoRA, cold_verdict, lora_in_place, warm, warm_verdicts
-from strangers.models import IDS
+from strangers.models import IDS, Block, FeedForward, Plain, WithHead, randomised
 from strangers.oracle import gap, randn
+from torch import Tensor
+from torch.nn.utils import prune
 
 import tensorlens as tl
 
@@ -95,3 +98,33 @@ def test_adapters_of_peft(kind: str):
     wrapped.unmerge_adapter()
     wrapped.base_model.set_adapter(["one", "other"])
     now()
+
+
+def test_a_tensor_of_pruned_weights_outlives_a_run_of_the_model_and_no_change_of_them():
+    model: Any = randomised(WithHead())
+    pruned = model.blocks[1].mlp.up
+    prune.l1_unstructured(pruned, "weight", 0.5)  # its hook makes the weight anew at each call
+    T = tl.Lens(model)(list(IDS))
+    u = randn(2, *T.output.shape)
+    pulled = T.T @ u
+    model(torch.tensor([IDS]))
+    assert gap(T.T @ u, pulled) == 0
+    pruned.weight_mask.fill_(1)
+    with pytest.raises(tl.InputError, match="`weight_mask`"):
+        _ = T.T @ u
+
+
+mT = 1
+"""A name that the code below reads of tensors, and not from here."""
+
+
+class Turning(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT.mT)
+
+
+def test_a_name_of_the_callers_is_not_what_a_model_reads_of_tensors(monkeypatch: pytest.MonkeyPatch):
+    T = tl.Lens(randomised(Plain(lambda: Block(mlp=Turning()))))(list(IDS))
+    pulled = T.T @ T.output
+    monkeypatch.setitem(globals(), "mT", T.input)
+    assert gap(T.T @ T.output, pulled) == 0

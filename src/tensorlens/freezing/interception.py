@@ -264,12 +264,16 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
 def _written(modules: list[nn.Module]) -> frozenset[tuple[int, str]]:
     """Data that the pass wrote to or replaced: so will the user's own passes, and it is no change of the model."""
     with _lock:
-        return frozenset(
-            (id(module), key)
-            for module in modules
-            for key, (copy, version) in _wrapped[module].copies.items()
-            if module._buffers.get(key, module.__dict__.get(key)) is not copy or copy._version != version
-        )
+        return frozenset((id(module), key) for module in modules for key in _written_of(module, _wrapped[module]))
+
+
+def _written_of(module: nn.Module, wrapping: _Wrapping) -> Iterator[str]:
+    for key, (copy, version) in wrapping.copies.items():
+        if module._buffers.get(key, module.__dict__.get(key)) is not copy or copy._version != version:
+            yield key
+    for key, value in wrapping.before.items():  # a weight that a hook makes anew each time: pruned, or of a norm
+        if isinstance(value, Tensor) and key not in wrapping.copies and module.__dict__.get(key) is not value:
+            yield key
 
 
 def _unwrap(modules: list[nn.Module], user: object) -> None:

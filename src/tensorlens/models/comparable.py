@@ -6,6 +6,7 @@ depends on each, and none is an attribute of a module.
 
 from __future__ import annotations
 
+import dis
 import functools
 import weakref
 from collections.abc import Iterator
@@ -144,7 +145,8 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    # Not `co_names`, which has attributes too: a global `T` is nothing to code that reads `x.T`.
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for part in code.co_consts:
         if isinstance(part, CodeType):
             yield from _names_in(part)
