@@ -22,6 +22,7 @@ from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.freezing.rules import modules as adapters
+from tensorlens.freezing.rules.gains import gelu_tanh
 from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.traced import mark, plain
 from tensorlens.studies.family_study.tiny_models import build
@@ -292,7 +293,7 @@ def test_a_factor_that_an_adapter_leaves_connected_is_cut(monkeypatch):
 
     @tl.adapter("transformers.activations.NewGELUActivation")
     def gated(run: Any, module: nn.Module, forward: Any, z: Tensor) -> Tensor:
-        gate, _ = held(run, "gate", lambda: (torch.sigmoid(plain(z)), [plain(z)]))
+        gate, _ = held(run, "gate", lambda: (gelu_tanh(plain(z)), [plain(z)]))
         return mark(plain(z) * plain(gate), live=True)
 
     T = tensor_of("gpt2")

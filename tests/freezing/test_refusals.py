@@ -180,3 +180,9 @@ def test_another_way_through_the_model_is_audited_between_known_lengths(monkeypa
         T = lens(list(range(3, 3 + length)))
         assert len(audits) == n_audits, length
     assert T.certificate().passed
+
+
+def test_a_rule_that_gives_other_numbers_than_the_model_is_noticed_at_once(monkeypatch):
+    monkeypatch.setitem(RULES, "layer_norm", lambda run, function, args, kwargs: linear(run, torch.neg, args[:1], {}))
+    with pytest.raises(tl.NotLinearError, match="gave other numbers than by itself"):
+        tl.Lens(build("vit"))(sample("vit"))

@@ -65,7 +65,46 @@ def put(z: Tensor) -> Tensor:
     return found
 
 
+def cut_in_place(z: Tensor) -> Tensor:
+    """What an activation has written is read where it was written."""
+    z = 1.0 * z
+    cut = nn.ReLU(inplace=True)(z)
+    return z + 2 * cut
+
+
+def part_of_held(z: Tensor) -> Tensor:
+    mask = (z > 0).double()
+    mask[..., :4].zero_()
+    return z * mask
+
+
+def held_and_seen(z: Tensor) -> Tensor:
+    order = z.argsort(-1)
+    first = order[..., 0]
+    order[..., 0] = 3
+    return z.gather(-1, order) * (1 + first.unsqueeze(-1))
+
+
+def factor_written_over(z: Tensor, g: Tensor) -> Tensor:
+    z = 1.0 * z
+    product = z * g
+    z.add_(1)
+    return product + z
+
+
+def by_place(z: Tensor) -> Tensor:
+    return z * W.exp()[(7 * torch.tanh(z)).round().long() + 7]
+
+
 SMOOTH: dict[str, Inner] = {
+    "softmax over numpy's axis": lambda z, g: torch.softmax(z, axis=1) * z,  # type: ignore[call-overload]
+    "factors by name": lambda z, g: torch.mul(input=z, other=torch.sigmoid(input=g)),
+    "quotient by name": lambda z, g: torch.div(input=z, other=torch.sqrt(input=1 + g * g)),
+    "angle by names": lambda z, g: F.cosine_similarity(x1=z, x2=g, dim=-1).unsqueeze(-1) * z,
+    "length of two": lambda z, g: torch.hypot(z, g),
+    "larger of two, softly": lambda z, g: torch.logaddexp(z, g),
+    "bent in place": lambda z, g: F.elu_(1.0 * z),
+    "times its conjugate": lambda z, g: (torch.complex(z, g) * torch.complex(z, z).conj()).real,
     "cube": lambda z, g: z.pow(3),
     "square with its sign": lambda z, g: torch.sign(z) * z**2,
     "root": lambda z, g: (z * z + 1).sqrt(),
@@ -91,6 +130,17 @@ SMOOTH: dict[str, Inner] = {
 """The Jacobian's member must have their derivative."""
 
 LINEAR: dict[str, Inner] = {
+    "dims by name": lambda z, g: torch.tensordot(z, torch.diag(W), dims=1),
+    "largest over numpy's axis": lambda z, g: z.max(axis=-1, keepdims=True).values + z,  # type: ignore[call-overload]
+    "less the largest over numpy's axis": lambda z, g: z - torch.amax(z, axis=1, keepdims=True),  # type: ignore[call-overload]
+    "sorted over numpy's axis": lambda z, g: torch.sort(z, axis=1).values,  # type: ignore[call-overload]
+    "bounded by name": lambda z, g: torch.clamp(input=z, min=-0.2),
+    "cut in place": lambda z, g: cut_in_place(z),
+    "part of what is held": lambda z, g: part_of_held(z),
+    "held, seen and written": lambda z, g: held_and_seen(z),
+    "where it rounds to one": lambda z, g: torch.where((4 * z).round() == 1, z, g),
+    "where it is full": lambda z, g: torch.where(F.relu6(9 * z) == 6, g, z),
+    "by a place in a table": lambda z, g: by_place(z),
     "leaky by a choice": lambda z, g: torch.where(z > 0, z, 0.1 * z),
     "sorted": lambda z, g: z.sort(-1).values,
     "gathered in order": lambda z, g: z.gather(-1, z.argsort(-1)),
@@ -112,6 +162,18 @@ LINEAR: dict[str, Inner] = {
 """Linear where the choices are held: every member must have their derivative."""
 
 FROZEN: dict[str, tuple[Inner, Inner]] = {
+    "factor written over": (
+        lambda z, g: factor_written_over(z, g), lambda z, g: (z * g.detach() + z.detach() * g) / 2 + z + 1
+    ),
+    "as often as it goes": (lambda z, g: z * (z // 0.3), lambda z, g: z * (z / 0.3).floor()),
+    "summed over a part of its source": (
+        lambda z, g: g.scatter_add(-1, torch.zeros(1, 4, 3).long(), z),
+        lambda z, g: torch.cat([g[..., :1] + z[..., :3].sum(-1, keepdim=True), g[..., 1:]], -1),
+    ),
+    "added by scatter": (
+        lambda z, g: z.scatter(-1, torch.arange(4).expand(1, 4, 4), g, reduce="add"),
+        lambda z, g: torch.cat([z[..., :4] + g[..., :4], z[..., 4:]], -1),
+    ),
     "squared ReLU": (lambda z, g: F.relu(z) ** 2, lambda z, g: F.relu(z).detach() * F.relu(z)),
     "added product": (
         lambda z, g: torch.addcmul(z, g, torch.sigmoid(z)), lambda z, g: z + g * torch.sigmoid(z).detach()
@@ -161,3 +223,25 @@ def test_a_function_without_a_second_derivative_is_pulled_through_and_not_pushed
     assert gap((T.T @ u)[0], derivative(model, T.input)[-1, 0]) < 1e-12
     with pytest.raises(tl.NotLinearError, match="Nothing can be pushed through `cdist`"):
         T @ T.input
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (lambda z, g: z.scatter(-1, torch.arange(4).expand(1, 4, 4), g, reduce="multiply"), "scatter by multiply"),
+        (lambda z, g: set_data(z, g), "x.data = y"),
+        (
+            lambda z, g: [part.mul_(2) for part in (1.0 * z).chunk(2, -1)][0].repeat(1, 1, 2),
+            "Write to a `.clone\\(\\)`",
+        ),
+    ],
+)
+def test_what_no_derivative_follows_is_said(inner: Inner, reason: str) -> None:
+    with pytest.raises(tl.NotLinearError, match=reason):
+        tl.Lens(model_of(inner))(IDS).rows(0)
+
+
+def set_data(z: Tensor, g: Tensor) -> Tensor:
+    z = 1.0 * z
+    z.data = g
+    return z

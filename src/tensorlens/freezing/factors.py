@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from tensorlens.errors import TensorLensError
 from tensorlens.freezing.layouts import constants
 from tensorlens.freezing.places import Site
+from tensorlens.freezing.traced import address_of
+from tensorlens.models.evidence import tensors_in
 
 
 class KeptFactors(dict[Site, Any]):
@@ -21,6 +25,13 @@ class KeptFactors(dict[Site, Any]):
         self[site] = factor = constants(compute())
         return factor
 
+    def protect(self, target: Tensor) -> None:
+        """Give factors that lie in the memory of `target` their own, before it is written to."""
+        address = address_of(target)
+        for site, factor in self.items():
+            if any(address_of(one) == address for one in tensors_in(factor)):
+                self[site] = copies(factor)
+
 
 class NoFactors(dict[Site, Any]):
     """For a recording that is asked for its graph alone: factors are computed, used and let go."""
@@ -29,8 +40,11 @@ class NoFactors(dict[Site, Any]):
         """Compute the factor of a site."""
         return constants(compute())
 
+    def protect(self, target: Tensor) -> None:
+        """Nothing is kept."""
 
-class SomeFactors(dict[Site, Any]):
+
+class SomeFactors(KeptFactors):
     """Keeps what is held outside of blocks, and of blocks only while they are open."""
 
     def __init__(self) -> None:
@@ -61,3 +75,14 @@ class RecalledFactors:
                 "Expected a forward pass that does the same operations for the same tokens; make sure that the model "
                 "is in eval mode and has no random or stateful branch."
             ) from None
+
+    def protect(self, target: Tensor) -> None:
+        """Nothing: a replay writes into tensors of its own."""
+
+
+def copies(factor: Any) -> Any:
+    """A factor in memory of its own."""
+    if isinstance(factor, (tuple, list)):
+        parts = [copies(part) for part in factor]
+        return type(factor)(*parts) if hasattr(factor, "_fields") else type(factor)(parts)
+    return factor.clone() if isinstance(factor, Tensor) else factor

@@ -16,11 +16,11 @@ from tensorlens.errors import NotLinearError
 from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.places import Place, Site
-from tensorlens.freezing.rules.in_place import write_out
+from tensorlens.freezing.rules.in_place import write_back, write_out
 from tensorlens.freezing.rules.linear import describe, dropout, linear
 from tensorlens.freezing.rules.modules import find_adapter
 from tensorlens.freezing.rules.recurrences import with_kernels
-from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of
+from tensorlens.freezing.rules.table import FOR_HELD, find_rule, name_of, spelled_alike
 from tensorlens.freezing.traced import Traced, mark, raw, traced_in, type_of, unmark
 from tensorlens.models.evidence import tensors_in
 from tensorlens.models.module_tree import named_modules
@@ -37,6 +37,9 @@ class Factors(Protocol):
     def at(self, site: Site, compute: Callable[[], Any]) -> Any:
         """The factor of a site."""
         ...
+
+    def protect(self, target: Tensor) -> None:
+        """Keep factors that lie in the memory of `target` from being written over."""
 
 
 @runtime_checkable
@@ -141,6 +144,11 @@ class Interpreter:
         self._counts[key] += 1
         return self.factors.at(site, compute)
 
+    def protect_factors(self, target: Tensor) -> None:
+        """Before a write: a factor that was kept of `target` is in its memory, and gets its own."""
+        if self.recording:
+            self.factors.protect(target)
+
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
         if self.recording:
@@ -214,8 +222,12 @@ class Interpreter:
                 sources = traced_in(args, kwargs)
                 break
             self.n_reads += source.role == "embedding" and rule is not dropout
-        if "out" in kwargs and kwargs["out"] is not None:
-            return write_out(self, function, args, kwargs)
+        if kwargs:
+            args, kwargs = spelled_alike(name, args, kwargs)
+            if kwargs.get("out") is not None:
+                return write_out(self, function, args, kwargs)
+            if kwargs.get("inplace") and rule is not None and rule is not dropout:
+                return write_back(self, rule, function, args, kwargs)
         live = [source for source in sources if source.live]
         if not live:
             if rule is not None and rule in FOR_HELD:

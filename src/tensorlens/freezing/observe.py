@@ -18,15 +18,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.axes import Attention, Hidden
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, NotLinearError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
+from tensorlens.freezing.proof import TOLERANCES, tolerance_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import Traced, constant, is_live
 from tensorlens.models.plain_pass import evaluating, hooked
+from tensorlens.models.precision import in_float64, tf32_allowed
 
 # The model left to itself --------------------------------------------------------------------------------------------
 
@@ -58,17 +60,35 @@ def plain_output(recording: Recording) -> Tensor:
     return recording.layouts[-1].to_tokens(seen[0] if seen else state_of(output))
 
 
-def refuse_unrepeatable(recording: Recording) -> None:
-    """Raise for a model that gives other numbers when it is run again: it has no operator to speak of."""
-    again, found = plain_output(recording), recording.states[-1]
-    tolerance = max(1e-6, 100 * torch.finfo(found.dtype).eps ** 0.75)  # a model may cast to float32 by itself
-    if found.isfinite().all() and not (again - found).norm() <= tolerance * found.norm():
+def refuse_other_numbers(recording: Recording) -> None:
+    """Raise where a recording differs from the model left to itself: it has no operator, or a rule missed a step."""
+    plainly, found = plain_output(recording), recording.states[-1]
+    if not found.isfinite().all() or _differ(recording, plainly, found) is None:
+        return
+    again = _differ(recording, plain_output(recording), plainly)
+    name = type(recording.model).__name__
+    if again is not None:
         raise InputError(
-            f"`{type(recording.model).__name__}` gave other numbers when it was run again on the same input (they "
-            f"differ by {float((again - found).norm() / found.norm()):.1e}): it draws random numbers, or keeps "
-            "something from one call to the next. Expected a model that does the same each time; switch that off at "
-            "inference."
+            f"`{name}` gave other numbers when it was run again on the same input (they differ by {again:.1e}): it "
+            "draws random numbers, or keeps something from one call to the next. Expected a model that does the same "
+            "each time; switch that off at inference."
         )
+    raise NotLinearError(
+        f"Under the rules `{name}` gave other numbers than by itself (they differ by "
+        f"{_differ(recording, found, plainly):.1e}), though it repeats itself: its code takes a step that no rule "
+        "follows, such as a write into memory that other tensors share. Write that step out of place, in plain torch "
+        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
+    )
+
+
+def _differ(recording: Recording, one: Tensor, other: Tensor) -> float | None:
+    """The relative difference of two outputs, or None where it may be rounding, of the coarsest type on the way."""
+    casts = [rule.removeprefix("cast: ") for rule, _ in recording.rules_applied if rule.startswith("cast: ")]
+    kinds = [kind for kind in TOLERANCES if kind == other.dtype or str(kind).removeprefix("torch.") in casts]
+    is_tf32 = other.is_cuda and tf32_allowed()
+    accepted = max(tolerance_of(kind, kind, is_tf32=is_tf32) for kind in kinds)
+    difference = float((in_float64(one) - in_float64(other)).norm() / in_float64(other).norm().clamp_min(1e-300))
+    return None if difference <= accepted else difference
 
 
 def plain_logits(recording: Recording, out_token: int) -> Tensor:

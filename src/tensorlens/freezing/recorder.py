@@ -17,15 +17,14 @@ from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.interception import current_fingerprint, own_precision, running
 from tensorlens.freezing.interpreter import Forward, Interpreter
 from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find_state, put_state, state_of
-from tensorlens.freezing.observe import refuse_unrepeatable
+from tensorlens.freezing.observe import refuse_other_numbers
 from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.prologue import Prologue
 from tensorlens.freezing.recording import Graph, Reached, Recording, StartAtEmbedding, Unaudited
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.fingerprint import fingerprint, moved, samples_of, sets_attributes
-from tensorlens.models.plain_pass import random_state
+from tensorlens.models.fingerprint import fingerprint, moved, samples_of
 
 GRAPH_SHARE = 0.02
 """Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
@@ -121,7 +120,6 @@ class Recorder:
         if self.audits or log.is_due:
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
-        before = random_state(next(self.anatomy.model.parameters()).device)
         readout = self._run()
         if self.block_outputs and len(self.states) <= len(self.block_outputs):
             raise AnatomyError(
@@ -137,8 +135,7 @@ class Recorder:
         self.is_refused = True  # unless it passes what follows
         refuse_custom_nodes(readout, self.end)
         recording = self._finished(readout)
-        if recording.ignored or sets_attributes(self.anatomy.model) or random_state(self.states[0].device) != before:
-            refuse_unrepeatable(recording)
+        refuse_other_numbers(recording)
         self.is_refused = False
         log.note(self.run.signature, is_apart=self.is_apart)
         return recording

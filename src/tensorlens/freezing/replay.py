@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tensorlens.errors import NotLinearError
 from tensorlens.freezing.audit import refuse_custom_nodes
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Heads, Interpreter
@@ -162,7 +163,8 @@ class FactorReplay(Replay):
             if not self._is_searched:  # a recording without gradients could not tell
                 refuse_custom_nodes(plain(y))
                 self._is_searched = True
-            yield Joined(x, plain(y), run)
+            with own_writes_named():
+                yield Joined(x, plain(y), run)
 
     def _kept_graph(self, span: Span, to_logits: bool) -> tuple[tuple[Tensor, ...], Tensor] | None:
         graph = self.recording.graph
@@ -176,6 +178,20 @@ class FactorReplay(Replay):
 
     def _shaped(self, pulled: Tensor) -> Tensor:
         return pulled[:, 0] if self.recording.n_samples == 1 else pulled
+
+
+@contextmanager
+def own_writes_named() -> Iterator[None]:
+    """What torch says of a tensor that was written over before its derivative was taken, in words of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise NotLinearError(
+            "The model writes in place over a tensor that a derivative still needs, so that nothing can be pulled "
+            f"through it; `T @ x` works. Expected the step out of place: write to a `.clone()`. torch says: {error}"
+        ) from error
 
 
 def gradients(y: Tensor, leaves: Sequence[Tensor], cotangents: Tensor, chunk: int) -> Tensor:

@@ -28,6 +28,9 @@ class Interpreter(Protocol):
         """A factor held fixed: computed and kept while recording, looked up while replaying."""
         ...
 
+    def protect_factors(self, target: Tensor) -> None:
+        """Before a write: a factor that was kept of `target` is in its memory, and gets its own."""
+
     def refusal(self, operation: str) -> str:
         """Why `operation` cannot be made linear, where, and what to do."""
         ...
@@ -145,6 +148,13 @@ def type_of(tensor: Tensor) -> torch.dtype:
     """The type of a tensor's numbers, without the way through the rules."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.dtype
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for what has none of its own."""
+    if raw(getattr, tensor, "layout") is not torch.strided:
+        return 0
+    return raw(Tensor.untyped_storage, tensor).data_ptr()
 
 
 def constant(tensor: Tensor) -> Tensor:

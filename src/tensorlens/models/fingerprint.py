@@ -171,11 +171,6 @@ def _add_state(row: list[Any], module: nn.Module, objects: Objects, ignoring: fr
     return True
 
 
-def sets_attributes(model: nn.Module) -> bool:
-    """Whether the code of any forward assigns attributes, which the next pass may read."""
-    return any(_set_by_passes(type(module)) for module in walk(model))
-
-
 @cache
 def _set_by_passes(kind: type) -> frozenset[str]:
     """Attributes that the code of a forward assigns: what one pass leaves for the next, and no change of the model."""

@@ -226,12 +226,6 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-def random_state(device: torch.device) -> tuple[bytes, ...]:
-    """Where the random numbers are, to notice a pass that draws some."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return tuple(state.numpy().tobytes() for state in states)
-
-
 # What a pass may change ----------------------------------------------------------------------------------------------
 
 

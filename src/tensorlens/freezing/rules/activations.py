@@ -81,6 +81,8 @@ def other_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwa
     """Activations with φ(0) = 0, the gain as a quotient with its limit at zero; `threshold` may have another φ(0)."""
     value, z = _value(function, args, kwargs), args[0] if args else kwargs["input"]
     name = name_of(function).removeprefix("_")
+    if name in gains.STEPS:
+        return activate_from(run, name, z, value, "factor" if is_factor(run, z) else "activated")
     if name == "threshold" and bool(raw(value, constant(z).new_zeros(())).any()):
         return activate_from(run, name, z, value, "activated")
     return activate(run, name, z, lambda z: gains.quotient(value, z), value)

@@ -16,7 +16,7 @@ from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, m
 
 
 @rules_for(
-    "sign sgn floor ceil floor_divide "
+    "sign sgn floor ceil floor_divide heaviside signbit "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
     "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "

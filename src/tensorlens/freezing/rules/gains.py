@@ -132,6 +132,9 @@ ODD_ACTIVATIONS = frozenset(
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 
+STEPS = frozenset(["round", "trunc", "hardtanh", "relu6"])
+"""Those of them that decisions are taken by (`x.round() == 1`): z times its gain may miss the value by a rounding."""
+
 FACTORS = frozenset([
     "sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid", "softplus", "exp", "exp2", "cos", "cosh", "acos",
     "arccos", "erfc", "ndtr", "log_ndtr", "sinc", "i0", "i0e", "erfcx",

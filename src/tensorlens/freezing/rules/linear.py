@@ -96,10 +96,12 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
     "flip fliplr flipud roll rot90 chunk split split_with_sizes tensor_split unbind narrow select getitem index_select "
     "gather take take_along_dim diagonal diag diag_embed tril triu unfold as_strided hsplit vsplit "
     "cat stack hstack vstack dstack column_stack pad where masked_fill masked_scatter masked_select "
-    "index_add index_copy index_fill index_put scatter scatter_add slice_scatter select_scatter diagonal_scatter "
+    "atleast_1d atleast_2d atleast_3d block_diag meshgrid nansum nanmean "
+    "index_add index_copy index_fill index_put slice_scatter select_scatter diagonal_scatter "
     "to type type_as float double half bfloat16 cpu cuda "
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate upsample "
     "fold pixel_shuffle pixel_unshuffle channel_shuffle view_as_real view_as_complex real imag complex "
+    "conj conj_physical resolve_conj resolve_neg "
     "fft_fft fft_ifft fft_rfft fft_irfft fft_fftn fft_ifftn fft_fft2 fft_ifft2 fft_rfftn fft_irfftn "
     "get:T get:mT get:H get:mH get:real get:imag"
 )
@@ -167,12 +169,27 @@ def _frozen_views(value: Any, role: str | None) -> Any:
     return mark(value.view_as(value), live=False, role=role) if isinstance(value, Tensor) else value
 
 
-@rules_for("scatter_reduce index_reduce")
+@rules_for("scatter scatter_add scatter_reduce index_reduce")
 def scattered(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums and means over an index are linear; what is the largest there, or a product, is not."""
-    if kwargs.get("reduce", args[-1]) not in ("sum", "mean"):
-        raise NotLinearError(run.refusal(name_of(function)))
+    name = name_of(function)
+    reduced = kwargs.get("reduce", "sum" if name in ("scatter", "scatter_add") else args[-1])
+    args, kwargs = _as_large_as_index(args, kwargs) if name != "index_reduce" else (args, kwargs)
+    if name == "scatter" and reduced == "add" and isinstance(args[3], Tensor):
+        return linear(run, Tensor.scatter_add, args, {})  # the other has no derivative
+    if reduced not in ("sum", "mean"):
+        raise NotLinearError(run.refusal(f"{name} by {reduced}"))
     return linear(run, function, args, kwargs)
+
+
+def _as_large_as_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A source may be larger than its index, but for the derivative of the function."""
+    names = ("dim", "index", "src" if "src" in kwargs else "value")
+    target, dim, index, source = (*args, *(kwargs[name] for name in names if name in kwargs))[:4]
+    if isinstance(source, Tensor) and source.dim() and source.shape != index.shape:
+        source = source[tuple(slice(n) for n in index.shape)]
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    return (target, dim, index, source, *args[4:]), rest
 
 
 @rules_for("iter")

@@ -21,7 +21,8 @@ from tensorlens.models.precision import at_least_float32
 @rules_for(
     "rsqrt sqrt reciprocal log log2 log10 var std norm vector_norm linalg_vector_norm linalg_norm frobenius_norm "
     "cosine_similarity log_softmax logsumexp softmin cdist quantile nanquantile rpow rdiv linalg_inv inverse pinverse "
-    "cumprod prod"
+    "cumprod prod hypot logaddexp logaddexp2 atan2 arctan2 xlogy xlog1py logit pairwise_distance dist "
+    "logdet det linalg_det matrix_exp linalg_matrix_exp"
 )
 def statistic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A number that the pass arrived at, by which others are scaled: held, or by its derivative."""
@@ -30,15 +31,16 @@ def statistic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
         run.note_rule(f"held: {name}")
         return held(run, name, lambda: constants(raw(function, *args, **kwargs)))
     run.note_rule(f"derivative: {name}")
-    places = [i for i, value in enumerate(args) if is_live(value)]
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    places = [place for place, value in given.items() if is_live(value)]
 
     def compute(*values: Tensor) -> Any:
-        given = [plain(value) if isinstance(value, Tensor) else value for value in args]
-        for i, value in zip(places, values, strict=True):
-            given[i] = value
-        return function(*given, **kwargs)
+        now = {place: plain(value) if isinstance(value, Tensor) else value for place, value in given.items()}
+        now |= dict(zip(places, values, strict=True))
+        named = {place: value for place, value in now.items() if isinstance(place, str)}
+        return function(*(now[i] for i in range(len(args))), **named)
 
-    return mark(taylor(run, name, compute, *(args[i] for i in places)), live=True, role="statistic")
+    return mark(taylor(run, name, compute, *(given[place] for place in places)), live=True, role="statistic")
 
 
 def _by_derivative(run: Interpreter, name: str, x: Tensor, function: Callable[[Tensor], Tensor]) -> Traced:

@@ -121,7 +121,7 @@ def matrix_product(run: Interpreter, function: Any, args: tuple[Any, ...], kwarg
     left, right = (*args, *kwargs.values())[:2]
     if name_of(function) == "rmatmul":
         function, left, right = torch.matmul, right, left
-    rest = args[2:]
+    rest = (*args, *(value for key, value in kwargs.items() if key != "out"))[2:]
     is_attention = isinstance(left, Traced) and left.role == "attention"
     result = _matrix_product(run, function, left, right, rest)
     if is_attention and is_live(result) and result.dim() == 4:

@@ -19,6 +19,7 @@ RULES: dict[str, Rule] = {}
 
 _NAMES: dict[Any, str] = {}
 _OPERATORS = dict(
+    floordiv="floor_divide",
     truediv="div", rtruediv="rdiv", itruediv="div_", imul="mul_", iadd="add_", isub="sub_", ipow="pow_",
     radd="add", rmul="mul", rsub="sub", invert="bitwise_not", iand="bitwise_and_", ior="bitwise_or_",
     bool="python_value", int="python_value", float="python_value", complex="python_value", index="python_value",
@@ -67,6 +68,19 @@ def name_of(function: Any) -> str:
         name = name.removeprefix("special_")
         name = _NAMES[function] = _ALIASES.get(name, name)
     return name
+
+
+_NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+_NOT_FIRST = ("where", "searchsorted")
+"""Functions whose `input` is another argument than the first."""
+
+
+def spelled_alike(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One spelling of arguments: torch also takes numpy's `axis` and `keepdims`, and what it works on as `input=`."""
+    kwargs = {_NUMPYS_NAMES.get(key, key): value for key, value in kwargs.items()}
+    if not args and "input" in kwargs and name not in _NOT_FIRST:
+        args = (kwargs.pop("input"),)
+    return args, kwargs
 
 
 def find_rule(name: str) -> Rule | None:
