@@ -48,7 +48,7 @@ def unchecked() -> Iterator[None]:
             "freezing.replay.check_unchanged": lambda *_: None,
             "freezing.replayed.check_unchanged": lambda *_: None,
             "folding.pull.check_unchanged": lambda *_: None,
-            "dataset_maps.Work._checked": lambda _, prepared, made: made,
+            "dataset_maps.Work._checked": lambda _, prepared, pending: pending(),
         }.items():
             stack.enter_context(patch(f"tensorlens.{name}", value))
         yield
@@ -58,6 +58,7 @@ def forget() -> None:
     """Nothing was ever proved."""
     proof._proofs.clear()
     audit._audited.clear()
+    audit._apart.clear()
 
 
 def works(lens: Any, vocabulary: int) -> dict[str, Callable[[], Any]]:

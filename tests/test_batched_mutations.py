@@ -14,6 +14,7 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens import dataset_maps
 from tensorlens.batch import Batch, Collated
 from tensorlens.freezing import proof
 from tensorlens.freezing import recording as recordings
@@ -21,6 +22,7 @@ from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batch_question, batched, batched_baselines, batched_gradients
 from tensorlens.maps.batch_question import BatchQuestion
 from tensorlens.maps.gradients import integrated_gradients
+from tensorlens.models.precision import tf32, tf32_allowed
 
 Patch = pytest.MonkeyPatch
 INPUTS = [[7, 21, 5, 33, 9, 14, 50], [3, 8, 40, 11, 6], [12, 30, 4, 17, 29, 44]]
@@ -208,3 +210,17 @@ def test_a_batch_is_proved_once(monkeypatch: Patch) -> None:
     for _ in range(3):
         made.maps("tensor.in_out")
     assert len(calls) == 1
+
+
+def test_rounding_by_tf32_is_no_fault_if_a_few_samples_agree_without_it(monkeypatch):
+    inputs, sizes, agree, make = INPUTS * 5, [], dataset_maps.agree, Batch.__init__
+
+    def counted(self, lens, prepared, *rest, **named):
+        sizes.append(len(prepared))
+        make(self, lens, prepared, *rest, **named)
+
+    monkeypatch.setattr(Batch, "__init__", counted)
+    monkeypatch.setattr(dataset_maps, "agree", lambda *found: not tf32_allowed() and agree(*found))
+    with tf32(True):
+        found = list(lens("gpt2").maps(inputs, "tensor.in_class", batch_size=15))
+    assert sizes == [15, 8] and not any("batches" in one.meta for one in found)

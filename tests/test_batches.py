@@ -17,6 +17,7 @@ from tensorlens.batch import Batch
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
+from tensorlens.models.precision import tf32
 from tensorlens.operators.matrix_free import FrozenOperator
 
 SAMPLE = ("bert-classifier", "gpt2", "qwen2")
@@ -257,6 +258,8 @@ def test_models_that_mix_are_noticed(what, lengths, said):
         assert said in one.meta["batches"]
     with pytest.raises(tl.InputError, match="other numbers than alone"):
         lens.batch(inputs)
+    with tf32(True):
+        assert all(said in one.meta["batches"] for one in lens.maps(inputs, "tensor.in_class"))
 
 
 # Bounds --------------------------------------------------------------------------------------------------------------

@@ -46,9 +46,11 @@ WINDOW = 16
 """Batches whose samples are sorted by length together."""
 CHECK_EVERY = 50
 """Batches between two samples that are mapped alone for comparison."""
-MOST_SAMPLES = {"cuda": 256, "cpu": 16}
-"""Samples at a time: more make a GPU no faster, and a CPU's cache holds few."""
-MEMORY_SHARE = 0.5
+FEW = 8
+"""Samples that are enough to show that a model mixes them."""
+MOST_SAMPLES = {"cuda": 512, "cpu": 16}
+"""Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
+MEMORY_SHARE = 0.4
 """Part of the free memory that a batch may take, by the estimate for its factors."""
 
 
@@ -228,24 +230,28 @@ class Work(ABC, Generic[Found]):
             return lambda: found
         check, self.n_batches = self.n_batches % CHECK_EVERY == 0, self.n_batches + 1
         if check:
-            found = self._checked(prepared, pending())
+            found = self._checked(prepared, pending)
             return lambda: found
         return lambda: [self.noted(one) for one in pending()]
 
-    def _checked(self, prepared: list[ModelInput], made: list[Found]) -> list[Found]:
+    def _checked(self, prepared: list[ModelInput], pending: Pending[Found]) -> list[Found]:
         lengths = [length_of(one) for one in prepared]
         shorter = [i for i, length in enumerate(lengths) if length < max(lengths)]
         i = self._random.choice(shorter or range(len(prepared)))
-        if not self.agree(made[i], self.alone(prepared[i])) and not self._agree_strictly(prepared, i):
-            return self.apart(prepared, "together they give other numbers than alone")
+        alone = self.alone(prepared[i])  # while the device is still at work on the batch
+        made = pending()
+        if not self.agree(made[i], alone):
+            others = sorted((k for k in range(len(prepared)) if k != i), key=lambda k: -lengths[k])
+            if not self._agree_strictly([prepared[k] for k in (i, *others[: FEW - 1])]):
+                return self.apart(prepared, "together they give other numbers than alone")
         return [self.noted(one) for one in made]
 
-    def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
-        """The comparison once more without tf32, whose rounding differs with the size of a batch."""
+    def _agree_strictly(self, few: list[ModelInput]) -> bool:
+        """Compare the first of a few samples without tf32, whose rounding differs with the size of a batch."""
         if not tf32_allowed():
             return False
         with tf32(False):
-            return self.agree(self.begin_batch(prepared)()[i], self.alone(prepared[i]))
+            return self.agree(self.begin_batch(few)()[0], self.alone(few[0]))
 
     def apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
         """The same samples with fewer of them together, from now on."""

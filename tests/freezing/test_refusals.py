@@ -157,6 +157,18 @@ def test_a_leak_of_long_inputs_is_refused_though_short_ones_pass():
         lens(list(range(3, 13)))
 
 
+def test_embeddings_are_compared_with_the_first_state_once_for_a_kind_of_input(monkeypatch):
+    lens, n_compared, equal = tl.Lens(build("bert")), [], torch.equal
+    monkeypatch.setattr(torch, "equal", lambda *tensors: n_compared.append(1) or equal(*tensors))
+    for length, n in ((5, 1), (5, 1), (9, 1), (7, 1)):
+        lens(torch.arange(3, 3 + length).tolist())
+        assert len(n_compared) == n, length
+    with torch.no_grad():
+        lens.model.get_input_embeddings().weight.mul_(2)  # another state of the model
+    lens([3, 4, 5])
+    assert len(n_compared) == 2
+
+
 def test_another_way_through_the_model_is_audited_between_known_lengths(monkeypatch):
     class Odd(nn.Module):
         def forward(self, x):

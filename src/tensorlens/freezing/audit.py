@@ -119,6 +119,9 @@ _audited: dict[Hashable, dict[int, tuple[Sizes, Sizes]]] = {}
 """By state of a model, rules and kind of input: the ways that were audited, each with the smallest and largest sizes of
 inputs that took it. The newest state last."""
 
+_apart: dict[Hashable, bool] = {}
+"""By the same: whether the first block was seen to take something else than the embeddings."""
+
 MAX_AUDITED = 64
 
 
@@ -148,11 +151,18 @@ class AuditLog:
         least, most = _audited.get(self._key, {}).get(way, ((), ()))
         return bool(least) and all(low <= n <= high for low, n, high in zip(least, self._sizes, most, strict=True))
 
-    def note(self, way: int) -> None:
+    @property
+    def is_apart(self) -> bool:
+        """Whether the first block was seen to take something else than the embeddings."""
+        return _apart.get(self._key, False)
+
+    def note(self, way: int, *, is_apart: bool) -> None:
         """An audited recording came to its end."""
         if self._key is not None:
+            _apart[self._key] = is_apart
             ways = _audited.setdefault(self._key, {})
             least, most = ways.get(way, (self._sizes, self._sizes))
             ways[way] = tuple(map(min, least, self._sizes)), tuple(map(max, most, self._sizes))
         while len(_audited) > MAX_AUDITED:
-            del _audited[next(iter(_audited))]
+            _apart.pop(oldest := next(iter(_audited)), None)
+            del _audited[oldest]

@@ -100,7 +100,7 @@ class Recorder:
         self.embedded: Tensor | None = None
         self.leaves: list[Tensor] = []
         self.end: Tensor | None = None
-        self.is_refused = False
+        self.is_refused = self.is_apart = False
         self.n_entered = 0
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
         self._blocks = {id(block) for block in anatomy.blocks}
@@ -117,7 +117,7 @@ class Recorder:
         """Run the model and give what was learnt; None if no block ran."""
         refuse_scripts(self.anatomy.model)
         self.found = current_fingerprint(self.anatomy.model)
-        log = AuditLog(self.found, self.rules, self.inputs)
+        log = self.log = AuditLog(self.found, self.rules, self.inputs)
         if self.audits or log.is_due:
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
@@ -140,7 +140,7 @@ class Recorder:
         if recording.ignored or sets_attributes(self.anatomy.model) or random_state(self.states[0].device) != before:
             refuse_unrepeatable(recording)
         self.is_refused = False
-        log.note(self.run.signature)
+        log.note(self.run.signature, is_apart=self.is_apart)
         return recording
 
     def _run(self) -> Tensor:
@@ -315,9 +315,8 @@ class Recorder:
             tokens = layout.to_tokens(constant(state)).clone()
             if run.grad:
                 n_tokens = sum(part.shape[0] * part.shape[1] for part in (*self.leaves, tokens))
-                run.grad = n_tokens * self.anatomy.bytes_per_token <= self.options.graph_share * free_bytes(
-                    tokens.device
-                )
+                free = free_bytes(tokens.device)
+                run.grad = n_tokens * self.anatomy.bytes_per_token <= self.options.graph_share * free
             if run.grad:
                 self.leaves.append(tokens.requires_grad_())
             x = layout.to_native(tokens)
@@ -330,9 +329,12 @@ class Recorder:
         embedded = self.embedded
         if self.at_embedding or embedded is None or embedded.dim() != 3:
             return
-        same = embedded.shape == state.shape and torch.equal(constant(embedded), constant(state))
-        if self.anatomy.starts_early or len(layout.channels) > 1 or same and self.run.n_reads:
+        if self.anatomy.starts_early or len(layout.channels) > 1:
             raise StartAtEmbedding
+        if self.run.n_reads and embedded.shape == state.shape:
+            self.is_apart = self.log.is_apart or not torch.equal(constant(embedded), constant(state))  # waits for a GPU
+            if not self.is_apart:
+                raise StartAtEmbedding
 
     def _join_streams(self, decoder_state: Tensor) -> None:
         """What entered the encoder's blocks, with what waits at the decoder."""
