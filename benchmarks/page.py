@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data_set_rows import data_set_rows
 from benchmarks.perturbation_rows import HEADS, PERTURBATION, perturbation_rows
 from benchmarks.scaling import PICTURE, draw
 
@@ -59,7 +60,7 @@ REMAINING = """\
   fifth of the copy peak in bfloat16, over a third in tf32. A kernel that scales at the speed of a copy would take 6 to
   7 of the 25 ms away. The matrix products themselves run at 69–89 % of the peak.
 - A first sketch is bound by launching its many small kernels. Those of all blocks but the last are captured when a
-  shape comes for the second time, and replayed as one graph for every output from then on. Of 1.3 ms in bfloat16 the
+  shape comes for the second time, and replayed as one graph for every output from then on. Of 1.6 ms in bfloat16 the
   kernels then take about 0.9; the rest is launching the last block, which depends on the output asked for, and the
   norms. How long that takes is up to the host: a second run on the same kind of machine gave 18.7× in tf32 and 14.0×
   in bfloat16 (1.75 ms, 1.52–2.48), the exact slices being as fast as here.
@@ -91,7 +92,7 @@ def main() -> None:
         _sketches(parts),
         _long(parts),
         _answers(_read("answers")),
-        _data_sets(_read("data_sets")),
+        _table("Maps of a data set", *data_set_rows(_read("data_sets"))),
         _long_maps(_read("data_sets")),
         _table("The perturbation study", HEADS, perturbation_rows(_read("perturbation")), PERTURBATION),
         _inside(_read("inside")),
@@ -161,7 +162,8 @@ def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
              "share of peak", "error to float32"]  # fmt: skip
     before = (
         "T[i] is of an input that is recorded and folded, as every slice after the first; the first one also folds the "
-        "blocks. The recording comes before both, once for each input; the Jacobian way has its forward pass inside."
+        "blocks. The recording comes before both, once for each input; the Jacobian way has its forward pass inside. "
+        "Recording and first slice are the first ever of their model: audited and proved, which about doubles them."
     )
     return _table("One slice T[i], 128 tokens", heads, rows, before)
 
@@ -238,37 +240,6 @@ def _answers(found: dict[str, Any]) -> str:
     )
     heads = ["map", "by", "time", "plain passes", "bar", "memory beside the weights", "error of sums"]
     return _table("Whole answers", heads, rows, before)
-
-
-BARS = {"128 tokens, in_class": 0.6, "256 tokens, in_class": 0.5, "in_out": 0.4, "sketch, 16 probes": 0.04,
-        "contribution": 0.1}  # fmt: skip
-"""What a map of a data set was to reach, by how its name ends."""
-
-
-def _data_sets(found: dict[str, Any]) -> str:
-    runs = [run["batches"] for run in found.get("runs", []) if "batches" in run]
-    names = list(dict.fromkeys(name for run in runs for name in run))
-    rows = []
-    for name in names:
-        ratios = [run[name]["ratio"] for run in runs if name in run]
-        rates = [run[name]["samples a second"] for run in runs if "samples a second" in run.get(name, {})]
-        each = [f"{run[name]['ratio']:.3f}" if name in run else "–" for run in runs]
-        slowest, fastest = min(map(min, rates)), max(map(max, rates))
-        bar = next(bar for end, bar in BARS.items() if name.endswith(end))
-        each.append(f"{bar:g}" + (", missed" if ratios[-1] < bar else ""))
-        rows.append([name, *each, f"{min(ratios):.3f}–{max(ratios):.3f}", f"{slowest:,.0f}–{fastest:,.0f}"])
-    heads = ["samples and map", *(f"run {k + 1}" for k in range(len(runs)))]
-    heads += ["bar, by the last run", "spread", "samples a second"]
-    before = (
-        f"{found.get('device', '')}. `lens.maps` with the batch size that it chooses, over plain input × gradient of "
-        "the same samples at the better of batch sizes 128 and 256: 1 is as fast. Random weights; 2,048 samples, a "
-        "quarter of them for sketches and an eighth for contributions. The runs are of successive states of the code "
-        "on the same kind of machine, so that the spread is of both; samples a second, slowest to fastest, are of the "
-        f"runs that kept them. In the last, input × gradient made {found.get('input x gradient, last run', '')}. In "
-        "the better runs the decoder's maps are as fast; BERT's passes are so short that Python sets the pace. "
-        "Contributions go by folded blocks from run 4 on, in bands of 32 tokens there and of 16 in run 5."
-    )
-    return _table("Maps of a data set", heads, rows, before)
 
 
 def _long_maps(found: dict[str, Any]) -> str:

@@ -137,7 +137,7 @@ def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], 
             found = frobenius_norms(fast, range(n_tokens))
             ours = timed(lambda fast=fast: frobenius_norms(fast, range(n_tokens)), device, n=n, warm=0, most_seconds=12)
             d = T.n_channels
-            flops = folded_flops(fast, n_tokens, d)
+            flops = folded_flops(fast, n_tokens, d)  # from sizes alone: of a causal model twice what it does
             chunks = [256, d] if device == "cuda" else [128]
             jacobian = (known or {}).get((name, precision)) or best_jacobian(
                 model, T.input, device, precision, chunks, n_tokens - 1, last

@@ -25,12 +25,14 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--config", default=Path(__file__).with_name("fidelity.json"), type=Path)
     parser.add_argument("--rules", default="paper", choices=list(MEMBERS))
+    parser.add_argument("--by-member", action="store_true", help="the smaller run by which members are compared")
     parser.add_argument("--limit", type=int, help="texts, to try things")
     parser.add_argument("--override", default="{}", help='options as JSON, to try things: {"stride": 0}')
     arguments = parser.parse_args()
 
     config = json.loads(arguments.config.read_text())
-    chosen = {"stride": config["stride"][arguments.name]} | config["options"] | json.loads(arguments.override)
+    chosen = {"stride": config["stride"][arguments.name]} | config["options"]
+    chosen |= (config["by_member"] if arguments.by_member else {}) | json.loads(arguments.override)
     loaded = tl.load(arguments.model or arguments.name, dtype=config["dtype"])
     lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=MEMBERS[arguments.rules])
     began = time.time()

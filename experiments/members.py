@@ -1,4 +1,4 @@
-"""Which member of the family of rules to take for "which tokens to hide", and for relations: tables of docs/members.md.
+"""Members of the family of rules on "which tokens to hide", relations and fidelity: tables of docs/members.md.
 
     python experiments/perturbation.py --data DATA --out RUNS --part members-smollm2-wikitext … [--seconds 80]
     python experiments/members.py areas RUNS --out AREAS
@@ -7,10 +7,12 @@
 The first makes the runs; a run that was stopped counts with the samples that it has. `areas` keeps of each one number a
 sample, condition and method, which is all that `page` needs.
 
-    python experiments/relations.py MODEL --rules half_gate --data DATA --out RUNS/relations-MODEL-half_gate …
+    python experiments/relations.py MODEL --by-member --rules half_gate --tf32 --out RUNS/relations-MODEL-half_gate …
     python experiments/members.py relations RUNS [--write]
+    python experiments/fidelity.py MODEL --by-member --rules half_gate --out RUNS/fidelity-MODEL-half_gate …
+    python experiments/members.py fidelity RUNS [--write]
 
-The second compares the members on the splits that all of them have.
+Each member is compared with the paper's on the splits, or texts, that both have.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "members.md"
 METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC"}
 MAPS = {"tensor.in_class": "In+Class", "tensor.in_out": "In+Out"}
 MEMBERS = {"half_gate": "gate halved", "attn_lrp": "AttnLRP", "jacobian": "Jacobian"}
+ALL = {"paper": "the paper's"} | MEMBERS
 OTHERS = ("mean.attn", "control.recency", "control.random")
 OPERATORS = {
     "tensor.full.beta1@0": "whole prompt",
@@ -37,6 +40,8 @@ OPERATORS = {
 }
 """Methods of the relation study that depend on the rules."""
 N_RESAMPLES = 2000
+MIN_RELATIONS = 10
+"""A member with fewer says nothing yet."""
 
 
 def areas(run: Path) -> dict[str, Any]:
@@ -115,34 +120,42 @@ def splits(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
 def relation_tables(folder: Path) -> str:
     """Agreement of the mean operator with the model's answer by member, with the paired difference to the paper's."""
     parts = []
-    for run in sorted(folder.glob("relations-*-paper")):
+    for run in sorted(folder.glob("relations-*-paper"), key=_order):
         model = run.name.removeprefix("relations-").removesuffix("-paper")
-        found = {name: splits(run.with_name(f"relations-{model}-{name}")) for name in ("paper", *MEMBERS)}
-        both = {name: one for name, one in found.items() if one.keys() >= found["paper"].keys()}
-        relations = sorted({relation for relation, _ in found["paper"]})
+        found = {name: splits(run.with_name(f"relations-{model}-{name}")) for name in ALL}
         head = " | ".join(f"{words} | less the paper's" for words in OPERATORS.values())
-        lines = [f"| member | {head} |", "| --- " * (1 + 2 * len(OPERATORS)) + "|"]
-        for name, one in both.items():
-            cells = [agreement(one, found["paper"], relations, method) for method in OPERATORS]
-            words = MEMBERS.get(name, "the paper's")
-            lines.append(f"| {words} | {' | '.join(cells)} |")
-        parts.append("\n".join([f"**{model}**, {len(relations)} relations, {len(found['paper'])} splits", "", *lines]))
+        lines = [f"| member | relations | splits | {head} |", "| --- " * (3 + 2 * len(OPERATORS)) + "|"]
+        for name, one in found.items():
+            shared = {key: record for key, record in one.items() if key in found["paper"]}
+            base = {key: found["paper"][key] for key in shared}
+            relations = sorted({relation for relation, _ in shared})
+            if len(relations) < MIN_RELATIONS:
+                continue
+            cells = [agreement(shared, base, relations, method, is_base=name == "paper") for method in OPERATORS]
+            counts = f"{len(relations)} | {len(shared)}"
+            lines.append(f"| {ALL[name]} | {counts} | {' | '.join(cells)} |")
+        parts.append("\n".join([f"**{model}**", "", *lines]))
     return "\n\n".join(parts)
 
 
-def agreement(one: dict[Any, Any], paper: dict[Any, Any], relations: list[str], method: str) -> str:
-    """The mean over relations with its 95 % interval, and how far it is above the paper's."""
+def _order(run: Path) -> tuple[bool, str]:
+    return ("gemma" in run.name, run.name)
+
+
+def agreement(
+    one: dict[Any, Any], paper: dict[Any, Any], relations: list[str], method: str, *, is_base: bool
+) -> str:  # fmt: skip
+    """The mean over relations with its 95 % interval, and how far it is above the paper's on the same splits."""
     own, base = (
         np.array([
-            np.mean([_share(record, method) for key, record in side.items() if key[0] == name and key in paper])
-            for name in relations
+            np.mean([_share(record, method) for key, record in side.items() if key[0] == name]) for name in relations
         ])
         for side in (one, paper)
     )  # fmt: skip
     draws = np.random.default_rng(0).integers(0, len(relations), (N_RESAMPLES, len(relations)))
     low, high = np.percentile(own[draws].mean(1), (2.5, 97.5))
     gap_low, gap_high = np.percentile((own - base)[draws].mean(1), (2.5, 97.5))
-    less = "" if one is paper else f"{(own - base).mean():+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]"
+    less = "" if is_base else f"{(own - base).mean():+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]"
     return f"{own.mean():.3f} [{low:.3f}, {high:.3f}] | {less}"
 
 
@@ -150,6 +163,34 @@ def _share(record: dict[str, Any], method: str) -> float:
     """Of the test facts of a split, those on which the operator says what the model says."""
     bits = record["methods"][method]["agreement"]
     return bits.count("1") / len(bits)
+
+
+def fidelity_table(folder: Path) -> str:
+    """How far each member is from the Jacobian, and its error around a text, as a part of the change itself."""
+    head = ("model", "member", "texts", "‖T − J‖/‖J‖", "smallest random move", "smallest move of a token",
+            "a token replaced", "the same by J")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for base in sorted(folder.glob("fidelity-*-paper"), key=_order):
+        model = base.name.removeprefix("fidelity-").removesuffix("-paper")
+        for name in ALL:
+            files = sorted(base.with_name(f"fidelity-{model}-{name}").glob("samples*.jsonl"))
+            records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+            if records:
+                cells = " | ".join(f"{one:.2g}" if one < 0.1 else f"{one:.2f}" for one in nearness(records))
+                lines.append(f"| {model} | {ALL[name]} | {len(records)} | {cells} |")
+    return "\n".join(lines)
+
+
+def nearness(records: list[dict[str, Any]]) -> list[float]:
+    """Medians over texts and directions; an error is divided by the change that the model itself makes there."""
+    along = {kind: [one for record in records for one in record["directions"] if one["kind"] == kind]
+             for kind in ("random", "token")}  # fmt: skip
+    replaced = [(one, one["sizes"].index(one["natural_size"])) for one in along["token"]]
+    return [
+        float(np.median([record["norms"]["frobenius"]["relative"] for record in records])),
+        *(float(np.median([one["tensor"][0] / one["nothing"][0] for one in along[kind]])) for kind in along),
+        *(float(np.median([one[who][k] / one["nothing"][k] for one, k in replaced])) for who in ("tensor", "jacobian")),
+    ]
 
 
 def put(kind: str, tables: str) -> None:
@@ -169,9 +210,10 @@ def main() -> None:
     writing.add_argument("areas", type=Path)
     writing.add_argument("--every", action="store_true", help="both maps and both measures, not what the page shows")
     writing.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
-    relating = commands.add_parser("relations")
-    relating.add_argument("runs", type=Path)
-    relating.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
+    for name in ("relations", "fidelity"):
+        comparing = commands.add_parser(name)
+        comparing.add_argument("runs", type=Path)
+        comparing.add_argument("--write", action="store_true", help="into docs/members.md; printed if not given")
     chosen = parser.parse_args()
     if chosen.command == "areas":
         chosen.out.mkdir(parents=True, exist_ok=True)
@@ -179,11 +221,11 @@ def main() -> None:
             data = to_json(areas(run)).encode()
             (chosen.out / f"{run.name}.json.gz").write_bytes(gzip.compress(data, mtime=0))
         return
-    kind, tables = (
-        ("relations", relation_tables(chosen.runs))
-        if chosen.command == "relations"
-        else ("perturbation", page(chosen.areas, every=chosen.every and not chosen.write))
-    )
+    kind, tables = {
+        "relations": lambda: ("relations", relation_tables(chosen.runs)),
+        "fidelity": lambda: ("fidelity", fidelity_table(chosen.runs)),
+        "page": lambda: ("perturbation", page(chosen.areas, every=chosen.every and not chosen.write)),
+    }[chosen.command]()
     if chosen.write:
         put(kind, tables)
     else:

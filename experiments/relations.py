@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--config", default=Path(__file__).with_name("relations.json"), type=Path)
     parser.add_argument("--rules", default="paper", choices=list(MEMBERS))
+    parser.add_argument("--by-member", action="store_true", help="the smaller run by which members are compared")
     parser.add_argument("--categories", nargs="*", help="only these")
     parser.add_argument("--limit", type=int, help="relations of each category, to try things")
     parser.add_argument("--override", default="{}", help='options as JSON, to try things: {"n_splits": 1}')
@@ -37,7 +38,8 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
 
     config = json.loads(arguments.config.read_text())
-    chosen = {"starts": config["starts"][arguments.name]} | config["options"] | json.loads(arguments.override)
+    chosen = {"starts": config["starts"][arguments.name]} | config["options"]
+    chosen |= (config["by_member"] if arguments.by_member else {}) | json.loads(arguments.override)
     options = studies.RelationOptions(**chosen | {"starts": tuple(chosen["starts"])})
     loaded = tl.load(arguments.model or arguments.name)
     lens = tl.Lens(loaded.model, loaded.processor, name=arguments.name, rules=MEMBERS[arguments.rules])

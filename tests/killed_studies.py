@@ -13,7 +13,7 @@ from tiny_study import TEXTS, lens_on, study
 
 from tensorlens.app.maps_command import maps
 from tensorlens.app.options import ModelOptions
-from tensorlens.studies import fidelity, relations
+from tensorlens.studies import fidelity, judge, relations
 
 
 def run_perturbation(folder: Path) -> None:
@@ -33,6 +33,18 @@ def run_fidelity(folder: Path) -> None:
     fidelity(lens_on(), [TEXTS[0], TEXTS[1], TEXTS[5]], folder, progress=False, **sizes)
 
 
+def run_judges(folder: Path) -> None:
+    data = folder.parent / "sets" / "animals.csv"
+    if not data.exists():
+        data.parent.mkdir(parents=True)
+        rows = (
+            "the cat sat on a,mat,birds,cat\nseven tall grey,houses,fly,seven\nred green birds fly,over,while,birds\n"
+        )
+        data.write_text("prefix,good,bad,evidence\n" + 4 * rows)
+    methods = ("tensor.in_class", "tensor.in_class@attn_lrp", "mean.attn", "control.recency")
+    judge(lens_on("llama"), data.parent, folder, progress=False, methods=methods, group_size=2)
+
+
 def run_maps(folder: Path) -> None:
     data, model = folder.parent / "texts.txt", folder.parent / "model"
     if not data.exists():
@@ -47,6 +59,7 @@ STUDIES: dict[str, Callable[[Path], None]] = {
     "perturbation": run_perturbation,
     "relations": run_relations,
     "fidelity": run_fidelity,
+    "judges": run_judges,
     "maps": run_maps,
 }
 

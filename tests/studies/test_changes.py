@@ -97,3 +97,21 @@ def test_a_study_in_groups_finds_what_it_finds_one_by_one(tmp_path, one, group_s
                 for order in found.keys() & {"most", "least"}:
                     for metric, curve in cell[order].items():
                         assert found[order][metric] == pytest.approx(curve, rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_batch_is_halved_when_memory_runs_out_on_any_device(error):
+    class Small(Counted):
+        def _run(self, inputs, out_token):
+            found = super()._run(inputs, out_token)
+            if self.sizes[-1] > 2:
+                raise error
+            return found
+
+    plain, ids = Small(lens_on("bert"), 8), torch.arange(5, 29).reshape(8, 3)
+    plain.sizes = []
+    found = plain.run({"input_ids": ids}, -1)
+    assert plain.sizes == [8, 4, 2, 2, 2, 2]
+    assert torch.allclose(found.states, PlainModel(lens_on("bert"), 8).run({"input_ids": ids}, -1).states, atol=1e-6)

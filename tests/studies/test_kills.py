@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ ENDED_BY_KILL = -signal.SIGKILL
 RESULTS = ("summary.json", "samples.jsonl")
 PRELOADED = [
     "tensorlens.studies", "tokenizers", "matplotlib.figure", "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.gpt_neox.modeling_gpt_neox", "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 """Imported once by the server that forks the processes, else every process would spend its time on it."""
 
@@ -33,13 +34,18 @@ def started(name: str, folder: Path):
     return process
 
 
+def timeless(content: bytes) -> bytes:
+    """All but what judges measure by the clock."""
+    return re.sub(rb'"seconds":\s*\{[^}]*\}', b"", content)
+
+
 def finished(name: str, folder: Path) -> dict[str, bytes]:
     process = started(name, folder)
     process.join()
     assert process.exitcode == 0
     assert not list(folder.glob(".*.tmp")) and not list(folder.glob("samples.*.jsonl"))
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    kept = {file: found[file] for file in found if file in RESULTS or file.startswith("part-")}
+    kept = {file: timeless(found[file]) for file in found if file in RESULTS or file.startswith("part-")}
     assert len(kept) == (4 if name == "maps" else len(RESULTS))
     return kept
 
@@ -74,4 +80,4 @@ def test_a_killed_study_ends_with_the_same_files(tmp_path, name):
 @pytest.mark.large
 @pytest.mark.parametrize("name", STUDIES)
 def test_two_hundred_kills_over_all_studies(tmp_path, name):
-    kill_often(name, tmp_path, 50, seed=1)
+    kill_often(name, tmp_path, 40, seed=1)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.lens import Lens
+from tensorlens.memory import is_out_of_memory
 from tensorlens.models.plain_pass import evaluating, hooked
 
 NO_TOKEN = -1
@@ -62,10 +63,10 @@ class PlainModel:
             batch = {name: value[start : start + self.batch_size] for name, value in inputs.items()}
             try:
                 parts.append(self._run(batch, out_token))
-            except torch.OutOfMemoryError:
-                if self.batch_size == 1:
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or self.batch_size == 1:
                     raise
-                self.batch_size = max(1, self.batch_size // 2)
+                self.batch_size //= 2
                 continue
             start += self.batch_size
         return _join(parts)
