@@ -24,31 +24,34 @@ from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.proof import TOLERANCES, tolerance_of
-from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.recording import Reached, Recording
 from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import Traced, constant, is_live
 from tensorlens.models.plain_pass import evaluating, hooked
-from tensorlens.models.precision import in_float64, tf32_allowed
+from tensorlens.models.precision import tf32_allowed
 
 # The model left to itself --------------------------------------------------------------------------------------------
 
 
 def plain_output(recording: Recording) -> Tensor:
-    """$X^N$ (sample, token, channel) from the model left to itself, no rule applied: what must be reproduced."""
-    anatomy, model, seen, n_left = recording.anatomy, recording.model, [], Counter[str]()
+    """$X^N$ (sample, token, channel) from the model left to itself, no rule applied: what must be reproduced.
+
+    The pass ends there: logits of a long input could take more memory than all the rest.
+    """
+    anatomy, model, n_left = recording.anatomy, recording.model, Counter[str]()
 
     def leave_block(module: nn.Module, args: Any, output: Any) -> None:
         n_left["blocks"] += 1
         is_end = anatomy.body_end is None or not recording.rules.include_final_norm
         if is_end and n_left["blocks"] == recording.n_blocks:
-            seen.append(state_of(output, anatomy.state_place).clone())  # the head may write into it
+            raise Reached(state_of(output, anatomy.state_place))
 
     def leave_body(module: nn.Module, args: Any, output: Any) -> None:
         if n_left["blocks"] in (0, recording.n_blocks):  # none was seen to be left where code calls `forward` itself
-            seen.append(state_of(output).clone())
+            raise Reached(state_of(output))
 
     def read(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(args[0].clone())
+        raise Reached(args[0])
 
     before, after = [], [(block, leave_block) for block in dict.fromkeys(anatomy.blocks)]
     if anatomy.body_end:
@@ -56,8 +59,11 @@ def plain_output(recording: Recording) -> Tensor:
     elif anatomy.body_end == "" and anatomy.unembedding is not None:
         before.append((anatomy.unembedding, read))
     with hooked(before, after), own_precision(), torch.no_grad(), evaluating(model):
-        output = model(**recording.inputs)
-    return recording.layouts[-1].to_tokens(seen[0] if seen else state_of(output))
+        try:
+            state = state_of(model(**recording.inputs))
+        except Reached as reached:
+            state = reached.state
+    return recording.layouts[-1].to_tokens(state)
 
 
 def refuse_other_numbers(recording: Recording) -> None:
@@ -87,8 +93,14 @@ def _differ(recording: Recording, one: Tensor, other: Tensor) -> float | None:
     kinds = [kind for kind in TOLERANCES if kind == other.dtype or str(kind).removeprefix("torch.") in casts]
     is_tf32 = other.is_cuda and tf32_allowed()
     accepted = max(tolerance_of(kind, kind, is_tf32=is_tf32) for kind in kinds)
-    difference = float((in_float64(one) - in_float64(other)).norm() / in_float64(other).norm().clamp_min(1e-300))
+    difference = _norm(one - other) / max(_norm(other), 1e-300)
     return None if difference <= accepted else difference
+
+
+def _norm(state: Tensor) -> float:
+    """Without a copy in another type: a long input's states are large."""
+    wide = state.dtype if state.dtype.itemsize >= 4 else torch.float32
+    return float(torch.linalg.vector_norm(state, dtype=wide))
 
 
 def plain_logits(recording: Recording, out_token: int) -> Tensor:
