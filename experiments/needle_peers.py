@@ -13,6 +13,8 @@ from passage_scores import Passages, Scored, token_groups
 import tensorlens as tl
 
 N_ABLATIONS = 64  # context-cite's own default
+LONG = 4096
+"""Tokens from which flashtrace makes attention weights again block by block: all at once take 70 GB at 8,192."""
 
 
 def flashtrace(lens: tl.Lens, found: Any, passages: Passages) -> Scored:
@@ -23,7 +25,8 @@ def flashtrace(lens: tl.Lens, found: Any, passages: Passages) -> Scored:
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")  # it asks for the attention weights
     try:
-        tracer = FlashTrace(model, lens.processor, use_chat_template=False)
+        again = found.n_prompt_tokens > LONG
+        tracer = FlashTrace(model, lens.processor, use_chat_template=False, recompute_attention=again)
         n_target = len(lens.processor(found.text, add_special_tokens=False)["input_ids"])  # its own cut of the answer
         traced = tracer.trace(prompt=found.prompt.text, target=found.text, output_span=(0, n_target - 1))
     finally:

@@ -5,7 +5,8 @@ forward passes of the whole input, and backward passes.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ RULES = {
     "T, gate halved": tl.Rules(gate="half"),
     "T, AttnLRP": tl.Rules.attn_lrp(),
 }
+LONG = 4096
+"""Tokens from which a plain backward pass runs each block again: the attention of all blocks takes 70 GB at 8,192."""
 STOP = frozenset(
     re.findall(
         r"\w+", "a an and are as at be by for from i in is it its my of on or that the this to was were with you"
@@ -63,10 +66,26 @@ def gradients(lens: tl.Lens, found: Any) -> Tensor:
     model: Any = lens.model
     ids = torch.tensor([[*found.prompt.ids, *found.ids]], device=model.device)
     x = model.get_input_embeddings()(ids).detach().requires_grad_()
-    logits = model(inputs_embeds=x, use_cache=False, logits_to_keep=len(found.ids) + 1).logits[0, :-1].float()
-    chosen = logits.gather(1, ids[0, len(found.prompt.ids) :, None])[:, 0]
-    (gradient,) = torch.autograd.grad((chosen - logits.mean(1)).sum(), x)
+    with blocks_run_again(model, is_on=ids.shape[1] > LONG):
+        logits = model(inputs_embeds=x, use_cache=False, logits_to_keep=len(found.ids) + 1).logits[0, :-1].float()
+        chosen = logits.gather(1, ids[0, len(found.prompt.ids) :, None])[:, 0]
+        (gradient,) = torch.autograd.grad((chosen - logits.mean(1)).sum(), x)
     return (gradient * x).sum(-1)[0].detach().float()
+
+
+@contextmanager
+def blocks_run_again(model: Any, *, is_on: bool) -> Iterator[None]:
+    """Transformers' checkpointing, which wants a model in training mode; models with dropout would answer otherwise."""
+    if not is_on:
+        yield
+        return
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+        model.gradient_checkpointing_disable()
 
 
 def input_gradient(lens: tl.Lens, found: Any, passages: Passages) -> Scored:

@@ -250,6 +250,20 @@ def test_relation_operator_by_rows_equals_replays():
     assert torch.allclose(by_rows, twin, atol=1e-9)
 
 
+def test_relation_operator_of_live_members_pushes_and_makes_no_slices():
+    lens = unnormed_lens("neox-parallel")
+    live = tl.Lens(
+        lens.model, lens.processor, rules=tl.Rules.jacobian(include_final_norm=False), blocks=lens.anatomy.stack
+    )
+    tensors = [live(zoo.sample("neox-parallel", seed=seed)) for seed in range(2)]
+    x = torch.randn(9, *tensors[0].input.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    operator = RelationOperator(tensors)
+    found = operator.linear_part(x)
+    assert operator._slices is None
+    twin = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in tensors]).mean(0)
+    assert torch.allclose(found, twin, atol=1e-9)
+
+
 def test_subject_only_predictor_equals_its_definition():
     lens, kept = unnormed_lens("neox-parallel"), [2, 3]
     tensors = [lens(zoo.sample("neox-parallel", seed=seed)) for seed in range(3)]

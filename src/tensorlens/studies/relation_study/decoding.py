@@ -25,6 +25,8 @@ from tensorlens.tensor import AttentionTensor
 FORWARD_CHUNK = 32
 ROWS_FROM = {"cuda": 0.0, "cpu": 0.2}
 """Samples per channel from which dense slices, once made, are cheaper than a replay for each sample."""
+ROWS_OF_LIVE_FROM = 1.0
+"""The same where factors are live: no block folds, and a slice takes a backward pass for each of its channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,15 @@ class RelationOperator:
 
     def linear_part(self, x: Float[Tensor, "sample token channel"]) -> Float[Tensor, "sample out_channel"]:
         r"""$\bar T_{[L]}·x$ of each sample."""
-        if self._slices is None and len(x) < ROWS_FROM.get(x.device.type, 0.2) * self.mean.n_channels:
+        if self._slices is None and len(x) < self._rows_from(x.device) * self.mean.n_channels:
             return self.mean.apply(x)[:, -1]
         if self._slices is None:
             self._slices = [tensor.rows(-1) for tensor in self.tensors]
         return self.across(x).mean(1)
+
+    def _rows_from(self, device: torch.device) -> float:
+        folds = all(tensor.operator.recording.rules.holds_factors for tensor in self.tensors)
+        return ROWS_FROM.get(device.type, 0.2) if folds else ROWS_OF_LIVE_FROM
 
     def across(self, x: Float[Tensor, "state token channel"]) -> Float[Tensor, "state example out_channel"]:
         """[i, k]: the operator of example k alone on state i."""
