@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tensorlens.studies.judge_study.measures import MEASURES, reciprocal_rank, s
 from tensorlens.studies.judge_study.needles import needles
 from tensorlens.studies.judge_study.options import JUDGES
 from tensorlens.studies.judge_study.pairs import Patcher, patching_pairs
+from tensorlens.studies.judge_study.peer_process import without_opening
 from tensorlens.studies.judge_study.scoring import last_logits
 from tensorlens.studies.judge_study.summary import summarise, value_of
 
@@ -206,6 +208,11 @@ def test_single_tokens_compare_with_the_true_change(tmp_path):
     assert row["target"] == int(clean.argmax()) and len(row["truth"]) == 8
     assert found["judges"]["single_tokens"]["n_measured"] == 3
     assert np.std(row["truth"]) > 0
+
+
+def test_peers_keep_special_tokens_that_stand_in_the_text():
+    tokenizer = SimpleNamespace(all_special_ids=[0, 1])
+    assert without_opening([1, 1, 7, 0, 8], tokenizer) == [7, 0, 8]
 
 
 def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatch):

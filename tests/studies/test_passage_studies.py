@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import zoo
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 LENS: Any = SimpleNamespace(model=SimpleNamespace(device="cpu"))
@@ -63,6 +65,18 @@ def test_a_run_goes_on_and_files_are_put_together(studies, tmp_path):
     assert together == {"i1": {"peer"}, "i3": {"m", "peer"}, "i5": {"m"}}
     run(Namespace(out=tmp_path / "none.jsonl", part="0/1", seconds=-1.0), LENS, asked, measure)
     assert done == ["i1", "i3", "i5"]
+
+
+def test_long_prompts_run_blocks_again_and_get_the_same_gradients(studies, monkeypatch):
+    scores = sys.modules["passage_scores"]
+    model, runs = zoo.build("llama", "sdpa"), []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: runs.append(1))
+    found = SimpleNamespace(prompt=SimpleNamespace(ids=[3, 1, 4, 1]), ids=[5, 9])
+    short = scores.gradients(SimpleNamespace(model=model), found)
+    assert len(runs) == 1
+    monkeypatch.setattr(scores, "LONG", 3)
+    assert torch.equal(scores.gradients(SimpleNamespace(model=model), found), short)
+    assert len(runs) == 3 and not model.training and not model.is_gradient_checkpointing
 
 
 def test_a_method_that_fails_ends_no_other(studies):

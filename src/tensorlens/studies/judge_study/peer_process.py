@@ -47,6 +47,12 @@ def ids_of(question: dict[str, Any], model: Any) -> Tensor:
     return torch.tensor([question["ids"]], device=model.device)
 
 
+def without_opening(ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
+    """Without the special tokens in front, which a tokenizer puts there again; others may stand in the text itself."""
+    special = set(tokenizer.all_special_ids)
+    return ids[next(k for k, token in enumerate(ids) if token not in special) :]
+
+
 def input_times_gradient(model: Any, question: dict[str, Any]) -> Tensor:
     """Of whatever the model's backward pass gives."""
     x = model.get_input_embeddings()(ids_of(question, model)).detach().requires_grad_()
@@ -185,9 +191,9 @@ def flashtrace(folder: str, method: str) -> tuple[Score, str]:
     tracer = package.FlashTrace(model, tokenizer, chunk_tokens=128, sink_chunk_tokens=32)
 
     def score(question: dict[str, Any]) -> Sequence[float]:
-        ids, special = question["ids"], set(tokenizer.all_special_ids)
-        n_before = next(k for k, token in enumerate(ids) if token not in special)
-        prompt, target = tokenizer.decode(ids[n_before:]), tokenizer.decode(question["target"][:1])
+        ids, inner = question["ids"], without_opening(question["ids"], tokenizer)
+        n_before = len(ids) - len(inner)
+        prompt, target = tokenizer.decode(inner), tokenizer.decode(question["target"][:1])
         trace = tracer.trace(prompt=prompt, target=target, output_span=(0, 0), hops=1)
         scores = list(trace.scores)
         if len(scores) not in (len(ids), len(ids) - n_before):
@@ -246,7 +252,7 @@ def inseq(folder: str, method: str) -> tuple[Score, str]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def score(question: dict[str, Any]) -> Sequence[float]:
-        prompt = tokenizer.decode(question["ids"], skip_special_tokens=True)
+        prompt = tokenizer.decode(without_opening(question["ids"], tokenizer))
         whole = prompt + tokenizer.decode(question["target"][:1])
         made = model.attribute(prompt, whole, show_progress=False)
         scores = made.sequence_attributions[0].target_attributions.sum(-1)[:, -1]
