@@ -14,6 +14,7 @@ import tensorlens as tl
 from tensorlens import batch as batches
 from tensorlens import dataset_maps
 from tensorlens.batch import Batch
+from tensorlens.folding import push
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
@@ -141,18 +142,24 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     assert order == ["begun 0", "finished 0", "begun 2", "begun 3", "finished 2", "finished 3"]  # the first is checked
 
 
-@pytest.mark.parametrize("method", ["tensor.in_class", "tensor.contribution"])
-def test_memory_that_runs_out_on_the_way_back_halves_the_batch(method, monkeypatch):
-    lens, inputs, grad, sizes = tl.Lens(zoo.build("llama", "eager")), ids((4,) * 6), torch.autograd.grad, []
+@pytest.mark.parametrize(
+    ("method", "place", "name"),
+    [("tensor.in_class", torch.autograd, "grad"), ("tensor.contribution", push, "_through")],
+)
+def test_memory_that_runs_out_on_the_way_halves_the_batch(method, place, name, monkeypatch):
+    lens, inputs, whole, sizes = tl.Lens(zoo.build("llama", "eager")), ids((4,) * 6), getattr(place, name), []
 
-    def short(outputs, leaves, *arguments, **options):
-        n = len(leaves[0] if isinstance(leaves, tuple) else leaves)
+    def short(*arguments, **options):
+        if place is push:
+            n = len(arguments[2].rows)
+        else:
+            n = len(arguments[1][0] if isinstance(arguments[1], tuple) else arguments[1])
         sizes.append(n)
         if n > 3:
             raise torch.OutOfMemoryError("none left")
-        return grad(outputs, leaves, *arguments, **options)
+        return whole(*arguments, **options)
 
-    monkeypatch.setattr(torch.autograd, "grad", short)
+    monkeypatch.setattr(place, name, short)
     found = list(lens.maps(inputs, method))
     monkeypatch.undo()
     assert 6 in sizes and 3 in sizes
