@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.module_tree import parameters
+from tensorlens.models.plain_pass import stepwise
 from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
 
@@ -101,18 +102,18 @@ def maps(
         raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
     if rows.on_error not in ("raise", "skip"):
         raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
-    return _maps(lens, inputs, rows, _Maps(lens, asked, batch_size), progress)
+    return chain.from_iterable(stepwise(_windows(lens, inputs, rows, _Maps(lens, asked, batch_size), progress)))
 
 
-def _maps(lens: Source, inputs: Iterable[Any], rows: Rows, work: _Maps, progress: bool | None) -> Iterator[TokenMap]:
+def _windows(
+    lens: Source, inputs: Iterable[Any], rows: Rows, work: _Maps, progress: bool | None
+) -> Iterator[list[TokenMap]]:
     total = len(inputs) if isinstance(inputs, Sized) else None
     disable = None if progress is None else not progress
     waiting, first = iter(inputs), rows.first
     with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
         while window := list(islice(waiting, WINDOW * work.most)):
-            for found in work.window(rows.good(lens, window, first)):
-                bar.update()
-                yield found
+            yield work.window(rows.good(lens, window, first), done=bar.update)
             first += len(window)
 
 
@@ -155,8 +156,8 @@ class Work(ABC, Generic[Found]):
     def noted(self, found: Found) -> Found:
         """The same, saying how samples went together if that is worth saying."""
 
-    def window(self, prepared: Sequence[ModelInput]) -> Iterator[Found]:
-        """What is found of some samples, in their order."""
+    def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Found]:
+        """What is found of some samples, in their order; `done` is told how many at a time."""
         found: dict[int, Found] = {}
         order = sorted(range(len(prepared)), key=lambda i: (_kind(prepared[i]), length_of(prepared[i])))
         waiting = list(self._batches(prepared, order))
@@ -177,20 +178,21 @@ class Work(ABC, Generic[Found]):
                 waiting = [rest[i : i + half] for rest in (some, *waiting) for i in range(0, len(rest), half)]
                 continue
             begun.append((some, pending))
-            if len(begun) > 1:  # one batch is on the device while the maps of the one before it are made
-                found |= _finished(*begun.pop(0))
-        for one in begun:
-            found |= _finished(*one)
-        for i in range(len(prepared)):
-            yield found[i]
+            # One batch is on the device while the maps of the one before it are made.
+            while len(begun) > bool(waiting):
+                rows, pending = begun.pop(0)
+                found |= _finished(rows, pending)
+                done(len(rows))
+        return [found[i] for i in range(len(prepared))]
 
     def _batches(self, prepared: Sequence[ModelInput], order: list[int]) -> Iterator[list[int]]:
         """Samples that go together: of one kind, and near in length."""
         for _, group in groupby(order, key=lambda i: _kind(prepared[i])):
             some: list[int] = []
+            most = self.most
             for i in group:
                 length = max(1, length_of(prepared[i]))  # the longest so far, and so that of the batch when padded
-                is_full = len(some) == self.most or (len(some) + 1) * length > self._most_tokens
+                is_full = len(some) == most or (len(some) + 1) * length > self._most_tokens
                 is_other = some and self.together == "by length" and length != length_of(prepared[some[0]])
                 if some and (is_full or is_other or self.together == "one by one"):
                     yield some

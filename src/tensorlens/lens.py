@@ -24,7 +24,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
-from tensorlens.models.plain_pass import own_modes, stepwise
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.rows import check_several, make_inputs
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
@@ -128,7 +128,7 @@ class Lens:
         check_several(inputs)
         asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
-        return stepwise(maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress))
+        return maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress)
 
     @own_modes
     def answer(
