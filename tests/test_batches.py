@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,7 +140,22 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(Batch, "begin", watched)
     list(tl.Lens(zoo.build("gpt2")).maps(ids((3,) * 6), "tensor.in_out", batch_size=2))
-    assert order == ["begun 0", "finished 0", "begun 2", "begun 3", "finished 2", "finished 3"]  # the first is checked
+    assert order == ["begun 0", "begun 1", "finished 0", "begun 3", "finished 1", "finished 3"]
+
+
+def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
+    lens, inputs = tl.Lens(zoo.build("gpt2")), ids((4,) * 9)
+    expected = [alone(lens, value, "tensor.in_out") for value in inputs]
+    begin = Batch.begin
+
+    def faulty(self, *args, **options):
+        pending = begin(self, *args, **options)
+        return lambda: [replace(one, scores=2 * one.scores) for one in pending()]
+
+    monkeypatch.setattr(Batch, "begin", faulty)
+    found = list(lens.maps(inputs, "tensor.in_out", batch_size=3))
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) < 1e-12 and "one by one" in one.meta["batches"]
 
 
 @pytest.mark.parametrize(
