@@ -53,7 +53,7 @@ class Lens:
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
             )
         if rules is not None and not isinstance(rules, Rules):
-            raise InputError(f"`rules` must be a `tensorlens.Rules`; got {rules!r}.")
+            raise InputError(f"`rules` must be a `tensorlens.Rules`, such as `Rules.attn_lrp()`; got {rules!r}.")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
         self.anatomies, self._blocks = Anatomies(model, blocks), blocks
