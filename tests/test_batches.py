@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from tiny_language import tiny_lens
 from torch import nn
 
 import tensorlens as tl
@@ -27,7 +26,6 @@ SAMPLE = ("bert-classifier", "gpt2", "qwen2")
 CASES = [(name, attention) for name in SAMPLE for attention in zoo.ZOO[name].attentions]
 LENGTHS = (5, 3, 5, 1)
 pytestmark = pytest.mark.usefixtures("unchecked")
-TEXTS = ("the cat sat", "a dog", "rain fell on the roof all day", "so", "a bird")
 
 
 def ids(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -337,54 +335,6 @@ def test_mistakes_are_named_before_work_begins(options, message):
 def test_a_target_needs_a_head():
     with pytest.raises(tl.MethodError, match="no head"):
         list(tl.Lens(zoo.build("bert")).maps(ids(), "tensor.in_class"))
-
-
-# Rows that cannot be mapped ------------------------------------------------------------------------------------------
-
-ROWS = ["a cat", "", "x" * 500, None, "a dog"]
-
-
-def test_one_input_is_not_taken_for_several():
-    lens = tiny_lens("neox")
-    for ask in (lens.batch, lens.maps, lambda one: tl.CorpusTensor.fit(lens, one)):
-        for one in ("the cat", {"input_ids": [[1, 2]]}):
-            with pytest.raises(tl.InputError, match="several inputs in a list"):
-                ask(one)
-    assert repr(lens.batch(["the cat", "it"])) == "Batch(2 inputs of 2 to 7 tokens)"
-
-
-def test_a_bad_row_raises_with_its_number():
-    for bad, reason in ((ROWS[1], "no words"), (ROWS[2], "at most 400"), (ROWS[3], "Expected a text")):
-        with pytest.raises(tl.InputError, match=f"Row 1: .*{reason}"):
-            list(tiny_lens().maps(["a cat", bad]))
-
-
-def test_bad_rows_are_skipped_and_collected():
-    skipped: list[tuple[int, str]] = []
-    found = list(tiny_lens().maps(ROWS, on_error="skip", skipped=skipped))
-    assert [one.meta["text"] for one in found] == ["a cat", "a dog"]
-    assert [row for row, _ in skipped] == [1, 2, 3] and "500" in skipped[1][1]
-
-
-def test_long_texts_are_cut_if_asked():
-    lens = tiny_lens()
-    (found,) = lens.maps(["x" * 500], truncate=True)
-    assert error(found, alone(lens, "x" * 400, "tensor.in_out")) < 1e-5
-    assert len(found.in_tokens) == 400
-
-
-def test_texts_are_tokenised_as_alone():
-    lens = tiny_lens()
-    for text, one in zip(TEXTS, lens.maps(TEXTS), strict=True):
-        other = alone(lens, text, "tensor.in_out")
-        assert one.meta["text"] == text and one.meta["offsets"] == other.meta["offsets"]
-        assert one.in_tokens == other.in_tokens
-
-
-def test_a_map_of_a_batch_comes_back_equal(tmp_path):
-    (found, _) = tiny_lens().maps(TEXTS[:2], "tensor.in_class")
-    again = tl.TokenMap.load(found.save(tmp_path / "map.json"))
-    assert again.meta == found.meta and torch.equal(again.scores, found.scores)
 
 
 @pytest.mark.parametrize("method", [name for name, one in tl.METHODS.items() if one.takes_target])
