@@ -251,17 +251,11 @@ def test_relation_operator_by_rows_equals_replays():
 
 
 def test_relation_operator_of_live_members_pushes_and_makes_no_slices():
-    lens = unnormed_lens("neox-parallel")
-    live = tl.Lens(
-        lens.model, lens.processor, rules=tl.Rules.jacobian(include_final_norm=False), blocks=lens.anatomy.stack
-    )
-    tensors = [live(zoo.sample("neox-parallel", seed=seed)) for seed in range(2)]
-    x = torch.randn(9, *tensors[0].input.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    operator = RelationOperator(tensors)
-    found = operator.linear_part(x)
-    assert operator._slices is None
-    twin = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in tensors]).mean(0)
-    assert torch.allclose(found, twin, atol=1e-9)
+    live = tl.Lens(zoo.build("neox-parallel", "sdpa"), rules=tl.Rules.jacobian(include_final_norm=False))
+    operator = RelationOperator([live(zoo.sample("neox-parallel", seed=seed)) for seed in range(2)])
+    x = torch.stack([tensor.input.flip(0) for tensor in operator.tensors] * 5)
+    twin = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in operator.tensors]).mean(0)
+    assert torch.allclose(operator.linear_part(x), twin, atol=1e-9) and operator._slices is None
 
 
 def test_subject_only_predictor_equals_its_definition():
