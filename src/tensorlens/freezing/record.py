@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError, TensorLensError
+from tensorlens.errors import AnatomyError, NotLinearError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
@@ -39,9 +41,10 @@ def record(
         except (TensorLensError, MemoryError):
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
-            raise
+            if is_out_of_memory(error):
+                raise
+            _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+            raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
         if recording is not None:
             return recording
     raise AnatomyError(
@@ -53,6 +56,19 @@ def record(
 def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
     with own_errors(model, inputs), own_precision(), torch.no_grad(), evaluating(model):
         model(**inputs)
+
+
+def _why_it_stopped(model: nn.Module, error: Exception) -> str:
+    """Of an error that comes up under the rules alone, such as torch's of a live number where it takes plain ones."""
+    ours = Path(__file__).parents[1]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not Path(one.filename).is_relative_to(ours)]
+    own = [one for one in frames if not Path(one.filename).is_relative_to(Path(torch.__file__).parent)]
+    place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
+    return (
+        f"Under the rules `{type(model).__name__}` stopped{place}, though by itself it runs: {type(error).__name__}: "
+        f"{error}. Expected code that takes a subclass of tensors like tensors; write that step in plain torch "
+        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
+    )
 
 
 def _is_inference(value: Any) -> bool:

@@ -24,6 +24,7 @@ from tensorlens.freezing.recording import Graph, Reached, Recording, StartAtEmbe
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.evidence import tensors_in
 from tensorlens.models.fingerprint import fingerprint, moved, samples_of
 
 GRAPH_SHARE = 0.02
@@ -246,7 +247,7 @@ class Recorder:
         run.place = Place(n)
         self.block_outputs.append(constants(output))
         run.generation = n + 1
-        for traced in traced_in(output):
+        for traced in traced_in(list(tensors_in(output))):
             traced.generation = n + 1
         if self.blocks is not None and call is not None:
             self.blocks.leave(self, n, call, output)
@@ -358,7 +359,7 @@ class Recorder:
 
     def _note_other_streams(self, state: Tensor, arguments: Any) -> None:
         """Live tensors beside the state, except what the encoder gave: no range can begin here with the state alone."""
-        if any(t.live and t is not state and t.generation < math.inf for t in traced_in(arguments)):
+        if any(t.live and t is not state and t.generation < math.inf for t in traced_in(list(tensors_in(arguments)))):
             self._note_side_channel()
 
     # The ends ---------------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class Recorder:
         self.memory = memory
         # Until the decoder begins, whatever is made of the encoder's output is part of the state of every block in it.
         self.run.generation = math.inf
-        for traced in traced_in(output):
+        for traced in traced_in(list(tensors_in(output))):
             traced.generation = math.inf
         return output
 

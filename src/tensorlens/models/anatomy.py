@@ -174,6 +174,14 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     if named is None or _calls_of(named, evidence):
         raise _not_found(model)
+    ran = next((call for call in evidence.calls if any(call.module is block for block in named.blocks)), None)
+    if ran is not None:
+        raise AnatomyError(
+            f"`{ran.path}` of `{type(model).__name__}` ran, but no state was seen to "
+            f"{'leave' if ran.taken else 'enter'} it: expected a tensor of floats with tokens and channels, by itself "
+            "or in a tuple, a list, a dictionary or a dataclass. Let the block take and return its state so, or pass "
+            "the path of the right list as `blocks=`."
+        )
     raise AnatomyError(
         f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
         "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
