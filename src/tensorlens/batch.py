@@ -121,7 +121,8 @@ class Batch(Sequence[AttentionTensor]):
         if not self.is_separable():
             raise InputError(
                 "A batch needs a model to which samples and their padding are separate; together they give other "
-                "numbers than alone. Pass them to `lens.maps`, which finds out which ones can go together."
+                "numbers than alone. (Where a model puts its samples second, as many of them as there are tokens "
+                "cannot be told from tokens.) Pass them to `lens.maps`, which finds out which ones can go together."
             )
 
     @own_modes

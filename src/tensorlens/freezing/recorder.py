@@ -194,7 +194,8 @@ class Recorder:
     ) -> Any:
         """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
         anatomy = self.anatomy
-        if id(module) in self._blocks and run.block is None:
+        is_over = anatomy.runs_again and self.n_entered >= self.n_calls
+        if id(module) in self._blocks and run.block is None and not is_over:
             return self._run_block(module, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
             if self.end is None and anatomy.body_end == "":

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.around import held_sources, refuse_second_state, refuse_several_states, start_before
+from tensorlens.models.around import (
+    held_sources,
+    refuse_second_state,
+    refuse_several_states,
+    stacks_beside,
+    start_before,
+)
 from tensorlens.models.chains import (
     LISTS,
     Chain,
@@ -58,6 +64,7 @@ class Anatomy:
         entry_place: Which of the floating-point tensors that a block takes is the state.
         starts_early: Whether $X^0$ is what `embedding` gives, because the first block takes only a part of it.
         around: Paths of modules with weights that bring something of the input to $X^N$ around $X^0$; see `around`.
+        beside: Where blocks like these ran side by side with them; their own path, if it was they that ran again.
     """
 
     model: nn.Module
@@ -80,6 +87,12 @@ class Anatomy:
     entry_place: int = 0
     starts_early: bool = False
     around: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the blocks run again after the last of them, on something else."""
+        return any(path in self.stack.split(", ") for path in self.beside)
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -292,6 +305,7 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         ends_in=ends_in,
         channels=_channels(encoder, chain, ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
+        beside=stacks_beside(chain, encoder, evidence),
         entry_place=chain[0].place,
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
