@@ -126,3 +126,24 @@ def test_one_tower_for_two_inputs() -> None:
     jacobian: Any = torch.autograd.functional.jacobian(lambda x: model.one(x)[0], T.input[None])
     assert gap(T.dense(), jacobian[:, :, 0]) < 1e-12
     assert T.certificate().passed
+
+
+class HandsOn(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class ByPlace(HandsOn):
+    def forward(self, *args: Any) -> Any:  # type: ignore[override]
+        return self.inner(*args)
+
+
+def test_a_wrapper_that_names_no_argument() -> None:
+    model = randomised(Plain())
+    assert torch.equal(tl.Lens(HandsOn(HandsOn(model)))(ids()).output, tl.Lens(model)(ids()).output)
+    with pytest.raises(tl.InputError, match="Give the lens the module inside"):
+        tl.Lens(ByPlace(model))(ids())

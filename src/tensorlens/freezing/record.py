@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError, NotLinearError, TensorLensError
+from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
@@ -18,6 +18,7 @@ from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.module_tree import parameters
+from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
 from tensorlens.models.plain_pass import evaluating
 
@@ -47,10 +48,7 @@ def record(
             raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
         if recording is not None:
             return recording
-    raise AnatomyError(
-        f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
-        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
-    )
+    raise never_ran(anatomy.model, anatomy.stack)
 
 
 def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:

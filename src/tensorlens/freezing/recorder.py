@@ -101,8 +101,8 @@ class Recorder:
         self.leaves: list[Tensor] = []
         self.end: Tensor | None = None
         self.is_refused = self.is_apart = False
-        self.n_entered = 0
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
+        self.n_entered, self.n_most = 0, self.n_calls if anatomy.runs_again else math.inf
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.prologue = Prologue()
@@ -136,7 +136,8 @@ class Recorder:
         self.is_refused = True  # unless it passes what follows
         refuse_custom_nodes(readout, self.end)
         recording = self._finished(readout)
-        refuse_other_numbers(recording)
+        if self.options.n_samples == 1 and not log.knows(self.run.signature):  # a sample of a batch is tried alone
+            refuse_other_numbers(recording)
         self.is_refused = False
         log.note(self.run.signature, is_apart=self.is_apart)
         return recording
@@ -194,8 +195,7 @@ class Recorder:
     ) -> Any:
         """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
         anatomy = self.anatomy
-        is_over = anatomy.runs_again and self.n_entered >= self.n_calls
-        if id(module) in self._blocks and run.block is None and not is_over:
+        if id(module) in self._blocks and run.block is None and self.n_entered < self.n_most:
             return self._run_block(module, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
             if self.end is None and anatomy.body_end == "":

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError
 from tensorlens.models.around import (
     held_sources,
     refuse_second_state,
@@ -31,8 +30,8 @@ from tensorlens.models.chains import (
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
-from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_tree import named_modules
+from tensorlens.models.not_found import never_ran, not_found, not_seen
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
@@ -169,7 +168,7 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     named = _by_tree(model, blocks)
     if evidence is None:
         if named is None:
-            raise _not_found(model)
+            raise not_found(model)
         return named
     chain = [] if blocks is not None else find_chain(evidence)
     is_named = (
@@ -186,19 +185,9 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     if named is None or _calls_of(named, evidence):
-        raise _not_found(model)
-    ran = next((call for call in evidence.calls if any(call.module is block for block in named.blocks)), None)
-    if ran is not None:
-        raise AnatomyError(
-            f"`{ran.path}` of `{type(model).__name__}` ran, but no state was seen to "
-            f"{'leave' if ran.taken else 'enter'} it: expected a tensor of floats with tokens and channels, by itself "
-            "or in a tuple, a list, a dictionary or a dataclass. Let the block take and return its state so, or pass "
-            "the path of the right list as `blocks=`."
-        )
-    raise AnatomyError(
-        f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
-        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
-    )
+        raise not_found(model)
+    ran = next((call for call in evidence.calls if call.module in named.blocks), None)
+    raise never_ran(model, named.stack) if ran is None else not_seen(model, ran)
 
 
 def _by_body(anatomy: Anatomy) -> Anatomy:
@@ -216,14 +205,6 @@ def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
     steps = [path.split(".") for path in called]
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
     return any(paths[id(block)] in inside and not isinstance(block, LISTS) for block in anatomy.blocks)
-
-
-def _not_found(model: nn.Module) -> AnatomyError:
-    return AnatomyError(
-        f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
-        "modules alike that follow each other; found neither. "
-        f'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`. {WHAT_IS_NEEDED}'
-    )
 
 
 # By what ran ---------------------------------------------------------------------------------------------------------
