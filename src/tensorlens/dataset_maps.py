@@ -1,8 +1,9 @@
 """Maps of a data set: inputs into batches, batches into maps, each proved to be what it is alone.
 
 Samples of similar length go together, padded at their end where the model's padding is exactly silent. That is checked
-and not believed: of the first batch and of every fiftieth one sample is mapped alone and compared. Where padding is
-heard only samples of one length go together, and where a model mixes samples they go one by one; the maps say so.
+and not believed: of the first batch, of every fiftieth and of each that takes another way through the model one sample
+is mapped alone and compared. Where padding is heard only samples of one length go together, and where a model mixes
+samples they go one by one; the maps say so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_of, map_of
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.freezing.recording import Recording
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -129,6 +131,9 @@ class Work(ABC, Generic[Found]):
         self.lens, self.batch_size = lens, batch_size
         self.together: Together = "padded"
         self.n_batches = 0
+        self._ways: set[int] = set()
+        self._depths: set[int] = set()
+        self._is_new_way = self._is_open = False
         self.reason = ""
         self._free: int | None = None
         self._random = random.Random(seed)
@@ -228,11 +233,21 @@ class Work(ABC, Generic[Found]):
                 raise
             found = self.apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
             return lambda: found
-        check, self.n_batches = self.n_batches % CHECK_EVERY == 0, self.n_batches + 1
+        if self._is_open:
+            found = self.apart(prepared, "how many blocks run depends on the input")
+            return lambda: found
+        check, self.n_batches = self.n_batches % CHECK_EVERY == 0 or self._is_new_way, self.n_batches + 1
         if check:
             found = self._checked(prepared, pending)
             return lambda: found
         return lambda: [self.noted(one) for one in pending()]
+
+    def note_way(self, recording: Recording) -> None:
+        """What a batch showed of the model: one sample may send all others its own way, such as past an early exit."""
+        self._is_new_way = recording.signature not in self._ways
+        self._ways.add(recording.signature)
+        self._depths.add(recording.n_blocks)
+        self._is_open = len(self._depths) > 1 or recording.anatomy.leaves_blocks_out
 
     def _checked(self, prepared: list[ModelInput], pending: Pending[Found]) -> list[Found]:
         lengths = [length_of(one) for one in prepared]
@@ -277,6 +292,7 @@ class _Maps(Work[TokenMap]):
         """Proved by one sample of the first batch, and again every so often."""
         asked = self.asked
         batch = Batch(self.lens, prepared, methods=(asked.method,), probes=asked.probes)
+        self.note_way(batch.replay.recording)
         pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
         batch.release()
         return pending

@@ -21,7 +21,8 @@ from tensorlens.freezing.replay import Replay
 from tensorlens.freezing.replay_of import replay_of
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
+from tensorlens.models.anatomies import Anatomies
+from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of

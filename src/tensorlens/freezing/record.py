@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.recorder import Recorder, RecordOptions
-from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
+from tensorlens.freezing.recorder import Recorder
+from tensorlens.freezing.recording import OtherParts, Recording, RecordOptions, StartAtEmbedding, Unaudited
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.evidence import watch
 from tensorlens.models.module_tree import parameters
 from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
@@ -39,13 +41,18 @@ def record(
     for candidate in (anatomy, *anatomy.alternatives()):
         try:
             recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
+        except OtherParts:
+            found = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
+            return record(replace(found, n_alike=None), inputs, rules, options)
         except (TensorLensError, MemoryError):
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
-            raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
+            if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
+                raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
+            raise
         if recording is not None:
             return recording
     raise never_ran(anatomy.model, anatomy.stack)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -20,16 +19,20 @@ from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find
 from tensorlens.freezing.observe import refuse_other_numbers
 from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.prologue import Prologue
-from tensorlens.freezing.recording import Graph, Reached, Recording, StartAtEmbedding, Unaudited
+from tensorlens.freezing.recording import (
+    Graph,
+    OtherParts,
+    Reached,
+    Recording,
+    RecordOptions,
+    StartAtEmbedding,
+    Unaudited,
+)
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.evidence import tensors_in
 from tensorlens.models.fingerprint import fingerprint, moved, samples_of
-
-GRAPH_SHARE = 0.02
-"""Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
-used, and lies beside the factors and graphs of other inputs; each that is kept leaves less to the next."""
 
 
 class Call(NamedTuple):
@@ -50,21 +53,6 @@ class BlockGraphs(Protocol):
 
     def leave(self, recorder: Recorder, n: int, call: Call, output: Any) -> None:
         """Block n returned."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """How a recording is made.
-
-    Attributes:
-        n_samples: How many samples the inputs hold.
-        graph_share: Part of the free memory that the graph may take; beyond it the graph is not kept.
-        keeps_factors: Whether factors are kept; without them only the graph can be asked.
-    """
-
-    n_samples: int = 1
-    graph_share: float = GRAPH_SHARE
-    keeps_factors: bool = True
 
 
 class Recorder:
@@ -103,6 +91,7 @@ class Recorder:
         self.is_refused = self.is_apart = False
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
         self.n_entered, self.n_most = 0, self.n_calls if anatomy.runs_again else math.inf
+        self.n_alike, self._kinds = 0, {type(block) for block in anatomy.blocks}
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.prologue = Prologue()
@@ -122,6 +111,8 @@ class Recorder:
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
         readout = self._run()
+        if self.anatomy.n_alike not in (None, self.n_alike):
+            raise OtherParts
         if self.block_outputs and len(self.states) <= len(self.block_outputs):
             raise AnatomyError(
                 f"`{type(self.anatomy.model).__name__}` ended without a state after its last block in "
@@ -195,6 +186,7 @@ class Recorder:
     ) -> Any:
         """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
         anatomy = self.anatomy
+        self.n_alike += run.block is None and type(module) in self._kinds
         if id(module) in self._blocks and run.block is None and self.n_entered < self.n_most:
             return self._run_block(module, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
