@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_of, map_of
-from tensorlens.errors import InputError, TensorLensError
+from tensorlens.errors import InputError, NotLinearError, TensorLensError
 from tensorlens.freezing.recording import Recording
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
@@ -31,6 +31,7 @@ from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.module_tree import parameters
+from tensorlens.models.plain_pass import stepwise
 from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
 
@@ -103,18 +104,18 @@ def maps(
         raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
     if rows.on_error not in ("raise", "skip"):
         raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
-    return _maps(lens, inputs, rows, _Maps(lens, asked, batch_size), progress)
+    return chain.from_iterable(stepwise(_windows(lens, inputs, rows, _Maps(lens, asked, batch_size), progress)))
 
 
-def _maps(lens: Source, inputs: Iterable[Any], rows: Rows, work: _Maps, progress: bool | None) -> Iterator[TokenMap]:
+def _windows(
+    lens: Source, inputs: Iterable[Any], rows: Rows, work: _Maps, progress: bool | None
+) -> Iterator[list[TokenMap]]:
     total = len(inputs) if isinstance(inputs, Sized) else None
     disable = None if progress is None else not progress
     waiting, first = iter(inputs), rows.first
     with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
         while window := list(islice(waiting, WINDOW * work.most)):
-            for found in work.window(rows.good(lens, window, first)):
-                bar.update()
-                yield found
+            yield work.window(rows.good(lens, window, first), done=bar.update)
             first += len(window)
 
 
@@ -160,11 +161,10 @@ class Work(ABC, Generic[Found]):
     def noted(self, found: Found) -> Found:
         """The same, saying how samples went together if that is worth saying."""
 
-    def window(self, prepared: Sequence[ModelInput]) -> Iterator[Found]:
-        """What is found of some samples, in their order."""
+    def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Found]:
+        """What is found of some samples, in their order; `done` is told how many at a time."""
         found: dict[int, Found] = {}
-        order = sorted(range(len(prepared)), key=lambda i: (_kind(prepared[i]), length_of(prepared[i])))
-        waiting = list(self._batches(prepared, order))
+        waiting = list(self._batches(prepared))
         waiting = [*waiting[-1:], *waiting[:-1]]  # longest, shortest, then sizes between: a size between needs no audit
         begun: list[tuple[list[int], Pending[Found]]] = []
         while waiting:
@@ -182,21 +182,24 @@ class Work(ABC, Generic[Found]):
                 waiting = [rest[i : i + half] for rest in (some, *waiting) for i in range(0, len(rest), half)]
                 continue
             begun.append((some, pending))
-            if len(begun) > 1:  # one batch is on the device while the maps of the one before it are made
-                found |= _finished(*begun.pop(0))
-        for one in begun:
-            found |= _finished(*one)
-        for i in range(len(prepared)):
-            yield found[i]
+            # One batch is on the device while the maps of the one before it are made.
+            while len(begun) > bool(waiting):
+                rows, pending = begun.pop(0)
+                found |= _finished(rows, pending)
+                done(len(rows))
+        return [found[i] for i in range(len(prepared))]
 
-    def _batches(self, prepared: Sequence[ModelInput], order: list[int]) -> Iterator[list[int]]:
-        """Samples that go together: of one kind, and near in length."""
-        for _, group in groupby(order, key=lambda i: _kind(prepared[i])):
+    def _batches(self, prepared: Sequence[ModelInput]) -> Iterator[list[int]]:
+        """Samples that go together: of one kind, and near in length, the shortest first."""
+        kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
+        order = sorted(range(len(prepared)), key=kinds.__getitem__)
+        for _, group in groupby(order, key=lambda i: kinds[i][0]):
             some: list[int] = []
+            most, most_tokens = self.most, self._most_tokens
             for i in group:
-                length = max(1, length_of(prepared[i]))  # the longest so far, and so that of the batch when padded
-                is_full = len(some) == self.most or (len(some) + 1) * length > self._most_tokens
-                is_other = some and self.together == "by length" and length != length_of(prepared[some[0]])
+                length = kinds[i][1]  # the longest so far, and so that of the batch when padded
+                is_full = len(some) == most or (len(some) + 1) * length > most_tokens
+                is_other = some and self.together == "by length" and length != kinds[some[0]][1]
                 if some and (is_full or is_other or self.together == "one by one"):
                     yield some
                     some = []
@@ -220,27 +223,33 @@ class Work(ABC, Generic[Found]):
         return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Pending[Found]:
-        """Begin the maps of one batch; a batch that is checked is finished at once."""
+        """Begin the work on one batch; of one that is checked, a sample goes alone while the device works."""
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             found = [self.noted(self.alone(one)) for one in prepared]
             return lambda: found
         try:
             pending = self.begin_batch(prepared)
-        except TensorLensError:
-            raise
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if is_out_of_memory(error):
+        except (RuntimeError, TensorLensError) as error:
+            is_own = isinstance(error, TensorLensError) and not isinstance(error, NotLinearError)
+            if is_own or is_out_of_memory(error):
                 raise
             found = self.apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
             return lambda: found
         if self._is_open:
             found = self.apart(prepared, "how many blocks run depends on the input")
             return lambda: found
-        check, self.n_batches = self.n_batches % CHECK_EVERY == 0 or self._is_new_way, self.n_batches + 1
-        if check:
-            found = self._checked(prepared, pending)
-            return lambda: found
-        return lambda: [self.noted(one) for one in pending()]
+        i, together = self._checked_one(prepared), self.together
+        alone = None if i is None else self.alone(prepared[i])
+
+        def finish() -> list[Found]:
+            if self.together != together:  # the batch before has shown meanwhile that these do not go together
+                return self._regrouped(prepared)
+            made = pending()
+            if i is None or alone is None or self.agree(made[i], alone) or self._agree_strictly(prepared, i):
+                return [self.noted(one) for one in made]
+            return self.apart(prepared, "together they give other numbers than alone")
+
+        return finish
 
     def note_way(self, recording: Recording) -> None:
         """What a batch showed of the model: one sample may send all others its own way, such as past an early exit."""
@@ -249,34 +258,37 @@ class Work(ABC, Generic[Found]):
         self._depths.add(recording.n_blocks)
         self._is_open = len(self._depths) > 1 or recording.anatomy.leaves_blocks_out
 
-    def _checked(self, prepared: list[ModelInput], pending: Pending[Found]) -> list[Found]:
+    def _checked_one(self, prepared: list[ModelInput]) -> int | None:
+        """The sample to check this batch with, one that is padded if there is one; None for most batches."""
+        self.n_batches += 1
+        if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way:
+            return None
         lengths = [length_of(one) for one in prepared]
-        shorter = [i for i, length in enumerate(lengths) if length < max(lengths)]
-        i = self._random.choice(shorter or range(len(prepared)))
-        alone = self.alone(prepared[i])  # while the device is still at work on the batch
-        made = pending()
-        if not self.agree(made[i], alone):
-            others = sorted((k for k in range(len(prepared)) if k != i), key=lambda k: -lengths[k])
-            if not self._agree_strictly([prepared[k] for k in (i, *others[: FEW - 1])]):
-                return self.apart(prepared, "together they give other numbers than alone")
-        return [self.noted(one) for one in made]
+        longest = max(lengths)
+        shorter = [i for i, length in enumerate(lengths) if length < longest]
+        return self._random.choice(shorter or range(len(prepared)))
 
-    def _agree_strictly(self, few: list[ModelInput]) -> bool:
-        """Compare the first of a few samples without tf32, whose rounding differs with the size of a batch."""
+    def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
+        """Compare sample i with a few others, without tf32, whose rounding differs with the size of a batch."""
         if not tf32_allowed():
             return False
+        others = sorted((k for k in range(len(prepared)) if k != i), key=lambda k: -length_of(prepared[k]))
         with tf32(False):
-            return self.agree(self.begin_batch(few)()[0], self.alone(few[0]))
+            together = self.begin_batch([prepared[k] for k in (i, *others[: FEW - 1])])()
+            return self.agree(together[0], self.alone(prepared[i]))
 
     def apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
         """The same samples with fewer of them together, from now on."""
         is_padded = len(set(map(length_of, prepared))) > 1
         self.together = NEXT[self.together] if self.together == "padded" and is_padded else "one by one"
         self.reason = f"samples go {self.together}: {reason}"
-        order = sorted(range(len(prepared)), key=lambda i: length_of(prepared[i]))
         self.n_batches = 0  # the next batch is checked again
+        return self._regrouped(prepared)
+
+    def _regrouped(self, prepared: list[ModelInput]) -> list[Found]:
+        """What is found of samples that go together no longer."""
         found: dict[int, Found] = {}
-        for some in self._batches(prepared, order):
+        for some in self._batches(prepared):
             found |= _finished(some, self._begin([prepared[i] for i in some]))
         return [found[i] for i in range(len(prepared))]
 

@@ -26,7 +26,7 @@ from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
-from tensorlens.models.plain_pass import own_modes, stepwise
+from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.rows import check_several, make_inputs
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.tensor import AttentionTensor, Context
@@ -55,7 +55,7 @@ class Lens:
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
             )
         if rules is not None and not isinstance(rules, Rules):
-            raise InputError(f"`rules` must be a `tensorlens.Rules`; got {rules!r}.")
+            raise InputError(f"`rules` must be a `tensorlens.Rules`, such as `Rules.attn_lrp()`; got {rules!r}.")
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
         self.anatomies, self._blocks = Anatomies(model, blocks), blocks
@@ -130,7 +130,7 @@ class Lens:
         check_several(inputs)
         asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
-        return stepwise(maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress))
+        return maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress)
 
     @own_modes
     def answer(

@@ -254,7 +254,7 @@ class AttentionTensor(InsideQuestions):
             every: Any = range(n_out)[slice(None) if out_token is None else out_token]
         else:
             every = out_token.tolist() if isinstance(out_token, (Tensor, np.ndarray)) else out_token
-            every = every if isinstance(every, Sequence) else (every,)
+            every = every if isinstance(every, Sequence) and not isinstance(every, str) else (every,)
         if not every:
             raise InputError(f"`out_token` must name at least one of the {n_out} outputs; got {out_token!r}.")
         return tuple(check_token(i, n_out) for i in every)

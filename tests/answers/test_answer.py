@@ -136,6 +136,7 @@ def test_against_is_the_difference_of_two_answers(answer):
     found, ours, theirs = answer.map(against=" No one."), answer.map(), other.map()
     torch.testing.assert_close(found.scores[:, :3], ours.scores[:, :3] - theirs.scores[:, :3])
     assert found.in_tokens[-2:] == ("answer", "against")
+    assert found.meta["target"].endswith("less the same of “No one.”") and "not “No one.”" in found.view().title
     torch.testing.assert_close(found.scores[0, -2:], torch.stack([ours.scores[0, -1], -theirs.scores[0, -1]]))
     value = found.meta["logit"][0]
     assert value == pytest.approx(ours.meta["logit"][0] - theirs.meta["logit"][0])
@@ -280,6 +281,8 @@ def test_prompts_past_the_models_length_are_refused():
     with pytest.raises(InputError, match="the prompt alone has 400"):
         lens.answer("a" * 400)
     assert len(lens.answer("a" * 398, max_new_tokens=9).ids) <= 2
+    with pytest.raises(InputError, match="one prompt; got a list with texts"):
+        lens.answer(["Hello", "there"])
 
 
 @pytest.mark.usefixtures("unchecked")

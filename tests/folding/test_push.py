@@ -16,7 +16,7 @@ from tensorlens.batch import Batch
 from tensorlens.folding import push
 from tensorlens.folding.fold import FoldedBlock
 from tensorlens.folding.pull import FoldedRows
-from tensorlens.freezing.places import Span
+from tensorlens.freezing.places import Place, Site, Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
 
@@ -75,17 +75,14 @@ def test_bands_leave_out_what_a_causal_model_cannot_reach(monkeypatch: pytest.Mo
     assert positions("bert") == len(IDS) * 12 * 12
 
 
-def test_a_sample_that_looks_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lens, batch, folded = folded_batch("bert")
-    for n in range(folded.span.stop):  # as if the first sample did not
-        folded._blocks[n] = replace(folded.block(n), last=tuple(range(12)))
-    tried: list[bool] = []
-    whole = push._push
-    monkeypatch.setattr(
-        push, "_push", lambda *a, is_causal: (tried.append(is_causal), whole(*a, is_causal=is_causal))[1]
-    )
-    found = push.push_each_token(folded, batch.replay.recording, outputs())
-    assert tried == [True, False] and gap(lens, found) < 1e-6
+def test_a_sample_that_looks_ahead_is_noticed() -> None:
+    assert push._looks_ahead(folded_batch("bert")[2], folded_batch("bert")[1].replay.recording)
+    _, batch, folded = folded_batch("gpt2")
+    recording = batch.replay.recording
+    assert not push._looks_ahead(folded, recording)
+    last = recording.factors[Site(Place(1, inside=True), folded.parts[1].attention, "softmax", 0)]
+    last[2, 0, 4, 7] = 1e-9  # one number of one head of the last sample
+    assert push._looks_ahead(folded, recording)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

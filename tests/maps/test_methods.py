@@ -251,6 +251,8 @@ def test_mistakes_are_named_and_numpys_numbers_are_numbers(unchecked):
         with pytest.raises(tl.InputError, match="named by block"):
             T.heads(wrong)
     assert "some heads of block 0" in repr(T.heads({0: [1]}))
+    with pytest.raises(tl.InputError, match="got 'film'"):
+        T.map(out_token="film")
 
 
 def test_a_method_says_whether_its_scores_are_signed():

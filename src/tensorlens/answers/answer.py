@@ -193,7 +193,8 @@ class Answer:
         scores = torch.cat([ours.scores[:, :n] - theirs.scores[:, :n], ours.scores[:, n:], -theirs.scores[:, n:]], 1)
         found = ours._replace(scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values)
         columns = (*asked.prompt, *self._shifted((Group(ANSWER, whole[0][0].tokens),)), Group(AGAINST, ()))
-        return self._token_map(found, whole[0], columns, asked, against=twin.text)
+        target = f"{_TITLES[asked.target]}, less the same of “{twin.text.strip()}”"
+        return self._token_map(found, whole[0], columns, asked, against=twin.text, target=target)
 
     # The map ---------------------------------------------------------------------------------------------------------
 

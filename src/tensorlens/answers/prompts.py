@@ -75,6 +75,8 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
         return _with_start(lens, _chat(lens, prompt))
     if isinstance(prompt, str):  # always a text, also one that ends like the name of a picture
         return _with_start(lens, _text(lens, prompt))
+    if isinstance(prompt, (list, tuple)) and any(isinstance(one, str) for one in prompt):
+        raise InputError(f"Expected one prompt; got a {type(prompt).__name__} with texts. Ask for one answer each.")
     made = lens.prepare(prompt)
     ids = token_ids(made.arguments)
     if made.kind != "ids" or ids is None:

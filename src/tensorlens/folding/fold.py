@@ -62,8 +62,7 @@ class FoldedBlock:
         value: W_value (channel, kv_head · head_channel).
         mix: Attention with the norms' scales, (head, in_token, out_token).
         is_parallel: Whether attention takes the block's cotangents and not those behind the feed-forward.
-        first: For each output the first input attended to, or the output itself.
-        last: The last one.
+        sees_all: Whether every output counts as seeing every token: looking would wait for the device.
     """
 
     up: Tensor
@@ -74,8 +73,7 @@ class FoldedBlock:
     value: Tensor
     mix: Tensor
     is_parallel: bool
-    first: tuple[int, ...]
-    last: tuple[int, ...]
+    sees_all: bool = False
 
     @property
     def n_heads(self) -> int:
@@ -87,6 +85,16 @@ class FoldedBlock:
         """Memory of all the matrices."""
         values = [getattr(self, field.name) for field in fields(self)]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    @cached_property
+    def reach(self) -> tuple[list[int], list[int]]:
+        """First and last input that each output attends to in any head, itself included."""
+        n = self.mix.shape[-1]
+        if self.sees_all:
+            return [0] * n, [n - 1] * n
+        touched = (self.mix != 0).any(0) | torch.eye(n, dtype=torch.bool, device=self.mix.device)
+        last = n - 1 - touched.flip(0).int().argmax(0)
+        return touched.int().argmax(0).tolist(), last.tolist()
 
     # Views, made once: with few cotangents, making them takes longer than the products.
 
@@ -141,7 +149,6 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
         _, outer, inner = _norm_pair(parts.norm_1, parts.norm_2, up)
         up, down = torch.cat([up, outer], 1), torch.cat([down, inner])
     mix = _mixing(factors, "" if post_ln else "norm_1", "post_norm_1", heads)
-    first, last = _reach(mix)
     return FoldedBlock(
         up=_packed(up, dtype),
         down=_packed(down.T, dtype).T if DOWN_BY_COLUMN.get(down.device.type) else _packed(down, dtype),
@@ -151,15 +158,11 @@ def fold_block(parts: BlockParts, factors: Factors, dtype: torch.dtype, heads: T
         value=_packed(before_weight(parts.value, None if post_ln else parts.norm_1), dtype),
         mix=_packed(mix, dtype),
         is_parallel=parts.layout == "parallel",
-        first=first,
-        last=last,
     )
 
 
 def fold_beside(like: FoldedBlock, parts: BlockParts, factors: Factors, heads: Tensor | None = None) -> FoldedBlock:
     """The same block for another sample that was recorded with it: the weights are shared.
-
-    Every output counts as seeing every token, since looking would wait for the device.
 
     Args:
         like: The block as it was folded for the other sample.
@@ -168,8 +171,7 @@ def fold_beside(like: FoldedBlock, parts: BlockParts, factors: Factors, heads: T
         heads: A multiplier for each head, or None.
     """
     held = fold_factors(like, parts, factors, heads)
-    n = held.mix.shape[-1]
-    return replace(like, gain=held.gain, skip=held.skip, mix=held.mix, first=(0,) * n, last=(n - 1,) * n)
+    return replace(like, gain=held.gain, skip=held.skip, mix=held.mix, sees_all=True)
 
 
 def fold_factors(like: FoldedBlock, parts: BlockParts, factors: Factors, heads: Tensor | None = None) -> HeldFactors:
@@ -263,12 +265,3 @@ def _mixing(factors: Factors, in_norm: str, out_norm: str, heads: Tensor | None)
     if heads is not None:
         mix = mix * heads.to(mix)[:, None, None]
     return mix.mT
-
-
-def _reach(mix: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First and last input that each output attends to in any head, itself included."""
-    n = mix.shape[-1]
-    touched = (mix != 0).any(0) | torch.eye(n, dtype=torch.bool, device=mix.device)
-    first = touched.int().argmax(0)
-    last = n - 1 - touched.flip(0).int().argmax(0)
-    return tuple(first.tolist()), tuple(last.tolist())

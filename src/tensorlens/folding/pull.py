@@ -158,9 +158,9 @@ class FoldedRows:
     def live(self, n: int, tokens: Range) -> Range:
         """The tokens that some of `tokens` see through block n."""
         if (n, tokens) not in self._live:
-            block, grain = self.block(n), GRAIN.get(self.device.type, 1)
-            first = min(block.first[slice(*tokens)]) // grain * grain
-            last = -(-(max(block.last[slice(*tokens)]) + 1) // grain) * grain
+            (firsts, lasts), grain = self.block(n).reach, GRAIN.get(self.device.type, 1)
+            first = min(firsts[slice(*tokens)]) // grain * grain
+            last = -(-(max(lasts[slice(*tokens)]) + 1) // grain) * grain
             self._live[n, tokens] = Range(first, min(last, self.n_tokens))
         return self._live[n, tokens]
 

@@ -10,6 +10,7 @@ tokens go in bands, each with the positions from its first token on: about half 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tensorlens.folding.fold import FoldedBlock, HeldFactors, fold_factors
 from tensorlens.folding.pull import FoldedRows
-from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild_norm
+from tensorlens.folding.rebuild import held_attention, held_factors, norm_scale, rebuild_norm
 from tensorlens.freezing.places import Place
 from tensorlens.freezing.recording import Recording
 from tensorlens.memory import fitting
@@ -48,45 +49,37 @@ def push_each_token(
         recording: Of all samples together, all blocks.
         out_tokens: The outputs.
     """
-    is_causal = all(last <= token for n in range(recording.n_blocks) for token, last in enumerate(folded.block(n).last))
-    if is_causal:
-        pushed, leaks = _push(folded, recording, out_tokens, is_causal=True)
-        if not leaks:
-            return pushed
-    return _push(folded, recording, out_tokens, is_causal=False)[0]  # another sample's mask may let it look ahead
-
-
-def _push(folded: FoldedRows, recording: Recording, out_tokens: Tensor, *, is_causal: bool) -> tuple[Tensor, bool]:
-    """What is asked for, of as many tokens at a time as memory holds; and whether one looked ahead where none may."""
     x = recording.states[0].to(folded.dtype)
-    at, n_tokens = out_tokens.to(x.device), x.shape[1]
+    is_causal, n_tokens = not _looks_ahead(folded, recording), x.shape[1]
     most = fitting(x.nbytes, n_tokens, x.device)  # every token takes a state of its own
-    found = [
-        _push_some(folded, recording, _bands(x, range(first, min(first + most, n_tokens)), is_causal=is_causal), at)
-        for first in range(0, n_tokens, most)
+    ends = [
+        _push_some(folded, recording, _bands(x, tokens, is_causal=is_causal), out_tokens.to(x.device))
+        for tokens in (range(n_tokens)[first : first + most] for first in range(0, n_tokens, most))
     ]
-    return torch.cat([ends for ends, _ in found], 1), is_causal and any(bool(leaks) for _, leaks in found)
+    return torch.cat(ends, 1)
 
 
-def _push_some(
-    folded: FoldedRows, recording: Recording, bands: list[Band], at: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The ends of some bands, and whether any token looked ahead."""
-    n_samples = len(at)
-    leaks = torch.zeros((), dtype=torch.bool, device=at.device)
+def _looks_ahead(folded: FoldedRows, recording: Recording) -> bool:
+    """Whether a token of any sample attends to a later one. Asked first: from here on nothing waits for the device."""
+    ahead = [held_attention(recording, parts).triu(1).any() for parts in folded.parts.values()]
+    return bool(torch.stack(ahead).any())
+
+
+def _push_some(folded: FoldedRows, recording: Recording, bands: list[Band], at: Tensor) -> Tensor:
+    """The ends of some bands."""
+    n_samples, inner_bytes = len(at), fitting(1, INNER_BYTES.get(at.device.type, 2**24), at.device)
     for n in range(recording.n_blocks):
-        block, is_last = folded.block(n), n == recording.n_blocks - 1
+        block, is_last = _by_column(folded.block(n)), n == recording.n_blocks - 1
         held = fold_factors(block, folded.parts[n], held_factors(recording, folded.parts[n], together=True))
         held = _by_sample(held, n_samples)
-        leaks |= held.mix.tril(-1).any()
-        bands = [_through(block, held, band, at if is_last else None) for band in bands]
+        bands = [_through(block, held, band, inner_bytes, at if is_last else None) for band in bands]
     ends = torch.cat([torch.where((at >= band.start)[:, None, None], band.rows[:, 0], 0) for band in bands], 1)
     if folded.tail is not None:
         scale = norm_scale(recording, Place(recording.n_blocks - 1), folded.tail)
         assert scale is not None, "the survey found the final norm by its scale"
         scale = scale.view(n_samples, -1)[torch.arange(n_samples, device=at.device), at]
         ends = rebuild_norm(folded.tail, scale[:, None].expand(ends.shape[:2]), ends, shifted=False)
-    return ends, leaks
+    return ends
 
 
 def _bands(x: Tensor, tokens: range, *, is_causal: bool) -> list[Band]:
@@ -102,6 +95,14 @@ def _bands(x: Tensor, tokens: range, *, is_causal: bool) -> list[Band]:
     return found
 
 
+def _by_column(block: FoldedBlock) -> FoldedBlock:
+    """With weights that lie column by column on a GPU: its matrix units read the summed axis fastest."""
+    if block.up.device.type != "cuda":
+        return block
+    up, down, out, value = (w.T.contiguous().T for w in (block.up, block.down, block.out, block.value))
+    return replace(block, up=up, down=down, out=out, value=value)
+
+
 def _by_sample(held: HeldFactors, n_samples: int) -> HeldFactors:
     """With an axis for samples in front."""
     gain, skip, mix = held
@@ -110,7 +111,7 @@ def _by_sample(held: HeldFactors, n_samples: int) -> HeldFactors:
     )
 
 
-def _through(block: FoldedBlock, held: HeldFactors, band: Band, only: Tensor | None) -> Band:
+def _through(block: FoldedBlock, held: HeldFactors, band: Band, inner_bytes: int, only: Tensor | None) -> Band:
     """One band through one block; to the positions `only`, one for each sample, if they are given."""
     rows, start = band
     n_samples = len(rows)
@@ -123,9 +124,9 @@ def _through(block: FoldedBlock, held: HeldFactors, band: Band, only: Tensor | N
         here, gain = rows[each, places][:, None], gain[each, places][:, None]
         mix, skip = mix[each, :, :, places][..., None], None if skip is None else skip[each, places][:, None]
     per_sample = here[0, :, :, 0].numel() * gain.shape[-1] * rows.element_size()
-    most = max(1, INNER_BYTES.get(rows.device.type, 2**24) // per_sample)
-    for some in torch.arange(n_samples).split(min(most, fitting(per_sample, n_samples, rows.device))):
-        part = slice(int(some[0]), int(some[-1]) + 1)
+    most = max(1, inner_bytes // per_sample)
+    for first in range(0, n_samples, most):
+        part = slice(first, first + most)
         _step(block, HeldFactors(gain[part], None if skip is None else skip[part], mix[part]), rows[part], here[part])
     return Band(here, start)
 

@@ -86,9 +86,13 @@ def contribution(question: BatchQuestion) -> Pending:
 
     Where the exact norm is asked too, the rows that it needs are there to be multiplied instead.
     """
-    shares_rows = "tensor.norm" in question.methods
-    scores = _by_rows(question)[1] if shares_rows else _pushed(question).norm(dim=-1)
-    return question.answers(scores, _bias_shares(question), question.alike(bias=BY_COMPLETENESS))
+    if "tensor.norm" in question.methods:
+        scores, not_by_tokens = _by_rows(question)[1], _bias_shares(question)
+    else:
+        pushed, ends = _pushed(question), question.rows(question.recording.states[-1])
+        scores = pushed.norm(dim=-1)
+        not_by_tokens = not_carried((pushed * ends[:, None]).sum(-1), ends.square().sum(-1))
+    return question.answers(scores, not_by_tokens, question.alike(bias=BY_COMPLETENESS))
 
 
 def _pushed(question: BatchQuestion) -> Tensor:

@@ -204,7 +204,7 @@ class TokenMap:
             scores=_array(self.scores),
             out_tokens=self.out_tokens,
             in_tokens=self.in_tokens,
-            title=self.method if answer is None else "Why this answer?",
+            title=self.method if answer is None else _question(self.meta.get("against")),
             bias_share=_array(self.bias_share),
             caption=caption_lines(self.method, self.meta, self.shape[0]),
             row_caption=row_caption_lines(self.meta, self.shape[0]),
@@ -300,6 +300,10 @@ class TokenMap:
             return lambda path: _DATA[suffix](path, record)
         known = " ".join((".html", *_FIGURES, *_DATA))
         raise InputError(f"Expected a file name ending in one of {known}, got {suffix!r}. Choose one of these.")
+
+
+def _question(against: Any) -> str:
+    return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
 
 
 def _labels(name: str, labels: Any) -> tuple[str, ...]:
