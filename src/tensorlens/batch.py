@@ -121,7 +121,8 @@ class Batch(Sequence[AttentionTensor]):
         if not self.is_separable():
             raise InputError(
                 "A batch needs a model to which samples and their padding are separate; together they give other "
-                "numbers than alone. Pass them to `lens.maps`, which finds out which ones can go together."
+                "numbers than alone. (Where a model puts its samples second, as many of them as there are tokens "
+                "cannot be told from tokens.) Pass them to `lens.maps`, which finds out which ones can go together."
             )
 
     @own_modes
@@ -135,7 +136,7 @@ class Batch(Sequence[AttentionTensor]):
         i = check_token(i, len(self), "sample")
         if self.is_padded and self.lengths[i] < max(self.lengths):
             return self.lens(self.prepared[i])
-        if not self._samples_can_be_cut:
+        if self.replay.recording.n_encoder_blocks or not self._samples_can_be_cut:
             return self.lens(self.prepared[i])
         return self.lens.tensor(self.prepared[i], FactorReplay(self.replay.recording.sample(i)))
 
@@ -235,6 +236,8 @@ class Batch(Sequence[AttentionTensor]):
         probes: int | None = None, seed: int = 0,
     ) -> Callable[[], list[TokenMap]] | None:  # fmt: skip
         """The same for all samples at once; None where this method has no such way for this model."""
+        if self.replay.recording.n_encoder_blocks:  # whose outputs are those of a second text
+            return None
         asked = self._question(out_token, target, targets, probes, seed)
         try:
             pending = BATCHED[method](asked) if method in BATCHED else None
@@ -337,6 +340,12 @@ class Collated:
             raise InputError("A batch needs inputs of one kind; got samples with different arguments.")
         if len(prepared) > 1 and not all(map(has_sample_axis, prepared)):
             raise InputError("A batch needs inputs with an axis for samples; got some without. Call the lens on each.")
+        if not all(_fits([one.arguments[name] for one in prepared], self.lengths) for name in names):
+            raise InputError(
+                "A batch needs samples that differ in the length of one text alone, with masks of its length; got "
+                "others whose sizes differ too, and nothing says where they would be filled up. Call the lens on each, "
+                "or pass them to `lens.maps`."
+            )
         self.arguments: dict[str, Any] = {
             name: _stack([one.arguments[name] for one in prepared], pad_id if name == "input_ids" else 0)
             for name in names
@@ -363,6 +372,12 @@ def has_sample_axis(prepared: ModelInput) -> bool:
     values = [value for value in prepared.arguments.values() if isinstance(value, Tensor)]
     least = 3 if prepared.kind == "values" else 1
     return all(value.dim() >= least and len(value) == 1 for value in values)
+
+
+def _fits(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether values of one argument have the same sizes, or are as long as the text of their sample."""
+    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+    return len(set(shapes)) < 2 or [shape[1:2] for shape in shapes] == [(n,) for n in lengths]
 
 
 def _stack(values: list[Any], pad: int) -> Any:

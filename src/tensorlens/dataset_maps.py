@@ -1,8 +1,9 @@
 """Maps of a data set: inputs into batches, batches into maps, each proved to be what it is alone.
 
 Samples of similar length go together, padded at their end where the model's padding is exactly silent. That is checked
-and not believed: of the first batch and of every fiftieth one sample is mapped alone and compared. Where padding is
-heard only samples of one length go together, and where a model mixes samples they go one by one; the maps say so.
+and not believed: of the first batch, of every fiftieth and of each that takes another way through the model one sample
+is mapped alone and compared. Where padding is heard only samples of one length go together, and where a model mixes
+samples they go one by one; the maps say so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_of, map_of
-from tensorlens.errors import InputError, TensorLensError
+from tensorlens.errors import InputError, NotLinearError, TensorLensError
+from tensorlens.freezing.recording import Recording
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -130,6 +132,9 @@ class Work(ABC, Generic[Found]):
         self.lens, self.batch_size = lens, batch_size
         self.together: Together = "padded"
         self.n_batches = 0
+        self._ways: set[int] = set()
+        self._depths: set[int] = set()
+        self._is_new_way = self._is_open = False
         self.reason = ""
         self._free: int | None = None
         self._random = random.Random(seed)
@@ -224,12 +229,14 @@ class Work(ABC, Generic[Found]):
             return lambda: found
         try:
             pending = self.begin_batch(prepared)
-        except TensorLensError:
-            raise
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if is_out_of_memory(error):
+        except (RuntimeError, TensorLensError) as error:
+            is_own = isinstance(error, TensorLensError) and not isinstance(error, NotLinearError)
+            if is_own or is_out_of_memory(error):
                 raise
             found = self.apart(prepared, f"the model takes no batch of them ({str(error).splitlines()[0]})")
+            return lambda: found
+        if self._is_open:
+            found = self.apart(prepared, "how many blocks run depends on the input")
             return lambda: found
         i, together = self._checked_one(prepared), self.together
         alone = None if i is None else self.alone(prepared[i])
@@ -244,10 +251,17 @@ class Work(ABC, Generic[Found]):
 
         return finish
 
+    def note_way(self, recording: Recording) -> None:
+        """What a batch showed of the model: one sample may send all others its own way, such as past an early exit."""
+        self._is_new_way = recording.signature not in self._ways
+        self._ways.add(recording.signature)
+        self._depths.add(recording.n_blocks)
+        self._is_open = len(self._depths) > 1 or recording.anatomy.leaves_blocks_out
+
     def _checked_one(self, prepared: list[ModelInput]) -> int | None:
         """The sample to check this batch with, one that is padded if there is one; None for most batches."""
         self.n_batches += 1
-        if (self.n_batches - 1) % CHECK_EVERY:
+        if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way:
             return None
         lengths = [length_of(one) for one in prepared]
         longest = max(lengths)
@@ -290,6 +304,7 @@ class _Maps(Work[TokenMap]):
         """Proved by one sample of the first batch, and again every so often."""
         asked = self.asked
         batch = Batch(self.lens, prepared, methods=(asked.method,), probes=asked.probes)
+        self.note_way(batch.replay.recording)
         pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
         batch.release()
         return pending

@@ -21,7 +21,9 @@ from tensorlens.freezing.replay import Replay
 from tensorlens.freezing.replay_of import replay_of
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
+from tensorlens.models.anatomies import Anatomies
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.around import said_of
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.models.plain_pass import own_modes
@@ -196,6 +198,8 @@ class Lens:
         """
         n_tokens = n_tokens or recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
+        if recording.anatomy.beside:
+            meta["beside"] = said_of(recording.anatomy.stack, recording.anatomy.beside)
         if prepared.text is not None:
             meta["text"] = prepared.text
             if prepared.offsets is not None and len(prepared.offsets) == n_tokens:

@@ -19,7 +19,7 @@ from tensorlens.freezing import recorder
 from tensorlens.freezing import replay as replaying
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.places import Span
-from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.recording import GRAPH_SHARE, Recording
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.freezing.rules import modules as adapters
 from tensorlens.freezing.rules.gains import gelu_tanh
@@ -216,7 +216,7 @@ def test_how_large_is_measured_in_tokens(monkeypatch):
     T = tensor_of("vit")  # whose arguments do not say how many there are
     anatomy = T.operator.recording.anatomy
     for free, kept in ((T.n_tokens * anatomy.bytes_per_token, True), (T.n_tokens * anatomy.bytes_per_token - 1, False)):
-        monkeypatch.setattr(recorder, "free_bytes", lambda device, free=free: free / recorder.GRAPH_SHARE)
+        monkeypatch.setattr(recorder, "free_bytes", lambda device, free=free: free / GRAPH_SHARE)
         assert (tensor_of("vit").operator.recording.graph is not None) == kept
 
 

@@ -10,7 +10,8 @@ from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.freezing.layouts import axis_layout, state_of
-from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of
+from tensorlens.models.anatomies import Anatomies, kind_of
+from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
 from tensorlens.models.inputs import make_input
 

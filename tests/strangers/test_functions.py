@@ -19,6 +19,8 @@ Inner = Callable[[Tensor, Tensor], Tensor]
 """From the two projections of a token to the inner channels."""
 
 W = torch.linspace(-1, 1, N_INNER, dtype=torch.float64)
+BILINEAR = torch.outer(W, torch.outer(W, W.exp()).flatten()).sin().view(3 * (N_INNER,))
+GRID = torch.stack(torch.meshgrid(W[:4], W, indexing="ij"), -1)[None]
 
 
 class FeedForward(nn.Module):
@@ -126,6 +128,22 @@ SMOOTH: dict[str, Inner] = {
     "larger of two": lambda z, g: torch.maximum(z, g),
     "over its spread": lambda z, g: z / z.std(-1, keepdim=True),
     "added quotient": lambda z, g: torch.addcdiv(z, g, 1 + z.abs()),
+    "dot product": lambda z, g: z + torch.linalg.vecdot(z, g).unsqueeze(-1),
+    "three matrices": lambda z, g: torch.linalg.multi_dot([z[0], g[0].mT, z[0]])[None],
+    "power of a matrix": lambda z, g: torch.linalg.matrix_power(z @ g.mT, 2) @ g,
+    "cross product": lambda z, g: F.pad(torch.linalg.cross(z[..., :3], g[..., :3]), (0, 13)),
+    "bilinear": lambda z, g: F.bilinear(z, g, BILINEAR, W),
+    "added outer product": lambda z, g: torch.addr(z[0], z[0, :, 0], g[0, 0], beta=0.5)[None],
+    "looked up where the other says": lambda z, g: F.grid_sample(
+        z[:, None], torch.stack([g, z], -1).tanh(), align_corners=False
+    )[:, 0],
+    "by singular vectors": lambda z, g: (found := torch.linalg.svd(z, full_matrices=False))[0] @ found[2],
+    "orthogonal": lambda z, g: torch.linalg.qr(z)[0] @ g,
+    "by its root": lambda z, g: torch.linalg.cholesky(z @ z.mT + torch.eye(4)) @ g,
+    "over its nuclear norm": lambda z, g: z / torch.linalg.matrix_norm(z, "nuc"),
+    "spread of tokens": lambda z, g: torch.cov(z[0])[None] @ g,
+    "by length and angle": lambda z, g: torch.polar(z.exp(), g).real,
+    "direction of complex numbers": lambda z, g: torch.sgn(torch.complex(z, g)).real,
 }
 """The Jacobian's member must have their derivative."""
 
@@ -158,6 +176,14 @@ LINEAR: dict[str, Inner] = {
     "by the place of a bound": lambda z, g: z * torch.bucketize(z.detach(), torch.linspace(-1, 1, 5).double()),
     "smaller than a constant": lambda z, g: torch.minimum(z, W),
     "token before": lambda z, g: torch.roll(z, 1, 1),
+    "made as large as a constant": lambda z, g: torch.mul(*torch.broadcast_tensors(z, W)),
+    "dot product with a constant": lambda z, g: z + torch.linalg.vecdot(z, W).unsqueeze(-1),
+    "cross product with a constant": lambda z, g: F.pad(torch.cross(z[..., :3], W[:3].expand(1, 4, 3), -1), (0, 13)),
+    "looked up": lambda z, g: F.grid_sample(z[:, None], GRID, align_corners=False)[:, 0],
+    "sign of the other": lambda z, g: torch.copysign(z, g),
+    "running integral": lambda z, g: F.pad(torch.cumulative_trapezoid(z, dim=-1), (0, 1)),
+    "pooled and put back": lambda z, g: F.max_unpool1d(*F.max_pool1d(z, 2, return_indices=True), 2),  # type: ignore[misc]
+    "less the mean of all": lambda z, g: z - z.mean(),
 }
 """Linear where the choices are held: every member must have their derivative."""
 
@@ -174,6 +200,14 @@ FROZEN: dict[str, tuple[Inner, Inner]] = {
         lambda z, g: z.scatter(-1, torch.arange(4).expand(1, 4, 4), g, reduce="add"),
         lambda z, g: torch.cat([z[..., :4] + g[..., :4], z[..., 4:]], -1),
     ),
+    "rows of a live table": (
+        lambda z, g: F.embedding(torch.tensor([[3, 1, 0, 2]]), z[0], padding_idx=1), lambda z, g: z[:, [3, 1, 0, 2]]
+    ),
+    "looked up where the other says": (
+        lambda z, g: F.grid_sample(z[:, None], torch.stack([g, z], -1).tanh(), align_corners=False)[:, 0],
+        lambda z, g: F.grid_sample(z[:, None], torch.stack([g, z], -1).detach().tanh(), align_corners=False)[:, 0],
+    ),
+    "bilinear": (lambda z, g: F.bilinear(z, g, BILINEAR, W), lambda z, g: F.bilinear(z.detach(), g, BILINEAR, W)),
     "squared ReLU": (lambda z, g: F.relu(z) ** 2, lambda z, g: F.relu(z).detach() * F.relu(z)),
     "added product": (
         lambda z, g: torch.addcmul(z, g, torch.sigmoid(z)), lambda z, g: z + g * torch.sigmoid(z).detach()
@@ -230,6 +264,10 @@ def test_a_function_without_a_second_derivative_is_pulled_through_and_not_pushed
     [
         (lambda z, g: z.scatter(-1, torch.arange(4).expand(1, 4, 4), g, reduce="multiply"), "scatter by multiply"),
         (lambda z, g: set_data(z, g), "x.data = y"),
+        (lambda z, g: z + torch.full_like(z, z.mean()), "`x.expand\\(shape\\)`"),
+        (lambda z, g: z + z.new_tensor([z[0, 0, 0], z[0, 0, 1]] * 8), "`torch.stack`"),
+        (lambda z, g: inner_derivative(z), "inside its own forward"),
+        (lambda z, g: plain_tensors_only(z), "`raise TypeError"),
         (
             lambda z, g: [part.mul_(2) for part in (1.0 * z).chunk(2, -1)][0].repeat(1, 1, 2),
             "Write to a `.clone\\(\\)`",
@@ -244,4 +282,22 @@ def test_what_no_derivative_follows_is_said(inner: Inner, reason: str) -> None:
 def set_data(z: Tensor, g: Tensor) -> Tensor:
     z = 1.0 * z
     z.data = g
+    return z
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_copy_by_new_tensor_is_carried() -> None:
+    T = tl.Lens(model_of(lambda z, g: z + g.new_tensor(z)))(IDS)
+    assert gap(T.dense(), derivative(model_of(lambda z, g: 2 * z), T.input)) < 1e-12
+
+
+def inner_derivative(z: Tensor) -> Tensor:
+    with torch.enable_grad():
+        v = z.detach().requires_grad_()
+        return torch.autograd.grad((v**3).sum(), v)[0]
+
+
+def plain_tensors_only(z: Tensor) -> Tensor:
+    if type(z) is not Tensor:
+        raise TypeError("expected a tensor")
     return z

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from strangers.models import Attention, Block, D, FeedForward, H, WithHead, randomised
 from strangers.oracle import gap, randn
 from torch import Tensor, nn
@@ -94,3 +96,20 @@ def test_a_sample_that_can_be_cut_out_is_not_recorded_again(monkeypatch: pytest.
 def test_a_batch_of_one() -> None:
     lens = tl.Lens(randomised(WithHead()))
     assert gap(lens.batch(ROWS[:1])[0].rows(0), lens(ROWS[0]).rows(0)) < 1e-12
+
+
+def test_a_second_text_of_another_length_is_not_filled_up() -> None:
+    config = transformers.T5Config(
+        d_model=16, d_ff=24, num_layers=1, num_heads=2, d_kv=8, vocab_size=40, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    lens = tl.Lens(transformers.T5ForConditionalGeneration(config).double().eval())
+    pairs = [([5, 9, 17], [0, 3]), ([7, 30], [0, 4]), ([7, 30, 2], [0])]
+    rows = [{"input_ids": torch.tensor([ids]), "decoder_input_ids": torch.tensor([out])} for ids, out in pairs]
+    alone = [lens(row).map("tensor.in_out", out_token=-1) for row in rows]
+    for found, own in zip(lens.maps(rows, progress=False), alone, strict=True):
+        assert gap(found.scores, own.scores) < 1e-6
+    for found, own in zip(lens.batch(rows[:2]).maps("tensor.in_out"), alone[:2], strict=True):
+        assert gap(found.scores, own.scores) < 1e-6
+    with pytest.raises(tl.InputError, match="others whose sizes differ too"):
+        lens.batch(rows)

@@ -15,7 +15,7 @@ from tensorlens.answers.prompts import Prompt, Speaker, read_prompt
 from tensorlens.answers.served import Agreement, agreement, check_served
 from tensorlens.answers.shares import Engine, Shares, shares, through
 from tensorlens.answers.targets import TargetKind, make_targets
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.freezing.observe import plain_logits_at
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
@@ -251,8 +251,13 @@ def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
     """The answer that continues a prompt with some tokens, recorded."""
     tensor: AttentionTensor = lens(_together(lens, prompt, found))
     recording = tensor.operator.recording
-    if recording.readout is None or recording.readout.dim() != 3:
+    if recording.readout is None:
         raise no_head(recording.model)
+    if recording.readout.dim() != 3:
+        raise MethodError(
+            f"`{type(recording.model).__name__}` gives one set of logits for the whole input; expected some for each "
+            "token, of which an answer is made. Use `tensor.in_class`."
+        )
     return Answer(text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens)
 
 

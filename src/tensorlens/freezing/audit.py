@@ -151,6 +151,10 @@ class AuditLog:
         least, most = _audited.get(self._key, {}).get(way, ((), ()))
         return bool(least) and all(low <= n <= high for low, n, high in zip(least, self._sizes, most, strict=True))
 
+    def knows(self, way: int) -> bool:
+        """Whether recordings that went this way were audited, at any sizes."""
+        return way in _audited.get(self._key, ())
+
     @property
     def is_apart(self) -> bool:
         """Whether the first block was seen to take something else than the embeddings."""

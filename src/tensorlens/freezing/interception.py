@@ -27,7 +27,15 @@ from tensorlens.freezing.rules.custom import unrolled
 from tensorlens.freezing.traced import active, finish, set_active, traced_in
 from tensorlens.models.fingerprint import Fingerprint, fingerprint
 from tensorlens.models.module_tree import walk
-from tensorlens.models.plain_pass import callers_defaults, copy_once, is_data, put_back
+from tensorlens.models.plain_pass import (
+    Containers,
+    callers_defaults,
+    containers_of,
+    copy_once,
+    empty_again,
+    is_data,
+    put_back,
+)
 from tensorlens.models.plain_pass import in_own_precision as own_precision
 
 ABSENT = object()
@@ -47,6 +55,7 @@ class _Wrapping:
     before: dict[str, Any] = field(default_factory=dict)
     users: set[object] = field(default_factory=set)
     copies: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    containers: Containers = field(default_factory=list)
 
 
 _lock = threading.RLock()
@@ -252,6 +261,7 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
     replaced |= {key: copy_once(own[key], copies) for key in data}
     wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
     wrapping.before |= own
+    wrapping.containers += containers_of(module)
     buffers = {key: value for key, value in module._buffers.items() if is_data(value)}
     wrapping.buffers |= buffers
     own.update(replaced)
@@ -298,6 +308,7 @@ def _stop_reporting(module: nn.Module, wrapping: _Wrapping) -> None:
             module.__dict__[key] = value
     if wrapping.before:  # which is empty if an interrupt came before anything was replaced
         put_back(module, wrapping.before)
+        empty_again(wrapping.containers)
     module._buffers.update(wrapping.buffers)
 
 

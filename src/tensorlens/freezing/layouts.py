@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,7 +91,7 @@ def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n
 def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", place: int = 0) -> Tensor:
     """The hidden state among a block's arguments: `hidden_states`, or a tensor of floats, the first if `place` is 0."""
     candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
-    found = [one for one in candidates if isinstance(one, Tensor) and one.is_floating_point() and one.dim() >= 2]
+    found = [one for one in tensors_in(candidates) if one.is_floating_point() and one.dim() >= 2]
     if found:
         return found[place if place < len(found) else 0]
     given = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
@@ -103,11 +105,7 @@ def put_state(
     args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor, place: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with another hidden state."""
-    old = find_state(args, kwargs, place=place)
-    return (
-        tuple(state if value is old else value for value in args),
-        {name: state if value is old else value for name, value in kwargs.items()},
-    )
+    return replace_state((args, kwargs), find_state(args, kwargs, place=place), state)
 
 
 def state_of(output: Any, place: int = 0) -> Tensor:
@@ -134,23 +132,28 @@ def _described(output: Any) -> str:
 
 
 def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
-    """What a module returned, with another hidden state in it."""
-    if output is old:
-        return new
-    if isinstance(output, dict):
-        items = {name: replace_state(value, old, new) for name, value in output.items()}
-        return type(output)(**items) if hasattr(output, "to_tuple") else items
-    return (
-        type(output)(replace_state(part, old, new) for part in output) if isinstance(output, (tuple, list)) else output
-    )
+    """What a module takes or gives, with another hidden state in it."""
+    return _changed(output, lambda tensor: new if tensor is old else tensor)
 
 
 def constants(output: Any) -> Any:
     """What a module returned, values alone."""
-    if isinstance(output, (tuple, list)):
-        parts = [constants(part) for part in output]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    if isinstance(output, dict):
-        items = {name: constants(value) for name, value in output.items()}
-        return type(output)(**items) if hasattr(output, "to_tuple") else items
-    return constant(output) if isinstance(output, Tensor) else output
+    return _changed(output, constant)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples, lists, dictionaries and dataclasses of other tensors; what holds none is not copied."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [_changed(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, Mapping):
+        items = {name: _changed(item, change) for name, item in value.items()}
+        return type(value)(**items) if hasattr(value, "to_tuple") else items
+    copied = copy(value)
+    for name in value.__dataclass_fields__:
+        object.__setattr__(copied, name, _changed(getattr(value, name, None), change))
+    return copied

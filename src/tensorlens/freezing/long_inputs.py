@@ -26,8 +26,8 @@ from tensorlens.freezing.interpreter import Factors, Forward, Heads, Interpreter
 from tensorlens.freezing.layouts import constants, find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Place, Span
 from tensorlens.freezing.proof import Proof
-from tensorlens.freezing.recorder import Call, Recorder, RecordOptions
-from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
+from tensorlens.freezing.recorder import Call, Recorder
+from tensorlens.freezing.recording import OtherParts, Recording, RecordOptions, StartAtEmbedding, Unaudited
 from tensorlens.freezing.replay import FactorReplay, Joined, Read, Replay
 from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.freezing.traced import Traced, mark, plain
@@ -256,7 +256,7 @@ def _record_long(
     with own_precision(), without_weight_gradients(anatomy.model), torch.enable_grad():
         try:
             recording = recorder.go()
-        except StartAtEmbedding:
+        except (StartAtEmbedding, OtherParts):
             return None
         except Unaudited:
             del blocks, factors, recorder  # and the graphs

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens.axes import Attention, Hidden
-from tensorlens.errors import InputError, MethodError, NotLinearError
+from tensorlens.errors import AnatomyError, InputError, MethodError, NotLinearError
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.layouts import state_of
@@ -68,6 +68,13 @@ def plain_output(recording: Recording) -> Tensor:
 
 def refuse_other_numbers(recording: Recording) -> None:
     """Raise where a recording differs from the model left to itself: it has no operator, or a rule missed a step."""
+    end = None if recording.graph is None else recording.graph.end
+    if end is not None and not end.requires_grad:
+        raise AnatomyError(
+            f"What leaves the blocks in `{recording.anatomy.stack}` does not depend on the tensor of shape "
+            f"{recording.layouts[0].shape} that enters the first of them as its state, by anything a rule carries. "
+            "Let the blocks take their state first, or pass the path of the right list as `blocks=`."
+        )
     plainly, found = plain_output(recording), recording.states[-1]
     if not found.isfinite().all() or _differ(recording, plainly, found) is None:
         return

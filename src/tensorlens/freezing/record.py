@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import traceback
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError, TensorLensError
+from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.factors import KeptFactors, NoFactors
 from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.recorder import Recorder, RecordOptions
-from tensorlens.freezing.recording import Recording, StartAtEmbedding, Unaudited
+from tensorlens.freezing.recorder import Recorder
+from tensorlens.freezing.recording import OtherParts, Recording, RecordOptions, StartAtEmbedding, Unaudited
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.evidence import watch
 from tensorlens.models.module_tree import parameters
+from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
 from tensorlens.models.plain_pass import evaluating
 
@@ -36,23 +41,39 @@ def record(
     for candidate in (anatomy, *anatomy.alternatives()):
         try:
             recording = _record(candidate, inputs, rules or Rules(), options or RecordOptions())
+        except OtherParts:
+            found = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
+            return record(replace(found, n_alike=None), inputs, rules, options)
         except (TensorLensError, MemoryError):
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+            if is_out_of_memory(error):
+                raise
+            _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+            if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
+                raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
             raise
         if recording is not None:
             return recording
-    raise AnatomyError(
-        f"The blocks in `{anatomy.stack}` of `{type(anatomy.model).__name__}` never ran on this input. "
-        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
-    )
+    raise never_ran(anatomy.model, anatomy.stack)
 
 
 def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
     with own_errors(model, inputs), own_precision(), torch.no_grad(), evaluating(model):
         model(**inputs)
+
+
+def _why_it_stopped(model: nn.Module, error: Exception) -> str:
+    """Of an error that comes up under the rules alone, such as torch's of a live number where it takes plain ones."""
+    ours = Path(__file__).parents[1]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not Path(one.filename).is_relative_to(ours)]
+    own = [one for one in frames if not Path(one.filename).is_relative_to(Path(torch.__file__).parent)]
+    place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
+    return (
+        f"Under the rules `{type(model).__name__}` stopped{place}, though by itself it runs: {type(error).__name__}: "
+        f"{error}. Expected code that takes a subclass of tensors like tensors; write that step in plain torch "
+        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
+    )
 
 
 def _is_inference(value: Any) -> bool:

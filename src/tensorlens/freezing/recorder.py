@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -20,15 +19,20 @@ from tensorlens.freezing.layouts import AxisLayout, axis_layout, constants, find
 from tensorlens.freezing.observe import refuse_other_numbers
 from tensorlens.freezing.places import Place, Site
 from tensorlens.freezing.prologue import Prologue
-from tensorlens.freezing.recording import Graph, Reached, Recording, StartAtEmbedding, Unaudited
+from tensorlens.freezing.recording import (
+    Graph,
+    OtherParts,
+    Reached,
+    Recording,
+    RecordOptions,
+    StartAtEmbedding,
+    Unaudited,
+)
 from tensorlens.freezing.traced import Traced, constant, mark, plain, traced_in
 from tensorlens.memory import free_bytes
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.evidence import tensors_in
 from tensorlens.models.fingerprint import fingerprint, moved, samples_of
-
-GRAPH_SHARE = 0.02
-"""Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
-used, and lies beside the factors and graphs of other inputs; each that is kept leaves less to the next."""
 
 
 class Call(NamedTuple):
@@ -49,21 +53,6 @@ class BlockGraphs(Protocol):
 
     def leave(self, recorder: Recorder, n: int, call: Call, output: Any) -> None:
         """Block n returned."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """How a recording is made.
-
-    Attributes:
-        n_samples: How many samples the inputs hold.
-        graph_share: Part of the free memory that the graph may take; beyond it the graph is not kept.
-        keeps_factors: Whether factors are kept; without them only the graph can be asked.
-    """
-
-    n_samples: int = 1
-    graph_share: float = GRAPH_SHARE
-    keeps_factors: bool = True
 
 
 class Recorder:
@@ -100,8 +89,9 @@ class Recorder:
         self.leaves: list[Tensor] = []
         self.end: Tensor | None = None
         self.is_refused = self.is_apart = False
-        self.n_entered = 0
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
+        self.n_entered, self.n_most = 0, self.n_calls if anatomy.runs_again else math.inf
+        self.n_alike, self._kinds = 0, {type(block) for block in anatomy.blocks}
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.prologue = Prologue()
@@ -121,6 +111,8 @@ class Recorder:
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
         readout = self._run()
+        if self.anatomy.n_alike not in (None, self.n_alike):
+            raise OtherParts
         if self.block_outputs and len(self.states) <= len(self.block_outputs):
             raise AnatomyError(
                 f"`{type(self.anatomy.model).__name__}` ended without a state after its last block in "
@@ -135,7 +127,8 @@ class Recorder:
         self.is_refused = True  # unless it passes what follows
         refuse_custom_nodes(readout, self.end)
         recording = self._finished(readout)
-        refuse_other_numbers(recording)
+        if self.options.n_samples == 1 and not log.knows(self.run.signature):  # a sample of a batch is tried alone
+            refuse_other_numbers(recording)
         self.is_refused = False
         log.note(self.run.signature, is_apart=self.is_apart)
         return recording
@@ -193,7 +186,8 @@ class Recorder:
     ) -> Any:
         """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
         anatomy = self.anatomy
-        if id(module) in self._blocks and run.block is None:
+        self.n_alike += run.block is None and type(module) in self._kinds
+        if id(module) in self._blocks and run.block is None and self.n_entered < self.n_most:
             return self._run_block(module, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
             if self.end is None and anatomy.body_end == "":
@@ -246,7 +240,7 @@ class Recorder:
         run.place = Place(n)
         self.block_outputs.append(constants(output))
         run.generation = n + 1
-        for traced in traced_in(output):
+        for traced in traced_in(list(tensors_in(output))):
             traced.generation = n + 1
         if self.blocks is not None and call is not None:
             self.blocks.leave(self, n, call, output)
@@ -358,7 +352,7 @@ class Recorder:
 
     def _note_other_streams(self, state: Tensor, arguments: Any) -> None:
         """Live tensors beside the state, except what the encoder gave: no range can begin here with the state alone."""
-        if any(t.live and t is not state and t.generation < math.inf for t in traced_in(arguments)):
+        if any(t.live and t is not state and t.generation < math.inf for t in traced_in(list(tensors_in(arguments)))):
             self._note_side_channel()
 
     # The ends ---------------------------------------------------------------------------------------------------------
@@ -384,7 +378,7 @@ class Recorder:
         self.memory = memory
         # Until the decoder begins, whatever is made of the encoder's output is part of the state of every block in it.
         self.run.generation = math.inf
-        for traced in traced_in(output):
+        for traced in traced_in(list(tensors_in(output))):
             traced.generation = math.inf
         return output
 

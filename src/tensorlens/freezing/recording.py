@@ -18,6 +18,25 @@ from tensorlens.freezing.places import Site
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.fingerprint import Fingerprint, Samples
 
+GRAPH_SHARE = 0.02
+"""Part of the free memory that the graph of a recording may take, by the estimate for its factors. It may never be
+used, and lies beside the factors and graphs of other inputs; each that is kept leaves less to the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """How a recording is made.
+
+    Attributes:
+        n_samples: How many samples the inputs hold.
+        graph_share: Part of the free memory that the graph may take; beyond it the graph is not kept.
+        keeps_factors: Whether factors are kept; without them only the graph can be asked.
+    """
+
+    n_samples: int = 1
+    graph_share: float = GRAPH_SHARE
+    keeps_factors: bool = True
+
 
 class Graph(NamedTuple):
     """The autograd graph that a recording was made with, in which every factor is a constant.
@@ -186,3 +205,7 @@ class StartAtEmbedding(BaseException):
 
 class Unaudited(BaseException):
     """Asks for a new recording under an audit: this input took a way through the model that none has seen."""
+
+
+class OtherParts(BaseException):
+    """Asks for a new anatomy: on this input other blocks ran, or the same another number of times."""

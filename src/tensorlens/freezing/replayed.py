@@ -46,8 +46,8 @@ class _ReplayRoute:
         if span.start > 0 and recording.side_channels:
             raise AnatomyError(
                 f"Block {span.start} cannot be the first of a range in `{type(recording.model).__name__}`: "
-                f"`{recording.side_channels[0]}` also reads what earlier blocks or the embeddings left for it. "
-                "Take ranges that begin at block 0."
+                f"`{recording.side_channels[0] or 'the model'}` also reads what earlier blocks or "
+                "the embeddings left for it. Take ranges that begin at block 0."
             )
         self.recording, self.x, self.span, self.to_logits = recording, x, span, to_logits
         self.n_entered = 0
@@ -83,7 +83,8 @@ class _ReplayRoute:
         """Blocks, the encoder, the body, the embeddings and the unembedding are where a replay begins and ends."""
         recording = self.recording
         anatomy = recording.anatomy
-        if id(module) in self._blocks and run.block is None:
+        is_over = self.n_entered >= recording.n_blocks
+        if id(module) in self._blocks and run.block is None and not is_over:
             return self._run_block(run, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
             if anatomy.body_end == "":

@@ -14,8 +14,7 @@ from tensorlens.errors import MethodError
 from tensorlens.folding.push import push_each_token
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
-from tensorlens.freezing.recorder import RecordOptions
-from tensorlens.freezing.recording import Recording
+from tensorlens.freezing.recording import Recording, RecordOptions
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps.batch_question import (
     BatchQuestion,

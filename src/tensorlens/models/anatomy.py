@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tensorlens.errors import AnatomyError
-from tensorlens.models.around import held_sources, refuse_second_state, refuse_several_states, start_before
+from tensorlens.models.around import (
+    held_sources,
+    refuse_second_state,
+    refuse_several_states,
+    stacks_beside,
+    start_before,
+)
 from tensorlens.models.chains import (
     LISTS,
     Chain,
@@ -24,9 +28,9 @@ from tensorlens.models.chains import (
 )
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
-from tensorlens.models.evidence import Evidence, ModuleCall, watch
-from tensorlens.models.forward_signature import WHAT_IS_NEEDED
+from tensorlens.models.evidence import Evidence, ModuleCall
 from tensorlens.models.module_tree import named_modules
+from tensorlens.models.not_found import never_ran, not_found, not_seen
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
@@ -58,6 +62,10 @@ class Anatomy:
         entry_place: Which of the floating-point tensors that a block takes is the state.
         starts_early: Whether $X^0$ is what `embedding` gives, because the first block takes only a part of it.
         around: Paths of modules with weights that bring something of the input to $X^N$ around $X^0$; see `around`.
+        asked: The path of the blocks as the user gave it, if they did.
+        n_alike: How many calls of modules like the blocks were seen in all, none of them part of a block; None if that
+            was not seen. An input that makes other calls has another anatomy.
+        beside: Where blocks like these ran side by side with them; their own path, if it was they that ran again.
     """
 
     model: nn.Module
@@ -80,6 +88,20 @@ class Anatomy:
     entry_place: int = 0
     starts_early: bool = False
     around: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    asked: str | None = None
+    n_alike: int | None = None
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the blocks run again after the last of them, on something else."""
+        return any(path in self.stack.split(", ") for path in self.beside)
+
+    @property
+    def leaves_blocks_out(self) -> bool:
+        """Whether the list of the blocks has more of them than ran."""
+        listed = dict(self.model.named_modules()).get(self.stack)
+        return isinstance(listed, LISTS) and len(listed) > len(set(self.blocks))
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -92,52 +114,9 @@ class Anatomy:
         """The same model with its blocks in another list."""
         for stack in self.other_stacks:
             blocks = blocks_in(self.model.get_submodule(stack))
-            yield replace(self, stack=stack, blocks=blocks, other_stacks=(), encoder=None, encoder_blocks=())
-
-
-class Anatomies:
-    """The anatomy of a model at each kind of input, found by one plain pass the first time.
-
-    Args:
-        model: The model.
-        blocks: As for `find_anatomy`.
-    """
-
-    def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
-        self._model, self._blocks = model, blocks
-        self._known: dict[Any, Anatomy] = {}
-
-    def at(self, arguments: Mapping[str, Any]) -> Anatomy:
-        """The anatomy for a forward pass with these keyword arguments."""
-        key = structure_of(self._model), kind_of(arguments)
-        if key not in self._known:
-            found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
-            self._known = {known: value for known, value in self._known.items() if known[0] == key[0]} | {key: found}
-        return self._known[key]
-
-
-def structure_of(model: nn.Module) -> tuple[Any, ...]:
-    """What an anatomy depends on in a model: its modules, their hooks and their modes of work."""
-    return tuple(
-        (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
-         tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
-        for path, module in named_modules(model).items()
-    )  # fmt: skip
-
-
-def _hooks(module: nn.Module) -> tuple[Any, Any]:
-    return module._forward_pre_hooks, module._forward_hooks
-
-
-def kind_of(value: Any) -> Any:
-    """What an anatomy depends on in an input: its names, types, axes and which of them are single."""
-    if isinstance(value, Mapping):
-        return tuple((name, kind_of(item)) for name, item in sorted(value.items(), key=lambda pair: str(pair[0])))
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(size == 1 for size in value.shape)
-    if isinstance(value, (tuple, list)):
-        return tuple(kind_of(item) for item in value)
-    return value if isinstance(value, (bool, int, str, torch.dtype, type(None))) else type(value)
+            yield replace(
+                self, stack=stack, blocks=blocks, other_stacks=(), encoder=None, encoder_blocks=(), n_alike=None
+            )
 
 
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
@@ -156,7 +135,7 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     named = _by_tree(model, blocks)
     if evidence is None:
         if named is None:
-            raise _not_found(model)
+            raise not_found(model)
         return named
     chain = [] if blocks is not None else find_chain(evidence)
     is_named = (
@@ -173,11 +152,9 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     if named is None or _calls_of(named, evidence):
-        raise _not_found(model)
-    raise AnatomyError(
-        f"The blocks in `{named.stack}` of `{type(model).__name__}` never ran on this input. "
-        "Expected the forward pass to go through them; pass the path of the right list as `blocks=`."
-    )
+        raise not_found(model)
+    ran = next((call for call in evidence.calls if call.module in named.blocks), None)
+    raise never_ran(model, named.stack) if ran is None else not_seen(model, ran)
 
 
 def _by_body(anatomy: Anatomy) -> Anatomy:
@@ -195,14 +172,6 @@ def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
     steps = [path.split(".") for path in called]
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
     return any(paths[id(block)] in inside and not isinstance(block, LISTS) for block in anatomy.blocks)
-
-
-def _not_found(model: nn.Module) -> AnatomyError:
-    return AnatomyError(
-        f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
-        "modules alike that follow each other; found neither. "
-        f'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`. {WHAT_IS_NEEDED}'
-    )
 
 
 # By what ran ---------------------------------------------------------------------------------------------------------
@@ -284,9 +253,19 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         ends_in=ends_in,
         channels=_channels(encoder, chain, ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
+        beside=stacks_beside(chain, encoder, evidence),
+        n_alike=_count_alike(anatomy, (*encoder, *chain), unembedding, evidence),
         entry_place=chain[0].place,
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
+
+
+def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module | None, evidence: Evidence) -> int:
+    """Calls of modules like the blocks, up to the unembedding, where a recording ends."""
+    inside = {inner.number for block in blocks for inner in block.walk()} - {block.number for block in blocks}
+    ends = [call.number for call in evidence.calls if call.module is head and call.number > blocks[-1].number]
+    kinds, end = {type(block) for block in anatomy.blocks}, min(ends, default=len(evidence.calls))
+    return sum(type(call.module) in kinds for call in evidence.calls[:end] if call.number not in inside)
 
 
 def _known_body(anatomy: Anatomy, chain: Chain) -> str | None:
@@ -352,7 +331,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
         "embedding": ask(model, "get_input_embeddings"),
     }
     if blocks is not None:
-        return Anatomy(**common, stack=blocks, blocks=named_blocks(model, blocks))
+        return Anatomy(**common, stack=blocks, blocks=named_blocks(model, blocks), asked=blocks)
     pair = encoder_and_decoder(model)
     if pair is not None:
         encoder, encoder_stack, decoder_stack = pair

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.chains import Chain, entering
+from tensorlens.models.chains import Chain, entering, is_in_list
 from tensorlens.models.evidence import Evidence, ModuleCall
 
 
@@ -37,6 +37,36 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
             found.append(call)
     around = {id(holder) for call in (*chain, *encoder) for holder in (call, *call.holders())}
     return tuple(dict.fromkeys(_outermost(call, around).path for call in found))
+
+
+def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str, ...]:
+    """Where calls of blocks like these are that ran side by side with them: a second tower, or the same on other input.
+
+    Those that lead to X⁰, or follow from a block, belong to what is before or behind.
+    """
+    if not evidence.is_flow_known:
+        return ()
+    own = {inner.number for call in (*chain, *encoder) for inner in call.walk()}
+    kinds = {type(call.module) for call in chain}
+    before = _before({entering(chain[0]).node}, set(), evidence)
+    behind = _after({seen.node for call in chain for seen in call.given}, evidence)
+    found: list[str] = []
+    for call in evidence.calls:
+        is_like = type(call.module) in kinds and call.number not in own and call.taken and call.given
+        if is_like and not {seen.node for seen in call.given} & before and entering(call).node not in behind:
+            found.append(call.path.rpartition(".")[0] if is_in_list(call, evidence) else call.path)
+    return tuple(dict.fromkeys(found))
+
+
+def said_of(stack: str, beside: tuple[str, ...]) -> str:
+    """What a reader must know of stacks that ran beside the one an operator is about."""
+    others = [path for path in beside if path not in stack.split(", ")]
+    if not others:
+        return f"`{stack}` also ran on something else, side by side with this operator: it is about the first time"
+    return (
+        f"`{'`, `'.join(others)}` ran beside `{stack}`, which this operator is about: it carries what the other adds "
+        f'on the way to X^N, if anything. To look at the other, pass `blocks="{others[0]}"`'
+    )
 
 
 def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> ModuleCall | None:

@@ -212,7 +212,7 @@ def main_tensor(output: Any) -> Tensor | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
+    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -221,6 +221,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+    elif is_record(value):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name, None))
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is of a dataclass, and not one itself."""
+    return hasattr(type(value), "__dataclass_fields__")
 
 
 def _is_state(tensor: Tensor) -> bool:

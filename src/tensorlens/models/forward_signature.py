@@ -26,14 +26,22 @@ def forward_parameters(model: nn.Module) -> set[str]:
 
 
 def first_parameter(model: nn.Module) -> str:
-    """Name of the first argument of a model's forward."""
+    """Name of the first argument of a model's forward; of one that hands on all it gets, that of the one inside."""
     parameters = inspect.signature(model.forward).parameters.values()
     found = next((parameter.name for parameter in parameters if parameter.kind in _NAMED), None)
-    if found is None:
+    if found is not None:
+        return found
+    inside = list(model.children())
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise InputError(
-            f"`{type(model).__name__}.forward` names no argument. Pass the input as a dictionary of keyword arguments."
+            f"`{type(model).__name__}.forward` takes its arguments by their place alone; expected names, by which the "
+            "lens calls a model. Give the lens the module inside, or let forward take `**kwargs` too."
         )
-    return found
+    if len(inside) == 1:
+        return first_parameter(inside[0])
+    raise InputError(
+        f"`{type(model).__name__}.forward` names no argument. Pass the input as a dictionary of keyword arguments."
+    )
 
 
 def takes_mapping(model: nn.Module) -> bool:

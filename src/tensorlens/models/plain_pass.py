@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -50,17 +51,19 @@ class _Kept:
         data = [value for value in (*self.attributes.values(), *self.buffers.values()) if is_data(value)]
         own = [value for value in data if not value.is_inference() and not _stands_in(value)]
         self.copies = [(value, value._version, value.clone()) for value in own]
+        self.containers = containers_of(module)
 
     def put_back(self) -> None:
         """Undo what the pass wrote or replaced."""
         put_back(self.module, self.attributes)
+        empty_again(self.containers)
         for name, buffer in self.buffers.items():
             now = self.module._buffers.get(name)
             if now is not buffer and not _stands_in(now) and not _stands_in(buffer):
                 self.module._buffers[name] = buffer
-        for value, version, copy in self.copies:
+        for value, version, copied in self.copies:
             if value._version != version:
-                value.copy_(copy)
+                value.copy_(copied)
 
 
 def _restore(kept: list[_Kept], training: list[nn.Module]) -> None:
@@ -246,6 +249,31 @@ def copy_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
 def _stands_in(value: Any) -> bool:
     """Whether a tensor is the copy that a pass in some thread works with: that pass takes it away again."""
     return getattr(value, "stands_in", False)
+
+
+Containers = list[tuple[Any, Any]]
+
+
+def containers_of(module: nn.Module) -> Containers:
+    """A module's own lists and dictionaries, each with a copy of what is in it: a pass may add to them."""
+    own = module.__dict__
+    values = [own[name] for name in own.keys() - _OF_TORCH]
+    return [(value, copy(value)) for value in values if isinstance(value, (list, dict, set)) and len(value) <= LARGE]
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+LARGE = 10_000
+"""Entries of a list or dictionary that is no memory of passes."""
+
+
+def empty_again(containers: Containers) -> None:
+    """Take out what a pass left in lists and dictionaries, and put back what it took."""
+    for value, before in containers:
+        now, then = (one.values() if isinstance(one, dict) else one for one in (value, before))
+        if len(value) == len(before) and all(a is b for a, b in zip(now, then, strict=True)):
+            continue
+        value.clear()
+        (value.extend if isinstance(value, list) else value.update)(before)
 
 
 def put_back(module: nn.Module, before: dict[str, Any]) -> None:

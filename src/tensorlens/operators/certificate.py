@@ -16,6 +16,7 @@ from torch import Tensor
 from tensorlens.freezing.observe import plain_output
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
+from tensorlens.models.around import said_of
 from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.held import NOTHING, held_by_module, passing
 from tensorlens.operators.laws import Probes, engine_errors, relative, value_with_heads
@@ -224,7 +225,10 @@ def _without_rounding(
 
 def _reservations(operator: FrozenOperator, moves: float, silent: tuple[int, ...]) -> tuple[str, ...]:
     found = [] if moves else ["T V is zero at a random V: everything is held, and B is all of F(X)"]
-    around = operator.recording.anatomy.around
+    anatomy = operator.recording.anatomy
+    if anatomy.beside:
+        found.append(said_of(anatomy.stack, anatomy.beside))
+    around = anatomy.around
     if around:
         found.append(f"{', '.join(f'`{path}`' for path in around)} brings something of the input to the output around "
                      "X⁰: it is held, in B and in factors, and no map shows it")  # fmt: skip

@@ -9,6 +9,17 @@ from tensorlens.freezing.rules import (
     norms,
     products,
     recurrent_cells,
+    written_out,
 )
 
-__all__ = ["activations", "attention", "choices", "in_place", "linear", "norms", "products", "recurrent_cells"]
+__all__ = [
+    "activations",
+    "attention",
+    "choices",
+    "in_place",
+    "linear",
+    "norms",
+    "products",
+    "recurrent_cells",
+    "written_out",
+]

@@ -16,11 +16,11 @@ from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, m
 
 
 @rules_for(
-    "sign sgn floor ceil floor_divide heaviside signbit "
+    "sign floor ceil floor_divide heaviside signbit "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
     "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "
-    "histc bucketize searchsorted multinomial one_hot isin isreal"
+    "histc bucketize searchsorted multinomial one_hot isin isreal linalg_matrix_rank"
 )
 def frozen(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a decision that the pass arrived at. It is held."""
@@ -34,6 +34,15 @@ def constants(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([constants(part) for part in value])
     return constant(value) if isinstance(value, Tensor) else value
+
+
+@rules_for("sgn")
+def direction(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A decision of real numbers, and z/|z| of complex ones."""
+    if not type_of(args[0]).is_complex:
+        return frozen(run, function, args, kwargs)
+    size = args[0].abs()
+    return args[0] / torch.where(size == 0, 1, size)
 
 
 @rules_for("item python_value")

@@ -17,8 +17,8 @@ from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor,
 @rules_for(
     "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
     "get_device data_ptr element_size is_cuda is_same_size untyped_storage storage has_names len hash "
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
-    "new_tensor new_empty_strided requires_grad_ is_pinned result_type can_cast repr "
+    "zeros_like ones_like empty_like rand_like randn_like randint_like new_zeros new_ones new_empty "
+    "new_empty_strided requires_grad_ is_pinned result_type can_cast repr "
     f"dim_order is_inference is_conj is_neg {ATTRIBUTE}"
 )
 def describe(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,17 +92,18 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
 @rules_for(
     "add sub neg positive sum mean cumsum trace diff nan_to_num "
     "view view_as reshape reshape_as flatten unflatten ravel squeeze unsqueeze transpose permute t swapdims movedim "
-    "moveaxis adjoint contiguous clone expand expand_as broadcast_to broadcast_tensors repeat repeat_interleave tile "
+    "moveaxis adjoint contiguous clone expand expand_as broadcast_to repeat repeat_interleave tile "
     "flip fliplr flipud roll rot90 chunk split split_with_sizes tensor_split unbind narrow select getitem index_select "
     "gather take take_along_dim diagonal diag diag_embed tril triu unfold as_strided hsplit vsplit "
     "cat stack hstack vstack dstack column_stack pad where masked_fill masked_scatter masked_select "
-    "atleast_1d atleast_2d atleast_3d block_diag meshgrid nansum nanmean "
+    "block_diag nansum nanmean "
     "index_add index_copy index_fill index_put slice_scatter select_scatter diagonal_scatter "
     "to type type_as float double half bfloat16 cpu cuda "
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate upsample "
     "fold pixel_shuffle pixel_unshuffle channel_shuffle view_as_real view_as_complex real imag complex "
     "conj conj_physical resolve_conj resolve_neg "
     "fft_fft fft_ifft fft_rfft fft_irfft fft_fftn fft_ifftn fft_fft2 fft_ifft2 fft_rfftn fft_irfftn "
+    "fft_rfft2 fft_irfft2 fft_hfft fft_ihfft fft_fftshift fft_ifftshift deg2rad rad2deg cartesian_prod combinations "
     "get:T get:mT get:H get:mH get:real get:imag"
 )
 def linear(
@@ -118,6 +119,22 @@ def linear(
     live = any([source.live for source in sources])  # a list: for so few, a generator is twice as slow
     result = raw(function, *args, **kwargs)
     return _label(run, name, result, sources, live=live, role=_role(run, name, sources, args))
+
+
+@rules_for("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d")
+def one_by_one(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Several tensors, each made of one: what is made of a constant is one still."""
+    given = args[0] if len(args) == 1 else args
+    result = raw(function, *args, **kwargs)
+    if not isinstance(given, (tuple, list)):
+        return linear(run, function, args, kwargs)
+    parts = [
+        _label(run, name_of(function), part, [source], live=source.live, role=source.role)
+        if isinstance(source, Traced)
+        else part
+        for part, source in zip(result, given, strict=True)
+    ]
+    return type(result)(parts)
 
 
 def role_of_factors(run: Interpreter, *sources: Any) -> str | None:

@@ -22,7 +22,9 @@ from tensorlens.models.precision import at_least_float32
     "rsqrt sqrt reciprocal log log2 log10 var std norm vector_norm linalg_vector_norm linalg_norm frobenius_norm "
     "cosine_similarity log_softmax logsumexp softmin cdist quantile nanquantile rpow rdiv linalg_inv inverse pinverse "
     "cumprod prod hypot logaddexp logaddexp2 atan2 arctan2 xlogy xlog1py logit pairwise_distance dist "
-    "logdet det linalg_det matrix_exp linalg_matrix_exp"
+    "logdet det linalg_det matrix_exp linalg_matrix_exp slogdet linalg_slogdet linalg_pinv linalg_matrix_norm "
+    "linalg_cond linalg_svd svd linalg_svdvals linalg_qr qr linalg_eigh linalg_eigvalsh linalg_cholesky cholesky cov "
+    "corrcoef angle"
 )
 def statistic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A number that the pass arrived at, by which others are scaled: held, or by its derivative."""
@@ -40,7 +42,13 @@ def statistic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
         named = {place: value for place, value in now.items() if isinstance(place, str)}
         return function(*(now[i] for i in range(len(args))), **named)
 
-    return mark(taylor(run, name, compute, *(given[place] for place in places)), live=True, role="statistic")
+    return _as_statistics(taylor(run, name, compute, *(given[place] for place in places)))
+
+
+def _as_statistics(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)([_as_statistics(part) for part in result])
+    return mark(result, live=True, role="statistic")
 
 
 def _by_derivative(run: Interpreter, name: str, x: Tensor, function: Callable[[Tensor], Tensor]) -> Traced:

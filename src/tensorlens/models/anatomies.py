@@ -1,0 +1,58 @@
+"""The anatomies of a model: one for each kind of input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.evidence import watch
+from tensorlens.models.module_tree import named_modules
+
+
+class Anatomies:
+    """The anatomy of a model at each kind of input, found by one plain pass the first time.
+
+    Args:
+        model: The model.
+        blocks: As for `find_anatomy`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
+        self._model, self._blocks = model, blocks
+        self._known: dict[Any, Anatomy] = {}
+
+    def at(self, arguments: Mapping[str, Any]) -> Anatomy:
+        """The anatomy for a forward pass with these keyword arguments."""
+        key = structure_of(self._model), kind_of(arguments)
+        if key not in self._known:
+            found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
+            self._known = {known: value for known, value in self._known.items() if known[0] == key[0]} | {key: found}
+        return self._known[key]
+
+
+def structure_of(model: nn.Module) -> tuple[Any, ...]:
+    """What an anatomy depends on in a model: its modules, their hooks and their modes of work."""
+    return tuple(
+        (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
+         tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
+        for path, module in named_modules(model).items()
+    )  # fmt: skip
+
+
+def _hooks(module: nn.Module) -> tuple[Any, Any]:
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def kind_of(value: Any) -> Any:
+    """What an anatomy depends on in an input: its names, types, axes and which of them are single."""
+    if isinstance(value, Mapping):
+        return tuple((name, kind_of(item)) for name, item in sorted(value.items(), key=lambda pair: str(pair[0])))
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(size == 1 for size in value.shape)
+    if isinstance(value, (tuple, list)):
+        return tuple(kind_of(item) for item in value)
+    return value if isinstance(value, (bool, int, str, torch.dtype, type(None))) else type(value)

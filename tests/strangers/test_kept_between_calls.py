@@ -1,0 +1,81 @@
+"""What a model keeps from one call to the next is left as it was found, and makes no operator stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from strangers.cases import ids
+from strangers.models import Block, Plain, randomised
+from strangers.oracle import gap
+from torch import Tensor
+
+import tensorlens as tl
+from tensorlens.freezing import recorder
+
+
+class MemoryOfOutputs(Plain):
+    """Gives what it gave before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[Any, Tensor] = {}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        key = tuple(input_ids.flatten().tolist())
+        if key not in self._kept:
+            self._kept[key] = super().forward(input_ids)
+        return self._kept[key]
+
+
+class MemoryOfPositions(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def embedded(self, input_ids: Tensor) -> Tensor:
+        n = input_ids.shape[1]
+        self.kept.setdefault(n, torch.linspace(0, 1, n, dtype=torch.float64)[:, None])
+        return super().embedded(input_ids) + self.kept[n]
+
+
+class CountingBlock(Block):
+    """Gives other numbers with each call, by the length of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[1])
+        return super().forward(x) * (1 + 0.1 * len(self.calls))
+
+
+@pytest.mark.parametrize("build", [MemoryOfOutputs, MemoryOfPositions, lambda: Plain(CountingBlock)])
+def test_lists_and_dictionaries_of_a_model_are_left_as_they_were(build: Any) -> None:
+    model = randomised(build())
+    lens = tl.Lens(model)
+    T = lens(ids())
+    lens([4, 5, 6])
+    assert gap(T @ T.input + T.bias, T.output) < 1e-12, "an operator from before is still good"
+    assert T.certificate().passed
+    kept = [
+        value for part in model.modules() for name, value in vars(part).items() if name.strip("_") in ("kept", "calls")
+    ]
+    assert kept
+    assert not any(kept)
+    model(ids())
+    if build is MemoryOfOutputs:
+        with pytest.raises(tl.AnatomyError, match="no answer from memory"):
+            tl.Lens(model)(ids())
+
+
+def test_a_recording_is_compared_with_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(recorder, "refuse_other_numbers", compared.append)
+    lens = tl.Lens(randomised(Plain()))
+    for tokens in ([1, 2, 3, 4], [4, 3, 2], [1, 2, 3, 4, 5]):
+        lens(tokens)
+    list(lens.maps([[1, 2], [3, 4], [5, 6, 7]], progress=False))
+    assert len(compared) == 1
