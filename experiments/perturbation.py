@@ -42,6 +42,9 @@ METHODS = {
         *(f"{name}@{member}" for name in ("tensor.in_class", "tensor.in_out") for member in MEMBERS),
         "mean.attn", "control.recency", "control.random",
     ],
+    "members_without_head": [
+        *(f"tensor.in_out@{member}" for member in MEMBERS), "mean.attn", "control.recency", "control.random",
+    ],
 }  # fmt: skip
 
 
