@@ -287,8 +287,8 @@ STRANGERS = [
     Stranger(name="blocks by functional_call", build=ByFunctionalCall, twin=plainly(Smaller), expect="either"),
     block("blocks with code around their forward", CallBlock),
     Stranger(name="blocks that return a list", build=ListModel, twin=plainly(Plain), expect="either"),
-    Stranger(name="blocks that take a named tuple", build=TupleModel, twin=plainly(Plain), expect="either"),
-    Stranger(name="blocks that take a dict", build=DictModel, twin=plainly(Plain), expect="either"),
+    Stranger(name="blocks that take a named tuple", build=TupleModel, twin=plainly(Plain)),
+    Stranger(name="blocks that take a dict", build=DictModel, twin=plainly(Plain)),
     Stranger(
         name="blocks in a plain list", build=HiddenBlocks, expect="refused", places=Places(blocks=(), start="embed")
     ),

@@ -62,7 +62,9 @@ def put_states_first(evidence: Evidence) -> None:
 
 
 def _passes_on(a: ModuleCall, b: ModuleCall, place: int, evidence: Evidence) -> bool:
-    return evidence.reaches({seen.node for seen in a.given}, b.taken[place].node, since=a.start)
+    """Whether b takes there what a made; a mask that a took and gave on as it was is nothing of its making."""
+    made = {seen.node for seen in a.given} - {seen.node for seen in a.taken}
+    return evidence.reaches(made, b.taken[place].node, since=a.start)
 
 
 def entering(call: ModuleCall) -> Seen:
