@@ -31,7 +31,7 @@ def data_set_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]], st
         "on the same kind of machine, so that the spread is of both; samples a second, slowest to fastest, are of the "
         f"runs that kept them. In the last, input × gradient made {found.get('input x gradient, last run', '')}. In "
         "the better runs the decoder's maps are as fast; BERT's passes are so short that Python sets the pace: from "
-        "run 6 on up to 512 samples go together, and no batch waits for the one before. Python's own rests (a "
+        "run 6 on up to 512 samples go together, and no batch waits for the one before. Python's own pauses (a "
         "collection of garbage takes 0.2 s) are a large part of BERT's second, so that its rates differ most from run "
         "to run. Contributions go by folded blocks from run 4 on, in bands of 32 tokens there and of 16 since, in run "
         "7 by weights laid out for the matrix units." + _peers(found.get("peers", {}))

@@ -204,7 +204,7 @@ class TokenMap:
             scores=_array(self.scores),
             out_tokens=self.out_tokens,
             in_tokens=self.in_tokens,
-            title=self.method if answer is None else _question(self.meta.get("against")),
+            title=self.method if answer is None else _title(self.meta.get("against")),
             bias_share=_array(self.bias_share),
             caption=caption_lines(self.method, self.meta, self.shape[0]),
             row_caption=row_caption_lines(self.meta, self.shape[0]),
@@ -302,7 +302,7 @@ class TokenMap:
         raise InputError(f"Expected a file name ending in one of {known}, got {suffix!r}. Choose one of these.")
 
 
-def _question(against: Any) -> str:
+def _title(against: Any) -> str:
     return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
 
 
