@@ -9,10 +9,11 @@ import torch
 from strangers.cases import ids
 from strangers.models import Block, Plain, randomised
 from strangers.oracle import gap
-from torch import Tensor
+from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.freezing import recorder
+from tensorlens.models.plain_pass import containers_of, empty_again
 
 
 class MemoryOfOutputs(Plain):
@@ -79,3 +80,13 @@ def test_a_recording_is_compared_with_the_model_once(monkeypatch: pytest.MonkeyP
         lens(tokens)
     list(lens.maps([[1, 2], [3, 4], [5, 6, 7]], progress=False))
     assert len(compared) == 1
+
+
+def test_a_key_put_in_the_place_of_another_is_noticed() -> None:
+    module = nn.Module()
+    module.seen = {"before": True}  # type: ignore[assignment]
+    kept = containers_of(module)
+    module.seen.clear()
+    module.seen["after"] = True
+    empty_again(kept)
+    assert module.seen == {"before": True}

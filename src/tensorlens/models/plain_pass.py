@@ -269,7 +269,7 @@ LARGE = 10_000
 def empty_again(containers: Containers) -> None:
     """Take out what a pass left in lists and dictionaries, and put back what it took."""
     for value, before in containers:
-        now, then = (one.values() if isinstance(one, dict) else one for one in (value, before))
+        now, then = ([*one, *one.values()] if isinstance(one, dict) else one for one in (value, before))
         if len(value) == len(before) and all(a is b for a, b in zip(now, then, strict=True)):
             continue
         value.clear()
