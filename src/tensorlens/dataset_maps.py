@@ -22,7 +22,9 @@ from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_of, map_of
+from tensorlens.device_work import aside, beside
 from tensorlens.errors import InputError, NotLinearError, TensorLensError
+from tensorlens.freezing.interception import left_alone
 from tensorlens.freezing.recording import Recording
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
@@ -115,7 +117,10 @@ def _windows(
     waiting, first = iter(inputs), rows.first
     with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
         while window := list(islice(waiting, WINDOW * work.most)):
-            yield work.window(rows.good(lens, window, first), done=bar.update)
+            good = rows.good(lens, window, first)
+            with left_alone(lens.model):
+                found = work.window(good, done=bar.update)
+            yield found
             first += len(window)
 
 
@@ -140,10 +145,14 @@ class Work(ABC, Generic[Found]):
         self._random = random.Random(seed)
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.lens.model.parameters()).device
+
+    @property
     def most(self) -> int:
         """Samples at a time, at most."""
-        device = next(self.lens.model.parameters()).device
-        return self.batch_size or MOST_SAMPLES.get(device.type, 16)
+        return self.batch_size or MOST_SAMPLES.get(self.device.type, 16)
 
     @abstractmethod
     def begin_batch(self, prepared: list[ModelInput]) -> Pending[Found]:
@@ -212,7 +221,7 @@ class Work(ABC, Generic[Found]):
         if self.batch_size is not None:
             return math.inf
         if self._free is None:
-            self._free = free_bytes(next(self.lens.model.parameters()).device)
+            self._free = free_bytes(self.device)
         return MEMORY_SHARE * self._free / self._bytes_per_token
 
     @cached_property
@@ -224,6 +233,7 @@ class Work(ABC, Generic[Found]):
 
     def _begin(self, prepared: list[ModelInput]) -> Pending[Found]:
         """Begin the work on one batch; of one that is checked, a sample goes alone while the device works."""
+        stream = aside(self.device)
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             found = [self.noted(self.alone(one)) for one in prepared]
             return lambda: found
@@ -239,11 +249,12 @@ class Work(ABC, Generic[Found]):
             found = self.apart(prepared, "how many blocks run depends on the input")
             return lambda: found
         i, together = self._checked_one(prepared), self.together
-        alone = None if i is None else self.alone(prepared[i])
 
         def finish() -> list[Found]:
             if self.together != together:  # the batch before has shown meanwhile that these do not go together
                 return self._regrouped(prepared)
+            with beside(stream):
+                alone = None if i is None else self.alone(prepared[i])
             made = pending()
             if i is None or alone is None or self.agree(made[i], alone) or self._agree_strictly(prepared, i):
                 return [self.noted(one) for one in made]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +35,7 @@ from tensorlens.models.plain_pass import (
     copy_once,
     empty_again,
     is_data,
+    own_attributes,
     put_back,
 )
 from tensorlens.models.plain_pass import in_own_precision as own_precision
@@ -111,10 +113,40 @@ def current_fingerprint(model: nn.Module, ignored: frozenset[tuple[int, str]] = 
 
     None where another thread has only a part of it wrapped, so that it cannot be told.
     """
+    quiet = None if ignored else _quiet.get()
+    if quiet is not None and quiet.is_known and quiet.model is model:
+        return quiet.fingerprint
     with _lock:
         if model in _found:
             return _found[model]
-        return None if _wrapped and any(part in _wrapped for part in walk(model)) else fingerprint(model, ignored)
+        if _wrapped and any(part in _wrapped for part in walk(model)):
+            return None
+        found = fingerprint(model, ignored)
+    if quiet is not None and quiet.model is model:
+        quiet.is_known, quiet.fingerprint = found is not None and found == quiet.fingerprint, found
+    return found
+
+
+@dataclass
+class _Quiet:
+    """A model that only this thread's passes touch for a while, and its fingerprint once a pass has left it alone."""
+
+    model: nn.Module
+    fingerprint: Fingerprint | None = None
+    is_known: bool = False
+
+
+_quiet: ContextVar[_Quiet | None] = ContextVar("_quiet", default=None)
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """While no code of the user's runs but the model's own: two fingerprints alike in a row are those to come."""
+    token = _quiet.set(_Quiet(model))
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
 
 
 @contextmanager
@@ -257,11 +289,11 @@ def _start_reporting(module: nn.Module, wrapping: _Wrapping, copies: dict[int, T
     }
     if _has_hooks(module):
         replaced["_call_impl"] = _reporting(module, module._call_impl, with_hooks=True)
-    data = [key for key, value in own.items() if isinstance(value, Tensor) and is_data(value)]
+    wrapping.before = own_attributes(module)
+    data = [key for key, value in wrapping.before.items() if is_data(value)]
     replaced |= {key: copy_once(own[key], copies) for key in data}
-    wrapping.found |= {key: own.get(key, ABSENT) for key in replaced}
-    wrapping.before |= own
-    wrapping.containers += containers_of(module)
+    wrapping.containers = containers_of(wrapping.before)
+    wrapping.found = {key: own.get(key, ABSENT) for key in replaced}
     buffers = {key: value for key, value in module._buffers.items() if is_data(value)}
     wrapping.buffers |= buffers
     own.update(replaced)
@@ -306,7 +338,7 @@ def _stop_reporting(module: nn.Module, wrapping: _Wrapping) -> None:
             module.__dict__.pop(key, None)
         else:
             module.__dict__[key] = value
-    if wrapping.before:  # which is empty if an interrupt came before anything was replaced
+    if wrapping.found:  # which is empty if an interrupt came before anything was replaced
         put_back(module, wrapping.before)
         empty_again(wrapping.containers)
     module._buffers.update(wrapping.buffers)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tensorlens.device_work import on_its_way
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
@@ -96,20 +97,6 @@ class BatchQuestion:
     def alike(self, **notes: Any) -> Callable[[], list[Notes]]:
         """The same notes for each sample."""
         return lambda: [notes] * len(self.lengths)
-
-
-def on_its_way(values: Tensor) -> Callable[[], Tensor]:
-    """A copy for the CPU that is begun now; a call waits for it, and for nothing that was begun later."""
-    if not values.is_cuda:
-        return lambda: values.cpu()
-    copy, done = values.to("cpu", non_blocking=True), torch.cuda.Event()
-    done.record(torch.cuda.current_stream(values.device))
-
-    def wait() -> Tensor:
-        done.synchronize()
-        return copy
-
-    return wait
 
 
 # Logits --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.device_work import on_its_way
 from tensorlens.errors import MethodError
 from tensorlens.folding.push import push_each_token
 from tensorlens.freezing.conventions import Rules
@@ -20,7 +21,6 @@ from tensorlens.maps.batch_question import (
     BatchQuestion,
     Notes,
     Pending,
-    on_its_way,
     reader,
     target_names,
     targets_of,

@@ -76,6 +76,8 @@ class ModelInput:
 
     def image_positions(self, model: nn.Module) -> list[int]:
         """Positions of image patches among the tokens of a vision–language model."""
+        if self.kind in ("text", "ids"):
+            return []
         config = getattr(model, "config", None)
         token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
         ids = self.arguments.get("input_ids")
@@ -84,8 +86,10 @@ class ModelInput:
     def grid(self, model: nn.Module) -> tuple[int, int] | None:
         """Rows and columns of patches, for an image."""
         pixels = self.arguments.get("pixel_values")
+        if pixels is None or pixels.dim() != 4:
+            return None
         patch = getattr(getattr(model, "config", None), "patch_size", None)
-        if pixels is None or pixels.dim() != 4 or patch is None:
+        if patch is None:
             return None
         height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
         return pixels.shape[-2] // height, pixels.shape[-1] // width

@@ -46,12 +46,11 @@ class _Kept:
     """A module's own data before a pass. The tensors stay where they are: another thread may be at work with them."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Copies of the dictionaries, since another thread may begin or end a pass meanwhile.
-        self.module, self.attributes, self.buffers = module, module.__dict__.copy(), dict(module._buffers.items())
+        self.module, self.attributes, self.buffers = module, own_attributes(module), dict(module._buffers.items())
         data = [value for value in (*self.attributes.values(), *self.buffers.values()) if is_data(value)]
         own = [value for value in data if not value.is_inference() and not _stands_in(value)]
         self.copies = [(value, value._version, value.clone()) for value in own]
-        self.containers = containers_of(module)
+        self.containers = containers_of(self.attributes)
 
     def put_back(self) -> None:
         """Undo what the pass wrote or replaced."""
@@ -254,10 +253,15 @@ def _stands_in(value: Any) -> bool:
 Containers = list[tuple[Any, Any]]
 
 
-def containers_of(module: nn.Module) -> Containers:
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module's own code has set on it, beside all that every module has."""
+    own = module.__dict__.copy()  # at once, since another thread may begin or end a pass meanwhile
+    return {name: own[name] for name in own.keys() - _OF_TORCH}
+
+
+def containers_of(attributes: dict[str, Any]) -> Containers:
     """A module's own lists and dictionaries, each with a copy of what is in it: a pass may add to them."""
-    own = module.__dict__
-    values = [own[name] for name in own.keys() - _OF_TORCH]
+    values = attributes.values()
     return [(value, copy(value)) for value in values if isinstance(value, (list, dict, set)) and len(value) <= LARGE]
 
 
@@ -284,7 +288,7 @@ def put_back(module: nn.Module, before: dict[str, Any]) -> None:
         before: Its own attributes before the pass.
     """
     own = module.__dict__
-    changed = [(key, value) for key, value in own.copy().items() if value is not before.get(key)]
+    changed = [(key, value) for key, value in own_attributes(module).items() if value is not before.get(key)]
     for key, value in changed:
         is_data_or_count = isinstance(value, Tensor) and not _stands_in(value) or type(value) in (int, float)
         if not is_data_or_count or _stands_in(before.get(key)):

@@ -72,9 +72,12 @@ def _layer_norm(run: Interpreter, input: Tensor, normalized_shape: Any, weight: 
         "layer_norm", lambda: (at_least_float32(constant(input)).var(dims, correction=0, keepdim=True) + eps).rsqrt()
     )
     x = at_least_float32(plain(input))
-    y = (x - x.mean(dims, keepdim=True)) * inverse_std
-    y = y if weight is None else y * weight
-    y = y if bias is None else y + bias
+    # As two steps over all channels, where subtracting, scaling, weighing and shifting one by one would be four.
+    y = torch.addcmul(-x.mean(dims, keepdim=True) * inverse_std, x, inverse_std)
+    if weight is not None:
+        y = y * weight if bias is None else torch.addcmul(bias.to(y), y, weight.to(y))
+    elif bias is not None:
+        y = y + bias
     return mark(y.to(input.dtype), live=True)
 
 
