@@ -29,7 +29,6 @@ from tensorlens.freezing.interception import current_fingerprint
 from tensorlens.freezing.proof import Proof
 
 N_TURNS = 7
-N_TOKENS = 64
 N_INPUTS = 200
 
 once = cache(current_fingerprint)
@@ -68,15 +67,15 @@ def forget() -> None:
     audit._apart.clear()
 
 
-def works(lens: Any, vocabulary: int) -> dict[str, Callable[[], Any]]:
+def works(lens: Any, vocabulary: int, n_tokens: int) -> dict[str, Callable[[], Any]]:
     """The works of the table, by name."""
     draw = random.Random(0)
-    ids = [[draw.randrange(5, vocabulary) for _ in range(N_TOKENS)] for _ in range(N_INPUTS)]
-    mixed = [one[: draw.randrange(16, N_TOKENS + 1)] for one in ids]
+    ids = [[draw.randrange(5, vocabulary) for _ in range(n_tokens)] for _ in range(N_INPUTS)]
+    mixed = [one[: draw.randrange(16, n_tokens + 1)] for one in ids]
     return {
         "In+Out": lambda: lens(ids[0]).map("tensor.in_out", -1),
         "In+Class": lambda: lens(ids[0]).map("tensor.in_class", -1),
-        "rows": lambda: lens(ids[0]).rows(N_TOKENS - 1),
+        "rows": lambda: lens(ids[0]).rows(n_tokens - 1),
         "norm": lambda: lens(ids[0]).map("tensor.norm", -1),
         "200 inputs of one length": lambda: list(lens.maps(ids, "tensor.in_class", out_token=-1, progress=False)),
         "200 inputs of many lengths": lambda: list(lens.maps(mixed, "tensor.in_class", out_token=-1, progress=False)),
@@ -107,6 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--only", help="works whose name holds this")
     parser.add_argument("--turns", type=int, default=N_TURNS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     options = parser.parse_args()
@@ -115,9 +116,9 @@ def main() -> None:
         torch.manual_seed(0)
         model = MODELS[name]().eval().to(options.device)
         lens = tl.Lens(model)
-        for what, work in works(lens, model.config.vocab_size).items():
-            for first in (False, True):
-                row = {"model": name, "device": options.device, "work": what, "first": first}
+        for what, work in works(lens, model.config.vocab_size, options.tokens).items():
+            for first in (False, True) if (options.only or "") in what else ():
+                row = {"model": name, "device": options.device, "tokens": options.tokens, "work": what, "first": first}
                 found.append(row | measure(work, first=first, n_turns=options.turns))
                 one = found[-1]
                 print(f"{name:10} {what:27} {'first' if first else 'again':6} {one['ratio']:.3f} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tensorlens import batch as batches
 from tensorlens import dataset_maps
 from tensorlens.batch import Batch
 from tensorlens.folding import push
+from tensorlens.freezing import interception
 from tensorlens.freezing.replay import FactorReplay
 from tensorlens.maps import batched
 from tensorlens.maps.batched import BATCHED
@@ -139,6 +141,32 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     monkeypatch.setattr(Batch, "begin", watched)
     list(tl.Lens(zoo.build("gpt2")).maps(ids((3,) * 6), "tensor.in_out", batch_size=2))
     assert order == ["begun 0", "begun 1", "finished 0", "begun 3", "finished 1", "finished 3"]
+
+
+@pytest.mark.parametrize("method", ["tensor.in_class", "tensor.in_out", "tensor.norm", "control.position"])
+def test_a_batch_under_way_holds_no_graph(method):
+    lens, probes = tl.Lens(zoo.build("gpt2")), 2 if method == "tensor.norm" else None
+    batch = Batch(lens, [lens.prepare(one) for one in ids()], methods=(method,), probes=probes)
+    graph = weakref.ref(batch.replay.recording.graph.readout)
+    pending = batch.begin(method, -1, None, probes=probes)
+    batch.release()
+    assert graph() is None, "three batches on their way would take the memory of three graphs"
+    assert len(pending()) == len(batch)
+
+
+def test_the_model_is_fingerprinted_anew_until_a_pass_has_left_it_alone(monkeypatch):
+    model, taken = zoo.build("gpt2"), []
+    fingerprint = interception.fingerprint
+    monkeypatch.setattr(interception, "fingerprint", lambda *of: taken.append(of) or fingerprint(*of))
+    with interception.left_alone(model):
+        first, second = (interception.current_fingerprint(model) for _ in range(2))
+        assert first == second == interception.current_fingerprint(model)
+        assert len(taken) == 2
+        assert interception.current_fingerprint(nn.Linear(2, 2)) != first, "of another model"
+        model.train()
+        other = frozenset({(id(model), "anything")})
+        assert interception.current_fingerprint(model, other) != first, "what is ignored is another question"
+    assert interception.current_fingerprint(model) != first
 
 
 def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):

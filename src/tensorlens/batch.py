@@ -245,10 +245,10 @@ class Batch(Sequence[AttentionTensor]):
             return None
         if pending is None:
             return None
-        said = predictions(asked)
+        said, places = predictions(asked), asked.out_tokens.tolist()
 
         def finish() -> list[TokenMap]:
-            found = zip(asked.out_tokens.tolist(), pending(), said(), strict=True)
+            found = zip(places, pending(), said(), strict=True)
             return [self._map(i, method, place, answer, note) for i, (place, answer, note) in enumerate(found)]
 
         return finish

@@ -55,7 +55,7 @@ FEW = 8
 """Samples that are enough to show that a model mixes them."""
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
 """Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
-MEMORY_SHARE = 0.4
+MEMORY_SHARE = 0.5
 """Part of the free memory that a batch may take, by the estimate for its factors."""
 
 

@@ -79,10 +79,10 @@ class BatchQuestion:
 
     def answers(self, scores: Tensor, shares: Tensor, notes: Callable[[], Sequence[Notes]]) -> Pending:
         """One answer per sample from (sample, token) scores, padding cut off."""
-        found, of_bias = on_its_way(scores), on_its_way(shares)
+        found, of_bias, lengths = on_its_way(scores), on_its_way(shares), self.lengths
 
-        def finish() -> list[Answer]:
-            rows = zip(found(), of_bias(), self.lengths, notes(), strict=True)
+        def finish() -> list[Answer]:  # which holds nothing of the question: with it would stay the graph
+            rows = zip(found(), of_bias(), lengths, notes(), strict=True)
             return [
                 Answer(scores=row[None, :length], bias_share=share[None], notes=note)
                 for row, share, length, note in rows
@@ -96,7 +96,8 @@ class BatchQuestion:
 
     def alike(self, **notes: Any) -> Callable[[], list[Notes]]:
         """The same notes for each sample."""
-        return lambda: [notes] * len(self.lengths)
+        each = [notes] * len(self.lengths)
+        return lambda: each
 
 
 # Logits --------------------------------------------------------------------------------------------------------------

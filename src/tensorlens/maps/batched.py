@@ -205,8 +205,8 @@ def _by_place(scores: Callable[[int], Tensor]) -> Callable[[BatchQuestion], Pend
     """A control that knows the number of tokens alone."""
 
     def control(question: BatchQuestion) -> Pending:
-        share = torch.full((1,), torch.nan)
-        return lambda: [Answer(scores=scores(n)[None], bias_share=share) for n in question.lengths]
+        share, lengths = torch.full((1,), torch.nan), question.lengths
+        return lambda: [Answer(scores=scores(n)[None], bias_share=share) for n in lengths]
 
     return control
 
