@@ -56,7 +56,7 @@ FEW = 8
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
 """Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
 MEMORY_SHARE = 0.5
-"""Part of the free memory that a batch may take, by the estimate for its factors."""
+"""Part of the free memory that a batch is planned to take, by the estimate for its graph: see `GRAPH_SHARE`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,9 @@ from tensorlens.models.anatomy import Anatomy
 from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import probe_vectors
 
-GRAPH_SHARE = 0.5
-"""Part of the free memory that the graph of a batch may take: unlike that of one input, it is what was asked for."""
+GRAPH_SHARE = 0.7
+"""Part of the free memory that the graph of a batch may take: unlike that of one input, it is what was asked for. More
+than a batch is planned with, since less may be free by the time that it is recorded."""
 
 
 def in_class(question: BatchQuestion) -> Pending:
