@@ -30,11 +30,13 @@ def data_set_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]], st
         "quarter of them for sketches and an eighth for contributions. The runs are of successive states of the code "
         "on the same kind of machine, so that the spread is of both; samples a second, slowest to fastest, are of the "
         f"runs that kept them. In the last, input × gradient made {found.get('input x gradient, last run', '')}. In "
-        "the better runs the decoder's maps are as fast; BERT's passes are so short that Python sets the pace: from "
-        "run 6 on up to 512 samples go together, and no batch waits for the one before. Python's own pauses (a "
-        "collection of garbage takes 0.2 s) are a large part of BERT's second, so that its rates differ most from run "
-        "to run. Contributions go by folded blocks from run 4 on, in bands of 32 tokens there and of 16 since, in run "
-        "7 by weights laid out for the matrix units." + _peers(found.get("peers", {}))
+        "the better runs the decoder's maps are as fast; BERT's passes are so short that Python sets the pace. From "
+        "run 6 on up to 512 samples go together, and no batch waits for the one before. In runs 6 and 7 the graphs of "
+        "batches under way were kept too long, so that memory could run out, batches were halved and Python collected "
+        "its garbage for 0.2 s; from run 8 on they are let go, the sample that proves a batch goes beside the next "
+        "one, and norms and GELU take fewer kernels. Contributions go by folded blocks from run 4 on, in bands of 32 "
+        "tokens there and of 16 since, from run 7 on by weights laid out for the matrix units."
+        + _peers(found.get("peers", {}))
     )
     return heads, rows, before
 
