@@ -3,8 +3,8 @@
     python experiments/judges/judges.py --data DATA --out FOLDER --model smollm2-135m=PATH --model gemma3-270m=PATH
 
 DATA holds evidence/, needles/, pairs/, tracr/ and wikitext-2/. PATH is a folder or a file; without it the name is
-loaded. Runs that were stopped go on when the same command is given again; what is not finished after --seconds is
-stopped.
+loaded. A run's options hold for every model, but for what stands under `of` and the model's name. Runs that were
+stopped go on when the same command is given again; what is not finished after --seconds is stopped.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def work(arguments: argparse.Namespace) -> None:
 
         print(json.dumps(search(lens, arguments.data, out, config["ways"]), indent=1))
         return
-    options = config["runs"][arguments.worker]["options"] | {"peer_python": arguments.peer_python}
+    run = config["runs"][arguments.worker]
+    options = run["options"] | run.get("of", {}).get(name, {}) | {"peer_python": arguments.peer_python}
     options["peer_total_seconds"] = max(30.0, arguments.seconds - BEFORE_PEERS)
     result = studies.judge(lens, arguments.data, out, progress=False, **options)
     if Processes.from_environment().is_first:

@@ -1,11 +1,12 @@
 """Fill the tables of docs/leaderboard.md and docs/members.md from the folders of finished runs.
 
-    python experiments/judges/leaderboard.py RUNS [--page docs/leaderboard.md]
+    python experiments/judges/leaderboard.py RUNS [--page docs/leaderboard.md] [--keep]
 
 RUNS holds MODEL/RUN/summary.json as `judges.py` writes them. A page has blocks ``<!-- judges: KEY -->`` …
 ``<!-- /judges -->``; what is between is replaced, the rest is written by hand. KEY is a question (word, passage,
-component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences, perturbation. Runs with
-peers are shown by themselves, since they have other items. A run that was stopped is shown as far as it came.
+component, removal), or one of: sets MODEL, counts, ways, tracr, peers, members, differences, perturbation. The runs
+`peers` and `peer_…` are shown by themselves, since they have other items. A run that was stopped is shown as far as it
+came. With --keep, what RUNS does not hold stays as it was printed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keeping import kept
+
 from tensorlens.studies.judge_study.measuring import WRONG
 from tensorlens.studies.judge_study.report import area_table, counts_line, judge_table
 from tensorlens.studies.judge_study.summary import summarise
@@ -24,7 +27,7 @@ from tensorlens.studies.sample_lines import whole_lines
 
 PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
 MODELS = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b")
-BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n).*?(<!-- /judges -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n)(.*?)(<!-- /judges -->)", re.DOTALL)
 MEMBERS = {
     "tensor.in_class": "the paper's (= CP-LRP)", "tensor.in_class@half_gate": "gate halved",
     "tensor.in_class@attn_lrp": "gate and attention halved (= AttnLRP)", "tensor.in_class@jacobian": "Jacobian",
@@ -55,9 +58,10 @@ def read(folder: Path) -> Found:
             continue
         if "judges" not in summary:
             found.ways[model] = summary
-        elif summary.get("peers"):
+            continue
+        if summary.get("peers"):
             found.peers.setdefault(model, {})[path.name] = summary
-        else:
+        if not path.name.startswith("peer"):
             found.judges.setdefault(model, {}).update(summary["judges"])
         if summary.get("perturbation"):
             found.areas[model] = summary["perturbation"]
@@ -233,11 +237,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--page", type=Path, action="append")
+    parser.add_argument("--keep", action="store_true", help="leave what these runs do not hold as it is")
     arguments = parser.parse_args()
     found = read(arguments.runs)
     for page in arguments.page or PAGES:
         text = page.read_text("utf-8")
-        page.write_text(BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], found)}\n\n{m[3]}", text), "utf-8")
+
+        def filled(match: re.Match[str], keep: bool = arguments.keep) -> str:
+            new = block(match[2], found)
+            return f"{match[1]}\n{kept(match[2], match[3], new, MODELS) if keep else new}\n\n{match[4]}"
+
+        page.write_text(BLOCK.sub(filled, text), "utf-8")
         print(f"{page}: {len(BLOCK.findall(text))} tables")
 
 

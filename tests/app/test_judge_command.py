@@ -65,6 +65,7 @@ def test_pages_are_filled_from_the_runs(run, tmp_path, monkeypatch, capsys):
     page.write_text(
         "before\n" + "".join(f"<!-- judges: {key} -->\nold\n<!-- /judges -->\n" for key in keys) + "after\n"
     )
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("leaderboard", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -79,3 +80,33 @@ def test_pages_are_filled_from_the_runs(run, tmp_path, monkeypatch, capsys):
     assert f"{len(keys)} tables" in capsys.readouterr().out
     module.main()
     assert page.read_text() == text
+
+
+def test_what_the_runs_do_not_hold_stays_on_the_page(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    kept = importlib.import_module("keeping").kept
+    old = (
+        "**patching**, pearson, mean over 2 sets\n\n| method | a | c | ms an item, a |\n| --- | --- | --- | --- |\n"
+        "| `x` | 0.900 [0.8, 1.0] | 0.1 [0, 1] | 7 |\n| `y` | 0.500 [0.4, 0.6] | 0.1 [0, 1] | 8 |\n"
+        "| chance | 0.0 | 0.0 |  |"
+    )
+    new = (
+        "**patching**, pearson, mean over one set\n\n| method | b | c | ms an item, b |\n| --- | --- | --- | --- |\n"
+        "| `y` | 0.950 [0.9, 1.0] | 0.7 [0, 1] | 3 |\n| `z` | 0.100 [0.0, 0.2] | – | 4 |\n| chance | 0.0 | 0.0 |  |"
+    )
+    assert kept("component", old, new, ("a", "b", "c")).splitlines() == [
+        "**patching**, pearson, mean over 2 sets", "", "| method | a | b | c | ms an item, a |",
+        "| --- | --- | --- | --- | --- |", "| `y` | 0.500 [0.4, 0.6] | 0.950 [0.9, 1.0] | 0.7 [0, 1] | 8 |",
+        "| `x` | 0.900 [0.8, 1.0] | – | – | 7 |", "| `z` | – | 0.100 [0.0, 0.2] | – | – |",
+        "| chance | 0.0 | 0.0 | 0.0 |  |",
+    ]  # fmt: skip
+    counts = "| model | judge | items |\n| --- | --- | --- |\n"
+    mixed = kept(
+        "counts", f"{counts}| a | e | 1 |\n| c | e | 2 |", f"{counts}| b | e | 3 |\n| c | e | 4 |", ("a", "b", "c")
+    )
+    assert mixed == f"{counts}| a | e | 1 |\n| b | e | 3 |\n| c | e | 4 |"
+    peers = [
+        f"*{model}, evidence*: {n} items.\n\n*{model}, needles*: {n}." for model, n in (("a", 1), ("c", 2), ("c", 3))
+    ]
+    assert kept("peers", "\n\n".join(peers[:2]), peers[2], ()) == "\n\n".join((peers[0], peers[2]))
+    assert kept("ways", "old", "No run yet.", ()) == "old" and kept("ways", "No run yet.", "new", ()) == "new"
