@@ -62,8 +62,10 @@ REMAINING = """\
 - A first sketch is bound by launching its many small kernels. Those of all blocks but the last are captured when a
   shape comes for the second time, and replayed as one graph for every output from then on. Of 1.6 ms in bfloat16 the
   kernels then take about 0.9; the rest is launching the last block, which depends on the output asked for, and the
-  norms. How long that takes is up to the host: a second run on the same kind of machine gave 18.7× in tf32 and 14.0×
-  in bfloat16 (1.75 ms, 1.52–2.48), the exact slices being as fast as here.
+  norms. How long that takes is up to the host: on other days machines of the same kind gave 15.9× to 19.7× in tf32 and
+  13.4× to 18.2× in bfloat16, the exact slices being as fast as here. An earlier version and this one, one after the
+  other on one machine: 17.7× and 17.3× in tf32, 13.8× and 16.8× in bfloat16; In+Out of all outputs 11.3 and 11.2 ms,
+  6.8 and 6.8 ms.
 - Attention is mixed by one strided product for each head, at 26–71 % of the copy peak; copying heads side by side
   first is two to eight times slower.
 - GPT-2's norm map counts 49 % of BERT's operations and takes 57 % of its time: outputs go in groups of 16, each of
@@ -96,6 +98,7 @@ def main() -> None:
         _long_maps(_read("data_sets")),
         _table("The perturbation study", HEADS, perturbation_rows(_read("perturbation")), PERTURBATION),
         _inside(_read("inside")),
+        _price(_read("price")),
         _in_class(parts),
         _errors(parts),
         FLOOR,
@@ -255,6 +258,21 @@ def _long_maps(found: dict[str, Any]) -> str:
         "pass."
     )
     return _table("In+Class and pushes of a long input", ["work", "measured"], rows, before)
+
+
+def _price(found: Any) -> str:
+    rows = [
+        [row["device"], row["model"], str(row["tokens"]), row["work"], "a first time" if row["first"] else "again",
+         f"**{row['ratio']:.3f}×** ({row['lowest']:.2f}–{row['highest']:.2f})", _time(row["seconds"])]
+        for row in found
+    ]  # fmt: skip
+    heads = ["device", "model", "tokens", "work", "the model", "with over without (lowest–highest)", "time"]
+    before = (
+        "The same work with and without proofs, audits, fingerprints and samples that are mapped twice, in turns; the "
+        "median of the ratios. *Again*: a model that the library has seen; *a first time*: all that was proved of it "
+        "is forgotten before each turn."
+    )
+    return _table("What trust costs", heads, rows, before)
 
 
 def _inside(found: dict[str, Any]) -> str:

@@ -65,6 +65,7 @@ def forget() -> None:
     proof._proofs.clear()
     audit._audited.clear()
     audit._apart.clear()
+    audit._left_traces.clear()
 
 
 def works(lens: Any, vocabulary: int, n_tokens: int) -> dict[str, Callable[[], Any]]:

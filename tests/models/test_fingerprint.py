@@ -19,6 +19,7 @@ import zoo
 from torch import nn
 
 import tensorlens as tl
+from tensorlens.freezing import interception
 from tensorlens.freezing.interception import current_fingerprint
 from tensorlens.models.fingerprint import Samples, fingerprint, in_this_thread, moved, what_changed
 
@@ -295,3 +296,27 @@ def test_every_element_of_a_small_model_is_looked_at():
     assert samples.same()
     block(model, 1).mlp.c_fc.weight.data.view(-1)[-2] += 1
     assert not samples.same()
+
+
+def test_a_map_of_a_known_model_takes_two_fingerprints_and_a_model_that_counts_its_calls_more(monkeypatch):
+    taken, fingerprint = [], interception.fingerprint
+    monkeypatch.setattr(interception, "fingerprint", lambda *of: taken.append(of) or fingerprint(*of))
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.seen = zoo.build("gpt2"), []
+
+        def forward(self, input_ids):
+            object.__setattr__(self, "seen", [*self.seen, 1])
+            return self.inner(input_ids)
+
+    counts = []
+    for model in (zoo.build("gpt2"), Counting().eval()):
+        lens = tl.Lens(model)
+        lens([3, 4, 5]).map("tensor.in_out", out_token=-1)
+        taken.clear()
+        lens([3, 4, 5]).map("tensor.in_out", out_token=-1)
+        counts.append(len(taken))
+    assert counts[0] == 2, "before the pass, and before the graph is used"
+    assert counts[1] > 2, "its state after a pass is another one"

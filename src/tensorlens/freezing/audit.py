@@ -122,6 +122,9 @@ inputs that took it. The newest state last."""
 _apart: dict[Hashable, bool] = {}
 """By the same: whether the first block was seen to take something else than the embeddings."""
 
+_left_traces: dict[Hashable, bool] = {}
+"""By the same: whether a pass has changed the model by itself."""
+
 MAX_AUDITED = 64
 
 
@@ -160,13 +163,20 @@ class AuditLog:
         """Whether the first block was seen to take something else than the embeddings."""
         return _apart.get(self._key, False)
 
-    def note(self, way: int, *, is_apart: bool) -> None:
+    @property
+    def leaves_no_trace(self) -> bool:
+        """Whether every audited pass left the model as it was found."""
+        return not _left_traces.get(self._key, True)
+
+    def note(self, way: int, *, is_apart: bool, left_trace: bool) -> None:
         """An audited recording came to its end."""
         if self._key is not None:
             _apart[self._key] = is_apart
+            _left_traces[self._key] = left_trace or _left_traces.get(self._key, False)
             ways = _audited.setdefault(self._key, {})
             least, most = ways.get(way, (self._sizes, self._sizes))
             ways[way] = tuple(map(min, least, self._sizes)), tuple(map(max, most, self._sizes))
         while len(_audited) > MAX_AUDITED:
-            _apart.pop(oldest := next(iter(_audited)), None)
-            del _audited[oldest]
+            oldest = next(iter(_audited))
+            for noted in (_apart, _left_traces, _audited):
+                noted.pop(oldest, None)

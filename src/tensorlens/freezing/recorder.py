@@ -130,7 +130,7 @@ class Recorder:
         if self.options.n_samples == 1 and not log.knows(self.run.signature):  # a sample of a batch is tried alone
             refuse_other_numbers(recording)
         self.is_refused = False
-        log.note(self.run.signature, is_apart=self.is_apart)
+        log.note(self.run.signature, is_apart=self.is_apart, left_trace=bool(recording.ignored))
         return recording
 
     def _run(self) -> Tensor:
@@ -164,7 +164,8 @@ class Recorder:
             last = state_of(self.block_outputs[-1], self.anatomy.state_place)
             self.layouts[-1] = self._layout(last, -2)
             self.states[-1] = self.layouts[-1].to_tokens(last)
-        now = current_fingerprint(self.anatomy.model)  # now, since a first pass may cast weights for good
+        is_quiet = run.audit is None and self.log.leaves_no_trace  # while a first pass may cast weights for good
+        now = self.found if is_quiet else current_fingerprint(self.anatomy.model)
         ignored = moved(self.found, now, self.anatomy.model) | run.written
         graph = None
         if run.grad and (self.leaves or self.blocks):
