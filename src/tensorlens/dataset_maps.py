@@ -238,14 +238,14 @@ class Work(ABC, Generic[Found]):
         if self._is_open:
             found = self.apart(prepared, "how many blocks run depends on the input")
             return lambda: found
-        i, together = self._checked_one(prepared), self.together
-        alone = None if i is None else self.alone(prepared[i])
+        together, alone = self.together, {i: self.alone(prepared[i]) for i in self._checked(prepared)}
 
         def finish() -> list[Found]:
             if self.together != together:  # the batch before has shown meanwhile that these do not go together
                 return self._regrouped(prepared)
             made = pending()
-            if i is None or alone is None or self.agree(made[i], alone) or self._agree_strictly(prepared, i):
+            other = [i for i, one in alone.items() if not self.agree(made[i], one)]
+            if not other or self._agree_strictly(prepared, other):
                 return [self.noted(one) for one in made]
             return self.apart(prepared, "together they give other numbers than alone")
 
@@ -258,24 +258,28 @@ class Work(ABC, Generic[Found]):
         self._depths.add(recording.n_blocks)
         self._is_open = len(self._depths) > 1 or recording.anatomy.leaves_blocks_out
 
-    def _checked_one(self, prepared: list[ModelInput]) -> int | None:
-        """The sample to check this batch with, one that is padded if there is one; None for most batches."""
+    def _checked(self, prepared: list[ModelInput]) -> list[int]:
+        """The samples to check this batch with: one that is padded and two that are not; none for most batches.
+
+        Some methods map a padded sample alone in any case, and cut only the others out of the batch. Two of these,
+        since what a model takes from one sample for all is right for that one.
+        """
         self.n_batches += 1
         if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way:
-            return None
+            return []
         lengths = [length_of(one) for one in prepared]
-        longest = max(lengths)
-        shorter = [i for i, length in enumerate(lengths) if length < longest]
-        return self._random.choice(shorter or range(len(prepared)))
+        padded = [i for i, length in enumerate(lengths) if length < max(lengths)]
+        full = [i for i in range(len(prepared)) if i not in padded]
+        return [*([self._random.choice(padded)] if padded else []), *dict.fromkeys((full[0], full[-1]))]
 
-    def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
-        """Compare sample i with a few others, without tf32, whose rounding differs with the size of a batch."""
+    def _agree_strictly(self, prepared: list[ModelInput], checked: list[int]) -> bool:
+        """Compare samples with a few others, without tf32, whose rounding differs with the size of a batch."""
         if not tf32_allowed():
             return False
-        others = sorted((k for k in range(len(prepared)) if k != i), key=lambda k: -length_of(prepared[k]))
+        others = sorted((k for k in range(len(prepared)) if k not in checked), key=lambda k: -length_of(prepared[k]))
         with tf32(False):
-            together = self.begin_batch([prepared[k] for k in (i, *others[: FEW - 1])])()
-            return self.agree(together[0], self.alone(prepared[i]))
+            together = self.begin_batch([prepared[k] for k in (*checked, *others)[:FEW]])()
+            return all(self.agree(made, self.alone(prepared[i])) for made, i in zip(together, checked, strict=False))
 
     def apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
         """The same samples with fewer of them together, from now on."""
