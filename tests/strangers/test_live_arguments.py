@@ -101,6 +101,7 @@ def test_the_papers_member_holds_a_gain_like_a_factor() -> None:
     ("inner", "reason"),
     [
         (lambda z, g: first(F.prelu(first(z), pooled(g))), "second live argument"),
+        (lambda z, g: torch.func.vmap(lambda w: (z * w).tanh())(MATRIX).mean(0), "within torch.func"),
         (lambda z, g: from_dlpack(to_dlpack(z.detach())).tanh(), "read a live tensor"),
     ],
 )
