@@ -53,6 +53,9 @@ SMOOTH: dict[str, Inner] = {
     "gain of a batch norm": lambda z, g: first(F.batch_norm(first(z), W, W**2, pooled(g))),
     "gain of an instance norm": lambda z, g: first(F.instance_norm(first(z), None, None, pooled(g))),
     "logarithm of a running sum": lambda z, g: z - z.logcumsumexp(-1),
+    "learned attention with a live bias": lambda z, g: F.scaled_dot_product_attention(
+        MATRIX[None, :4], MATRIX[None, 4:8], z, g @ z.mT
+    ),
     "a loss": lambda z, g: z * F.mse_loss(z, g, reduction="none"),
     "surprise": lambda z, g: z * F.cross_entropy(first(z), z.argmax(-1) // 2, reduction="none").unsqueeze(-1),
     "a custom function that asks": lambda z, g: Swish.apply(z),

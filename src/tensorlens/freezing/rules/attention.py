@@ -67,7 +67,7 @@ def attention(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
 def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                enable_gqa: bool = False) -> Any:  # fmt: skip
-    if run.rules.attention != "hold" and (is_live(query) or is_live(key)):
+    if run.rules.attention != "hold" and any(map(is_live, (query, key, attn_mask))):
         options = _Options(is_causal, scale, enable_gqa)
         mixed = _live_attention(run, query, key, value, attn_mask, options)
         return mark(run.mix_heads(mixed) if mixed.dim() == 4 else mixed, live=True)
