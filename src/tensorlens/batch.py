@@ -73,6 +73,9 @@ class Batch(Sequence[AttentionTensor]):
         methods: All that will be asked: only what they need is recorded, and what several of them need is computed
             once. Anything may be asked if None.
         probes: Of `tensor.norm` among them; None if it is to be exact.
+
+    Attributes:
+        was_cut: Whether a tensor of one sample was cut out of the shared recording.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Batch(Sequence[AttentionTensor]):
         self.methods = frozenset(methods or ()) - sketched
         self._shared: dict[Any, dict[str, Any]] = {}
         self._contexts: dict[tuple[int, int], Context] = {}
+        self.was_cut = False
 
     def __repr__(self) -> str:
         """One line: how many inputs, and how long they are."""
@@ -106,18 +110,22 @@ class Batch(Sequence[AttentionTensor]):
         return (self[i] for i in range(len(self)))
 
     def is_separable(self) -> bool:
-        """Whether the shortest sample gives the output that it gives alone."""
-        if len(self) == 1:
-            return True
-        shortest = min(range(len(self)), key=lambda i: self.lengths[i])
-        alone = self.lens(self.prepared[shortest]).output
-        state = self.replay.recording.states[-1][shortest, : len(alone)]
+        """Whether two samples give what they give alone: what a model takes from one for all is right for that one."""
+        return len(self) == 1 or all(map(self._is_as_alone, {self._shortest, 0}))
+
+    @property
+    def _shortest(self) -> int:
+        return min(range(len(self)), key=lambda i: (self.lengths[i], -i))  # the last of them
+
+    def _is_as_alone(self, i: int) -> bool:
+        alone = self.lens(self.prepared[i]).output
+        state = self.replay.recording.states[-1][i, : len(alone)]
         tolerance = 100 * torch.finfo(alone.dtype).eps ** 0.75
         tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and alone.is_cuda else tolerance
         return bool((state - alone).norm() <= tolerance * alone.norm())
 
     def check(self) -> None:
-        """Compare the shortest sample with what it is alone."""
+        """Compare samples with what they are alone."""
         if not self.is_separable():
             raise InputError(
                 "A batch needs a model to which samples and their padding are separate; together they give other "
@@ -138,6 +146,7 @@ class Batch(Sequence[AttentionTensor]):
             return self.lens(self.prepared[i])
         if self.replay.recording.n_encoder_blocks or not self._samples_can_be_cut:
             return self.lens(self.prepared[i])
+        self.was_cut = True
         return self.lens.tensor(self.prepared[i], FactorReplay(self.replay.recording.sample(i)))
 
     @cached_property
@@ -201,7 +210,7 @@ class Batch(Sequence[AttentionTensor]):
         key = ("batched", method, self.is_padded, *state_of(recording))
         proof = None if recording.fingerprint is None else known_proof(recording.model, key)
         if proof is None:
-            i = min(range(len(self)), key=lambda i: self.lengths[i])
+            i = self._shortest
             error, tolerance = difference(made[i], alone(i), recording.states[0].dtype)
             tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and recording.states[0].is_cuda else tolerance
             proof = remember_proof(recording.model, key, Proof(error, tolerance))

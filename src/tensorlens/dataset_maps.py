@@ -25,7 +25,6 @@ from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_
 from tensorlens.device_work import aside, beside
 from tensorlens.errors import InputError, NotLinearError, TensorLensError
 from tensorlens.freezing.interception import left_alone
-from tensorlens.freezing.recording import Recording
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -53,6 +52,8 @@ CHECK_EVERY = 50
 """Batches between two samples that are mapped alone for comparison."""
 FEW = 8
 """Samples that are enough to show that a model mixes them."""
+MANY = 64
+"""Samples of which one at random is hardly just the one that a model goes by for all."""
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
 """Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
 MEMORY_SHARE = 0.5
@@ -140,6 +141,7 @@ class Work(ABC, Generic[Found]):
         self._ways: set[int] = set()
         self._depths: set[int] = set()
         self._is_new_way = self._is_open = False
+        self._cuts: Callable[[], bool] = lambda: False
         self.reason = ""
         self._free: int | None = None
         self._random = random.Random(seed)
@@ -248,45 +250,56 @@ class Work(ABC, Generic[Found]):
         if self._is_open:
             found = self.apart(prepared, "how many blocks run depends on the input")
             return lambda: found
-        i, together = self._checked_one(prepared), self.together
+        checked, together = self._checked(prepared), self.together
 
         def finish() -> list[Found]:
             if self.together != together:  # the batch before has shown meanwhile that these do not go together
                 return self._regrouped(prepared)
             with beside(stream):
-                alone = None if i is None else self.alone(prepared[i])
+                alone = {i: self.alone(prepared[i]) for i in checked}
             made = pending()
-            if i is None or alone is None or self.agree(made[i], alone) or self._agree_strictly(prepared, i):
+            other = [i for i, one in alone.items() if not self.agree(made[i], one)]
+            if not other or self._agree_strictly(prepared, other):
                 return [self.noted(one) for one in made]
             return self.apart(prepared, "together they give other numbers than alone")
 
         return finish
 
-    def note_way(self, recording: Recording) -> None:
+    def note_way(self, batch: Batch) -> None:
         """What a batch showed of the model: one sample may send all others its own way, such as past an early exit."""
+        recording, self._cuts = batch.replay.recording, lambda: batch.was_cut
         self._is_new_way = recording.signature not in self._ways
         self._ways.add(recording.signature)
         self._depths.add(recording.n_blocks)
         self._is_open = len(self._depths) > 1 or recording.anatomy.leaves_blocks_out
 
-    def _checked_one(self, prepared: list[ModelInput]) -> int | None:
-        """The sample to check this batch with, one that is padded if there is one; None for most batches."""
+    def _checked(self, prepared: list[ModelInput]) -> list[int]:
+        """The samples to check this batch with; none for most batches.
+
+        One that is padded if there is one. Where samples were cut out of the batch two more, since those that are
+        padded are mapped alone in any case; and where it was one of few, since what a model takes from one sample for
+        all is right for that one.
+        """
+        was_cut, self._cuts = self._cuts(), lambda: False
         self.n_batches += 1
         if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way:
-            return None
+            return []
         lengths = [length_of(one) for one in prepared]
-        longest = max(lengths)
-        shorter = [i for i, length in enumerate(lengths) if length < longest]
-        return self._random.choice(shorter or range(len(prepared)))
+        padded = [i for i, length in enumerate(lengths) if length < max(lengths)]
+        first = self._random.choice(padded or range(len(prepared)))
+        if not was_cut and len(padded or prepared) >= MANY:
+            return [first]
+        full = [i for i, length in enumerate(lengths) if length == max(lengths)]
+        return [*dict.fromkeys((first, full[0], full[-1]))]
 
-    def _agree_strictly(self, prepared: list[ModelInput], i: int) -> bool:
-        """Compare sample i with a few others, without tf32, whose rounding differs with the size of a batch."""
+    def _agree_strictly(self, prepared: list[ModelInput], checked: list[int]) -> bool:
+        """Compare samples with a few others, without tf32, whose rounding differs with the size of a batch."""
         if not tf32_allowed():
             return False
-        others = sorted((k for k in range(len(prepared)) if k != i), key=lambda k: -length_of(prepared[k]))
+        others = sorted((k for k in range(len(prepared)) if k not in checked), key=lambda k: -length_of(prepared[k]))
         with tf32(False):
-            together = self.begin_batch([prepared[k] for k in (i, *others[: FEW - 1])])()
-            return self.agree(together[0], self.alone(prepared[i]))
+            together = self.begin_batch([prepared[k] for k in (*checked, *others)[:FEW]])()
+            return all(self.agree(made, self.alone(prepared[i])) for made, i in zip(together, checked, strict=False))
 
     def apart(self, prepared: list[ModelInput], reason: str) -> list[Found]:
         """The same samples with fewer of them together, from now on."""
@@ -315,7 +328,7 @@ class _Maps(Work[TokenMap]):
         """Proved by one sample of the first batch, and again every so often."""
         asked = self.asked
         batch = Batch(self.lens, prepared, methods=(asked.method,), probes=asked.probes)
-        self.note_way(batch.replay.recording)
+        self.note_way(batch)
         pending = batch.begin(asked.method, asked.out_token, asked.target, probes=asked.probes, seed=asked.seed)
         batch.release()
         return pending

@@ -135,6 +135,8 @@ SAMPLE = {
     "hooks: on the final norm", "hooks: on the head", "head: the sum of two", "GRU gates",
     "writes: the head into the state", "writes: blocks into their input", "flex_attention",
     "end: by weights of a gate", "beginning: residuals outside of modules", "state: behind positions",
+    "layers: attention adapted", "layers: adapted side by side", "end: a norm by a function",
+    "end: a norm that blocks share", "lists: an encoder's and a decoder's",
     "gradients: a hook of a tensor", "gradients: backward hooks of blocks", "blocks by torch.jit.trace",
 }  # fmt: skip
 """Those that are tried every time; the others take their turn in the long run."""

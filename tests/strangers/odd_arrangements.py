@@ -193,6 +193,101 @@ class CoarseGate(nn.Module):
         return self.value(x) * F.interpolate(gate, size=x.shape[1], mode="nearest").transpose(1, 2)
 
 
+# Which modules are blocks ---------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """LoRA by hand: a layer of several weights, as two of them are alike in every block."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 2 * self.up(self.down(x))
+
+
+def adapted(*names: str) -> Any:
+    """Blocks with some of their layers adapted."""
+
+    def build() -> nn.Module:
+        block = Block()
+        for name in names:
+            path, _, own = name.rpartition(".")
+            setattr(block.get_submodule(path), own, Adapted(getattr(block.get_submodule(path), own)))
+        return block
+
+    return lambda: Plain(build)
+
+
+class FlatBlock(nn.Module):
+    """Adapted layers and nothing around them, attention and feed-forward side by side or one after the other."""
+
+    def __init__(self, side_by_side: bool) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.side_by_side = nn.LayerNorm(D), nn.LayerNorm(D), side_by_side
+        self.qkv, self.proj = Adapted(nn.Linear(D, 3 * D)), Adapted(nn.Linear(D, D))
+        self.up, self.down = Adapted(nn.Linear(D, 24)), Adapted(nn.Linear(24, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.ln_1(x)).chunk(3, -1)
+        mixed = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return mixed + self.down(F.gelu(self.up(self.ln_2(x if self.side_by_side else mixed))))
+
+
+class NormByFunction(Plain):
+    """The final norm is a mere function, before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()  # type: ignore[assignment]
+        self.head = nn.Linear(D, 29)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embedded(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(F.rms_norm(x, (D,))))
+
+
+class SharedNorm(Plain):
+    """The final norm is also the first of every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.ln_1 = self.norm
+
+
+class Reading(nn.Module):
+    """A decoder's block, which looks at a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.ln, self.cross = Block(), nn.LayerNorm(D), Attention(is_causal=False)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.block(x) + self.cross(torch.cat([memory, self.ln(x)], 1))[:, memory.shape[1] :]
+
+
+class ListsOfTwo(Plain):
+    """An encoder and a decoder without a module around either, the decoder with a little more weights."""
+
+    def __init__(self) -> None:
+        super().__init__(Reading, 2)
+        self.encoder = nn.ModuleList([Block(Attention(is_causal=False)) for _ in range(2)])
+
+    def body(self, input_ids: Tensor) -> Tensor:
+        memory = self.embed(input_ids.flip(1))
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.embedded(input_ids)
+        for block in self.blocks:
+            x = block(x, memory)
+        return self.norm(x)
+
+
 def mixing(name: str, kind: type[nn.Module]) -> Stranger:
     return Stranger(name=f"mixing: {name}", build=lambda: Plain(lambda: Block(kind())))
 
@@ -220,6 +315,13 @@ STRANGERS = [
         name="state: behind positions", build=lambda: PositionsInBlocks(True), has_ranges=False,
         twin=plainly(lambda: PositionsInBlocks(False)),
     ),
+    Stranger(name="layers: attention adapted", build=adapted("attn.qkv", "attn.proj")),
+    Stranger(name="layers: all adapted", build=adapted("attn.qkv", "attn.proj", "mlp.up", "mlp.down")),
+    Stranger(name="layers: adapted in flat blocks", build=lambda: Plain(lambda: FlatBlock(False))),
+    Stranger(name="layers: adapted side by side", build=lambda: Plain(lambda: FlatBlock(True))),
+    Stranger(name="end: a norm by a function", build=NormByFunction, places=Places(head="head")),
+    Stranger(name="end: a norm that blocks share", build=SharedNorm),
+    Stranger(name="lists: an encoder's and a decoder's", build=ListsOfTwo),
     mixing("an LSTM", Recurrent),
     mixing("a gate made longer", CoarseGate),
     feeding("a live bound", lambda x: x.clamp(max=x.mean())),

@@ -86,6 +86,27 @@ def test_a_sample_of_a_batch_is_what_it_is_alone(name: str, member: str) -> None
             assert gap(*maps) < 1e-6
 
 
+def by_first(z: Tensor) -> Tensor:
+    return z * z[:1].mean(1, keepdim=True).tanh()
+
+
+def by_last(z: Tensor) -> Tensor:
+    return z * z[-1:].mean(1, keepdim=True).tanh()
+
+
+@pytest.mark.parametrize("gate", [by_first, by_last])
+@pytest.mark.parametrize("method", ["tensor.in_out", "tensor.norm"])
+def test_what_one_sample_does_to_all_is_noticed(gate: Callable[[Tensor], Tensor], method: str) -> None:
+    model: Any = WithHead()
+    model.blocks = nn.ModuleList([Block(mlp=FeedForward(gate)) for _ in range(2)])
+    lens = tl.Lens(randomised(model))
+    for rows in (ROWS[:2], ROWS[:3], [ROWS[0], [8, 9], ROWS[2]]):
+        with pytest.raises(tl.InputError, match="other numbers than alone"):
+            lens.batch(rows)
+        for found, row in zip(lens.maps(rows, method, batch_size=3, progress=False), rows, strict=True):
+            assert gap(found.scores, lens(row).map(method, out_token=-1).scores) < 1e-6
+
+
 def test_a_sample_that_can_be_cut_out_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lens = tl.Lens(randomised(WithHead()))
     batch = lens.batch(ROWS)

@@ -36,7 +36,7 @@ class LeakAudit(TorchDispatchMode):
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()
         self._where, self._depth = where, 0
-        # By address; a weak reference keeps the address from being given to another storage.
+        # By address of the memory, which other storages may look at (DLPack); a dead reference says it was given away.
         self._live: dict[int, StorageWeakRef] = {}
         self.leak: str | None = None
 
@@ -54,8 +54,8 @@ class LeakAudit(TorchDispatchMode):
         for tensor in traced_in(result):
             if tensor.live:
                 storage = _storage(tensor)
-                if storage is not None and storage._cdata not in self._live:
-                    self._live[storage._cdata] = StorageWeakRef(storage)
+                if storage is not None and not self._is_live(storage):
+                    self._live[storage.data_ptr()] = StorageWeakRef(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A view reads nothing yet, and what is made of it is seen by its memory.
@@ -71,16 +71,18 @@ class LeakAudit(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
     def _reads_live(self, args: Any, kwargs: Any) -> bool:
-        for tensor in tensors_in((args, kwargs)):
-            storage = _storage(tensor)
-            if storage is not None and storage._cdata in self._live:
-                return True
-        return False
+        storages = map(_storage, tensors_in((args, kwargs)))
+        return any(storage is not None and self._is_live(storage) for storage in storages)
+
+    def _is_live(self, storage: Any) -> bool:
+        known = self._live.get(storage.data_ptr())
+        return known is not None and not known.expired()
 
 
 def _storage(tensor: Tensor) -> Any:
     try:
-        return raw(Tensor.untyped_storage, tensor)
+        storage = raw(Tensor.untyped_storage, tensor)
+        return storage if storage.data_ptr() else None  # nothing lies in it
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have none
         return None
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 import tensorlens.freezing.rules  # noqa: F401  (fills the table)
 from tensorlens import cancel
@@ -233,8 +234,8 @@ class Interpreter:
             if rule is not None and rule in FOR_HELD:
                 return rule(self, function, args, kwargs)
             return linear(self, function, args, kwargs, sources)
-        if rule is None:
-            raise NotLinearError(self.refusal(name))
+        if rule is None or peek_interpreter_stack() is not None:
+            raise NotLinearError(self.refusal(name if rule is None else f"{name} within torch.func (vmap, grad)"))
         if self.recording:
             self.signature = hash((self.signature, name, self.module))
             self.route.note_sources(self, live)

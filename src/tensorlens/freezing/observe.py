@@ -46,14 +46,19 @@ def plain_output(recording: Recording) -> Tensor:
         if is_end and n_left["blocks"] == recording.n_blocks:
             raise Reached(state_of(output, anatomy.state_place))
 
+    def enter_block(module: nn.Module, args: Any, kwargs: Any) -> None:
+        n_left["entered"] += 1
+
     def leave_body(module: nn.Module, args: Any, output: Any) -> None:
-        if n_left["blocks"] in (0, recording.n_blocks):  # none was seen to be left where code calls `forward` itself
+        # None was seen to be entered where code calls `forward` itself. In a block, it is a norm that both share.
+        if n_left["blocks"] == (recording.n_blocks if n_left["entered"] else 0):
             raise Reached(state_of(output))
 
     def read(module: nn.Module, args: Any, kwargs: Any) -> None:
         raise Reached(args[0])
 
-    before, after = [], [(block, leave_block) for block in dict.fromkeys(anatomy.blocks)]
+    blocks = dict.fromkeys(anatomy.blocks)
+    before, after = [(block, enter_block) for block in blocks], [(block, leave_block) for block in blocks]
     if anatomy.body_end:
         after.append((model.get_submodule(anatomy.body_end), leave_body))
     elif anatomy.body_end == "" and anatomy.unembedding is not None:

@@ -239,6 +239,10 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         unembedding = None
     readout, ends_in = find_readout(evidence, linear)
     taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
+    if ending.body_end is None and len(taken) == 1 and taken[0].shape == ending.state.shape:
+        # A final norm that is a mere function: the state is what the head reads.
+        is_same = evidence.is_same(taken[0].node, ending.state.node) or not evidence.is_flow_known
+        ending = ending if is_same else replace(ending, body_end="", state=taken[0])
     encoder = _encoder_calls(anatomy, evidence)
     ends = [seen.node for seen in (ending.state, evidence.output) if seen is not None]
     start = None if _is_known_type(anatomy.model) else start_before(chain, ends, evidence)

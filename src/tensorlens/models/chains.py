@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import ne
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,6 +13,8 @@ from torch import nn
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+PASSIVE = (*LISTS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
+"""What may be in a linear layer besides its weights."""
 COVERED = 0.5
 """A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
 CUT = 0.3
@@ -150,21 +153,25 @@ class _Search:
 
     def chain(self, call: ModuleCall) -> Chain:
         """The best chain among the parts of a call."""
+        return [block for part in self._parts(call) for block in part.blocks]
+
+    def _parts(self, call: ModuleCall) -> list[_Part]:
         kids = [_Part(kid, self._opened(kid)) for kid in call.children if self._matrices(kid.module)]
         everything = parts = self._repeated([kid for kid in kids if all(b.taken and b.given for b in kid.blocks)])
         while True:
             series = self._series(parts)
             lonely = self._lonely(series, everything) or self._between(series)
             if not lonely:
-                return [block for part in series for block in part.blocks]
+                return series
             parts = [part for part in parts if part not in lonely]
 
     def _opened(self, kid: ModuleCall) -> Chain:
-        inner = self.chain(kid)
+        parts = self._parts(kid)
+        inner = [block for part in parts for block in part.blocks]
         large = {id(part.module): part for part in kid.children if len(self._matrices(part.module)) > 1}
         is_stage = len(inner) > 1 and self._size(inner) >= COVERED * self._size(list(large.values()))
         is_stage = is_stage and not self._joins(inner)
-        return inner if is_stage and (not self.sound or self._is_cut(inner, kid)) else [kid]
+        return inner if is_stage and (not self.sound or self._is_cut(parts, kid)) else [kid]
 
     def _joins(self, chain: Chain) -> bool:
         """Whether members take, beside what the one before gave, something else made of it: gates of a block do.
@@ -197,7 +204,10 @@ class _Search:
         best: list[tuple[int, list[_Part]]] = []
         for n, part in enumerate(parts):
             before = [found for earlier, found in zip(parts[:n], best, strict=True) if self._flows(earlier, part)]
-            weight, series = max(before, key=lambda found: found[0], default=(0, []))
+            before.sort(key=lambda found: -found[0])
+            # What an encoder gave reaches the decoder's later blocks too, but only through its first one's.
+            direct = (found for found in before if self._flows(found[1][-1], part, parts))
+            weight, series = next(direct, before[0] if before else (0, []))
             best.append((weight + self._size(part.blocks), [*series, part]))
         return max(best, key=lambda found: found[0], default=(0, []))[1]
 
@@ -242,28 +252,50 @@ class _Search:
 
         return bool(inner) and self.evidence.is_flow_known and all(map(is_passed_by, inner))
 
-    def _flows(self, a: _Part, b: _Part) -> bool:
+    def _flows(self, a: _Part, b: _Part, others: Sequence[_Part] = ()) -> bool:
+        """Whether what one part gave reaches the state of another, and not only through what others gave."""
         last, first = a.blocks[-1], b.blocks[0]
         if not self.evidence.is_flow_known:
             return True
         sources = {seen.node for seen in last.given}
-        return self.evidence.reaches(sources, entering(first).node, since=last.start)
+        past = {
+            seen.node for part in others if part is not a and part is not b for seen in part.blocks[-1].given
+        } - sources
+        return self.evidence.reaches(sources, entering(first).node, past=past, since=last.start)
 
-    def _is_cut(self, chain: Chain, stage: ModuleCall) -> bool:
-        """Whether the state of a stage goes through most members of a chain, and not around them."""
-        start = chain[0].start
+    def _is_cut(self, parts: list[_Part], stage: ModuleCall) -> bool:
+        """Whether the state of a stage goes through most of its parts, and not around them.
+
+        By its parts, not by the blocks in them: around attention and a feed-forward goes a residual each, and their
+        layers may be modules alike, of several weights (LoRA), through which all goes.
+        """
+        start = parts[0].blocks[0].start
         entry = {seen.node for seen in stage.taken}
 
-        def is_bypassed(a: ModuleCall, b: ModuleCall) -> bool:
-            given, target = {seen.node for seen in a.given}, entering(b).node
+        def is_bypassed(part: _Part, target: int) -> bool:
+            first, given = part.blocks[0], {seen.node for seen in part.blocks[-1].given}
             since = min(start, *entry) if entry else start
             return any(
                 self.evidence.reaches(sources, target, past=given, since=since)
-                for sources in ({entering(a).node, *entry} - given, range(start, a.start))
+                for sources in ({entering(first).node, *entry} - given, range(start, first.start))
             )
 
-        cuts = [not is_bypassed(a, b) for a, b in pairwise(chain)]
+        targets = [entering(part.blocks[0]).node for part in parts[1:]] + [seen.node for seen in stage.given[:1]]
+        cuts = [
+            not self._is_layer(part) and not is_bypassed(part, target)
+            for part, target in zip(parts, targets, strict=False)
+        ]
         return sum(cuts) >= CUT * len(cuts)
+
+    def _is_layer(self, part: _Part) -> bool:
+        """Whether a part is linear layers alone, and changes the number of channels: one of attention's, with LoRA."""
+        taken, given = entering(part.blocks[0]).shape, part.blocks[-1].given[0].shape
+        leaves = [leaf for leaf in part.call.module.modules() if not list(leaf.children())]
+        is_linear = all(
+            isinstance(leaf, PASSIVE) or any(weight.dim() > 1 for weight in leaf.parameters(recurse=False))
+            for leaf in leaves
+        )
+        return is_linear and len(taken) == len(given) and sum(map(ne, taken, given)) == 1
 
     # What a module is made of ----------------------------------------------------------------------------------------
 

@@ -134,7 +134,12 @@ class _Watch:
         embedding = getattr(anatomy.model, "get_input_embeddings", lambda: None)()
         if isinstance(embedding, nn.Module):
             after.append((embedding, self.embed))
-        return hooked([(block, self.enter) for block in blocks], [*after, (body, self.finish)])
+        before: list[tuple[nn.Module, Any]] = [(block, self.enter) for block in blocks]
+        if body is anatomy.model and anatomy.unembedding is not None:
+            before.append((anatomy.unembedding, self.read_out))
+        else:
+            after.append((body, self.finish))
+        return hooked(before, after)
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self.grad and not self.put:
@@ -155,6 +160,9 @@ class _Watch:
             return None
         self.states.leaving = self.leave if self.leave is not None else _first(output)
         return None if self.leave is None else _with_first(output, self.leave)
+
+    def read_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.states.final = args[0]
 
     def finish(self, module: nn.Module, args: Any, output: Any) -> None:
         state = getattr(output, "last_hidden_state", None)

@@ -71,7 +71,7 @@ def activate_from(run: Interpreter, name: str, z: Tensor, value: Elementwise, ro
 @rules_for(" ".join(gains.CLOSED_FORMS))
 def closed_form_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Activations with φ(0) = 0 whose gain has a closed form."""
-    name, value = name_of(function), _value(function, args, kwargs)
+    name, value = name_of(function), _value(run, function, args, kwargs)
     z = args[0] if args else kwargs["input"]
     return activate(run, name, z, lambda z: gains.CLOSED_FORMS[name](z, *args[1:], **_options(kwargs)), value)
 
@@ -79,7 +79,7 @@ def closed_form_activation(run: Interpreter, function: Any, args: tuple[Any, ...
 @rules_for(" ".join(gains.ODD_ACTIVATIONS))
 def other_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Activations with φ(0) = 0, the gain as a quotient with its limit at zero; `threshold` may have another φ(0)."""
-    value, z = _value(function, args, kwargs), args[0] if args else kwargs["input"]
+    value, z = _value(run, function, args, kwargs), args[0] if args else kwargs["input"]
     name = name_of(function).removeprefix("_")
     if name in gains.STEPS:
         return activate_from(run, name, z, value, "factor" if is_factor(run, z) else "activated")
@@ -94,7 +94,7 @@ def periodic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     period = (*args[1:], *kwargs.values())
     if not is_live(args[0]) or any(is_live(value) for value in period):
         raise NotLinearError(run.refusal(name_of(function)))
-    value = _value(function, args, kwargs)
+    value = _value(run, function, args, kwargs)
     return activate(run, name_of(function), args[0], lambda z: gains.quotient(value, z), value)
 
 
@@ -103,11 +103,16 @@ def factor_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kw
     """Activations with φ(0) ≠ 0, in affine form."""
     name, z = name_of(function), args[0] if args else kwargs["input"]
     fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and not is_factor(run, z)
-    return activate_from(run, name, z, _value(function, args, kwargs), "gate" if fresh else "factor")
+    return activate_from(run, name, z, _value(run, function, args, kwargs), "gate" if fresh else "factor")
 
 
-def _value(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Elementwise:
+def _value(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Elementwise:
     options = _options(kwargs)
+    if any(is_live(value) for value in (*args[1:], *options.values())):  # the slope of `prelu`
+        raise NotLinearError(
+            f"`{name_of(function)}` with a second live argument: write it out in plain torch functions, such as "
+            f"`torch.where(x > 0, x, slope * x)`. {run.refusal(name_of(function))}"
+        )
     return lambda z: function(z, *args[1:], **options)
 
 

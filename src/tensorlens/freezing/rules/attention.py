@@ -67,7 +67,7 @@ def attention(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
 def _attention(run: Interpreter, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                enable_gqa: bool = False) -> Any:  # fmt: skip
-    if run.rules.attention != "hold" and (is_live(query) or is_live(key)):
+    if run.rules.attention != "hold" and any(map(is_live, (query, key, attn_mask))):
         options = _Options(is_causal, scale, enable_gqa)
         mixed = _live_attention(run, query, key, value, attn_mask, options)
         return mark(run.mix_heads(mixed) if mixed.dim() == 4 else mixed, live=True)
@@ -215,10 +215,10 @@ _ARGUMENTS = (
 def multi_head_attention(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's whole attention layer, (token, batch, channel) or (token, channel), by the rules of its parts."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-    if given.get("bias_k") is not None or given.get("add_zero_attn") or given.get("static_k") is not None:
+    if given.get("static_k") is not None or given.get("static_v") is not None:
         raise NotLinearError(
-            "An attention layer with keys of its own (`add_bias_kv`, `add_zero_attn`, `static_k`) has no rule. "
-            "Register an adapter for the module's class with `tensorlens.adapter`."
+            "An attention layer that is given keys or values of its own (`static_k`, `static_v`) has no rule. Register "
+            "an adapter for the module's class with `tensorlens.adapter`."
         )
     states = [given[name] for name in ("query", "key", "value")]
     unbatched = states[0].dim() == 2
@@ -227,6 +227,7 @@ def multi_head_attention(run: Interpreter, function: Any, args: tuple[Any, ...],
         F.linear(x, *parameters).unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
         for x, parameters in zip(states, _projections(given), strict=True)
     )
+    k, v = (_with_own(x, given.get(f"bias_{name}"), given.get("add_zero_attn")) for x, name in ((k, "k"), (v, "v")))
     scores = torch.matmul(q * math.sqrt(1 / q.shape[-1]), k.transpose(-2, -1))
     for mask in _masks(given, scores):
         scores = scores + mask
@@ -245,15 +246,25 @@ def _projections(given: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
     return list(zip(weights, (None,) * 3 if bias is None else bias.chunk(3), strict=True))
 
 
+def _with_own(x: Tensor, learned: Tensor | None, has_zero: bool | None) -> Tensor:
+    """Keys or values with those that the layer brings itself: a learned one, and one that is zero."""
+    batch, n_heads, _, width = x.shape
+    if learned is not None:
+        x = torch.cat([x, learned.view(1, n_heads, 1, width).expand(batch, -1, -1, -1)], 2)
+    return F.pad(x, (0, 0, 0, 1)) if has_zero else x
+
+
 def _masks(given: dict[str, Any], scores: Tensor) -> list[Tensor]:
     """What is added to the scores, (batch, head, query, key): the attention mask and the padding."""
     found = []
     mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    if mask is not None and given.get("is_causal") and padding is None and not given.get("need_weights", True):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)  # torch takes its own there
     if mask is not None:
         found.append(_additive(mask.unflatten(0, (-1, scores.shape[1])) if mask.dim() == 3 else mask, scores))
     if padding is not None:
         found.append(_additive(padding.reshape(-1, 1, 1, padding.shape[-1]), scores))
-    return found
+    return [F.pad(one, (0, scores.shape[-1] - one.shape[-1])) for one in found]  # the layer's own keys are seen by all
 
 
 def _additive(mask: Tensor, scores: Tensor) -> Tensor:

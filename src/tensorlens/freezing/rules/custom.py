@@ -19,7 +19,7 @@ def unrolled(run: Interpreter, function: type[torch.autograd.Function], args: tu
     """
     run.note_rule(f"custom function: {function.__name__}")
     has_context = function.setup_context is torch.autograd.Function.setup_context
-    result = function.forward(*((_NoContext(), *args) if has_context else args))
+    result = function.forward(*((_NoContext(len(args)), *args) if has_context else args))
     if any(is_live(value) for value in args) and not traced_in(result):
         raise NotLinearError(
             f"The custom autograd function `{function.__name__}` hides what it does to its input, so that no rule can "
@@ -32,8 +32,17 @@ def unrolled(run: Interpreter, function: type[torch.autograd.Function], args: tu
 class _NoContext:
     """Stub context; backward is never called."""
 
+    def __init__(self, n_inputs: int) -> None:
+        self.needs_input_grad = (False,) * n_inputs
+
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Keep nothing."""
+
+    def save_for_forward(self, *tensors: Tensor) -> None:
+        """Keep nothing."""
+
+    def mark_shared_storage(self, *pairs: Any) -> None:
+        """Nothing to mark."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         """Nothing to mark."""

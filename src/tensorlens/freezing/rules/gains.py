@@ -43,7 +43,7 @@ def relu(z: Tensor, inplace: bool = False) -> Tensor:
 
 def leaky_relu(z: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """1 for positive z, the slope elsewhere."""
-    return torch.where(z > 0, 1.0, negative_slope).to(z.dtype)
+    return torch.where(z > 0, torch.ones_like(z), negative_slope)  # of two numbers it would be float32
 
 
 def mish(z: Tensor, inplace: bool = False) -> Tensor:

@@ -96,7 +96,7 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
     "flip fliplr flipud roll rot90 chunk split split_with_sizes tensor_split unbind narrow select getitem index_select "
     "gather take take_along_dim diagonal diag diag_embed tril triu unfold as_strided hsplit vsplit "
     "cat stack hstack vstack dstack column_stack pad where masked_fill masked_scatter masked_select "
-    "block_diag nansum nanmean "
+    "block_diag nansum nanmean alias "
     "index_add index_copy index_fill index_put slice_scatter select_scatter diagonal_scatter "
     "to type type_as float double half bfloat16 cpu cuda "
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate upsample "
@@ -213,6 +213,12 @@ def _as_large_as_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 def iterate(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`for row in x`."""
     return iter(args[0].unbind(0))
+
+
+@rules_for("deepcopy")
+def copied(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`copy.deepcopy(x)`, for a skip."""
+    return args[0].clone()
 
 
 @rules_for("detach detach_ get:data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from tensorlens.freezing.rules.activations import scale
 from tensorlens.freezing.rules.choices import constants
 from tensorlens.freezing.rules.linear import held
 from tensorlens.freezing.rules.replacements import taylor
-from tensorlens.freezing.rules.table import name_of, rules_for
+from tensorlens.freezing.rules.table import Rule, name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw
 from tensorlens.models.precision import at_least_float32
 
@@ -24,7 +25,9 @@ from tensorlens.models.precision import at_least_float32
     "cumprod prod hypot logaddexp logaddexp2 atan2 arctan2 xlogy xlog1py logit pairwise_distance dist "
     "logdet det linalg_det matrix_exp linalg_matrix_exp slogdet linalg_slogdet linalg_pinv linalg_matrix_norm "
     "linalg_cond linalg_svd svd linalg_svdvals linalg_qr qr linalg_eigh linalg_eigvalsh linalg_cholesky cholesky cov "
-    "corrcoef angle"
+    "corrcoef angle "
+    "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss kl_div binary_cross_entropy "
+    "binary_cross_entropy_with_logits cosine_embedding_loss margin_ranking_loss triplet_margin_loss gaussian_nll_loss"
 )
 def statistic(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A number that the pass arrived at, by which others are scaled: held, or by its derivative."""
@@ -56,7 +59,34 @@ def _by_derivative(run: Interpreter, name: str, x: Tensor, function: Callable[[T
     return mark(taylor(run, name, function, x), live=True)
 
 
+def _weights_apart(names: str, *, first: bool) -> Callable[[Rule], Rule]:
+    """Let a norm whose gain or shift is live be two steps: the norm itself, and products that have their own rule.
+
+    Args:
+        names: Of the function's arguments, in order.
+        first: Whether channels are the second axis, as of pictures; the last ones otherwise.
+    """
+
+    def around(rule: Rule) -> Rule:
+        @functools.wraps(rule)
+        def apart(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = dict(zip(names.split(), args, strict=False)) | kwargs
+            if not (is_live(given.get("weight")) or is_live(given.get("bias"))):
+                return rule(run, function, args, kwargs)
+            weight, bias = given.pop("weight", None), given.pop("bias", None)
+            y = function(**given)
+            if not first:
+                y = y if weight is None else y * weight
+                return y if bias is None else y + bias
+            return _affine(y, weight, bias)
+
+        return apart
+
+    return around
+
+
 @rules_for("layer_norm")
+@_weights_apart("input normalized_shape weight bias eps cudnn_enable", first=False)
 def layer_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """γ ⊙ (x - mean(x))/σ + β with 1/σ held. The mean is not held: centring is linear."""
     return _layer_norm(run, *args, **kwargs)
@@ -82,6 +112,7 @@ def _layer_norm(run: Interpreter, input: Tensor, normalized_shape: Any, weight: 
 
 
 @rules_for("rms_norm")
+@_weights_apart("input normalized_shape weight eps", first=False)
 def rms_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """W ⊙ x/rms(x) with 1/rms held; no centring."""
     return _rms_norm(run, *args, **kwargs)
@@ -102,6 +133,7 @@ def _rms_norm(run: Interpreter, input: Tensor, normalized_shape: Any, weight: Te
 
 
 @rules_for("group_norm")
+@_weights_apart("input num_groups weight bias eps cudnn_enabled", first=True)
 def group_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """As `layer_norm` over the channels of a group and all positions."""
     return _group_norm(run, *args, **kwargs)
@@ -136,21 +168,25 @@ def _inverse_norm(x: Tensor, p: float | int = 2.0, dim: int = 1, eps: float = 1e
     return 1 / x.norm(p, dim, keepdim=True).clamp_min(eps)
 
 
+_BATCH_NORM = "input running_mean running_var weight bias training momentum eps"
+_INSTANCE_NORM = "input running_mean running_var weight bias use_input_stats momentum eps"
+
+
 @rules_for("batch_norm")
+@_weights_apart(_BATCH_NORM, first=True)
 def batch_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With statistics of its own the norm is linear; with those of the input they are held."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    options = dict(zip(names, args, strict=False)) | kwargs
+    options = dict(zip(_BATCH_NORM.split(), args, strict=False)) | kwargs
     if options.get("running_mean") is not None and not options.get("training"):
         return _known_norm(options)
     return _channel_norm(run, "batch_norm", options, samples_apart=False)
 
 
 @rules_for("instance_norm")
+@_weights_apart(_INSTANCE_NORM, first=True)
 def instance_norm(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `group_norm` with one channel per group; linear where the statistics are the norm's own."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
-    options = dict(zip(names, args, strict=False)) | kwargs
+    options = dict(zip(_INSTANCE_NORM.split(), args, strict=False)) | kwargs
     if not options.get("use_input_stats", True):
         return _known_norm(options)
     return _channel_norm(run, "instance_norm", options, samples_apart=True)

@@ -154,21 +154,22 @@ def _matrix_choice(run: Interpreter, left: Traced, right: Traced) -> str:
 
 @rules_for("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d grouped_mm _grouped_mm")
 def weighted(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A linear layer, convolution or group of experts; a weight that is itself live is held."""
-    x, weight = (*args, *kwargs.values())[:2]
+    """A linear layer, convolution or group of experts; a weight that is live as its input is gets held."""
+    named = next((key for key in ("weight", "mat2", "mat_b") if key in kwargs), None)
+    if named is not None:
+        args, kwargs = (*args, kwargs[named]), {key: value for key, value in kwargs.items() if key != named}
+    x, weight = args[:2]
     if is_live(x) and isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter, Traced):
         # A quantised weight is a tensor type of its own, which must see the call.
-        there = plain(x)
-        named = {name: there if value is x else value for name, value in kwargs.items()}
-        return mark(function(*(there if value is x else value for value in args), **named), live=True)
-    if len(args) > 1 and is_live(args[1]):
-        if is_live(x) and run.rules.gate in ("half", "taylor"):
+        return mark(function(plain(x), *args[1:], **kwargs), live=True)
+    if is_live(x) and is_live(weight):
+        if run.rules.gate in ("half", "taylor"):
             run.note_rule(f"product: {run.rules.gate}")
             names = f"{name_of(function)}.input", f"{name_of(function)}.weight"
             both = product(run, names, lambda a, b: raw(function, a, b, *args[2:], **kwargs), x, weight, run.rules.gate)
             return mark(both, live=True)
         run.note_rule("product: weight held")
-        args = (args[0], hold_value(run, f"{name_of(function)}.weight", args[1]), *args[2:])
+        args = (x, hold_value(run, f"{name_of(function)}.weight", weight), *args[2:])
     return linear(run, function, args, kwargs)
 
 
@@ -273,8 +274,8 @@ def solve(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[s
 def divide(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A live denominator is a statistic: held, or by its derivative where norms are."""
     numerator, denominator = args[0], args[1] if len(args) > 1 else kwargs["other"]
-    if kwargs.get("rounding_mode") or not (is_live(numerator) or is_live(denominator)):
-        return frozen(run, function, args, kwargs) if is_live(numerator) else linear(run, function, args, kwargs)
+    if kwargs.get("rounding_mode"):
+        return frozen(run, function, args, kwargs)
     if not is_live(denominator):
         return linear(run, function, (numerator, denominator), {})
     if run.rules.norm == "taylor":

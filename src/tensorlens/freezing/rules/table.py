@@ -60,7 +60,8 @@ def name_of(function: Any) -> str:
     """One name for all spellings of a torch function; reading an attribute of a tensor is ``get:attribute``."""
     name = _NAMES.get(function)
     if name is None:
-        name = getattr(function, "__name__", type(function).__name__)
+        # Of an overload, `aten.mul.Tensor`, as exported models spell it, the name of them all.
+        name = getattr(getattr(function, "overloadpacket", function), "__name__", type(function).__name__)
         if name in ("__get__", "__set__"):
             name = f"{name[2:5]}:{function.__self__.__name__}"
         elif name.startswith("__") and name.endswith("__"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorlens.errors import NotLinearError
 from tensorlens.freezing.rules.linear import linear
+from tensorlens.freezing.rules.norms import statistic
 from tensorlens.freezing.rules.replacements import hold_value, taylor
 from tensorlens.freezing.rules.table import name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, is_live, mark, plain, raw, traced_in
@@ -134,6 +135,16 @@ def sampled(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict
     run.note_rule("held: grid_sample")
     grid = mark(hold_value(run, "grid_sample", grid).clone(), live=False)
     return linear(run, function, (picture, grid, *rest), given)
+
+
+@rules_for("logcumsumexp")
+def running_log_sum(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A statistic; where those are live its steps, since torch's second derivative of it is not finite."""
+    x, dim = (*args, *kwargs.values())[:2]
+    if run.rules.norm != "taylor":
+        return statistic(run, function, (x, dim), {})
+    top = hold_value(run, "logcumsumexp", x).amax(dim, keepdim=True)
+    return (x - top).exp().cumsum(dim).log() + top
 
 
 @rules_for("msort")

@@ -101,7 +101,7 @@ class _Together(Work[Maps | Missing]):
         methods = {split(name)[0] for name in self.options}
         try:
             batch = Batch(self.lens, prepared, methods, self.norm_probes)
-            self.note_way(batch.replay.recording)
+            self.note_way(batch)
         except TensorLensError:  # of which sample?
             found = [self.alone(one) for one in prepared]
             return lambda: found
