@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.edits import Edit, Part, edited_logits, logits_of_model, parts, predicted_change
+from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
-from tensorlens.maps.files import replace_file
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
-from tensorlens.strict_json import from_json, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from tensorlens.strict_json import to_json
 
 FORMAT = "tensorlens.ablation/1"
 Replacement = Literal["zero", "mean"]
@@ -70,10 +69,7 @@ class Ablation:
 
     def show(self, console: Console | None = None) -> None:
         """Print the numbers and what the model says before and after; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.text import Text
-
-        console = console or RichConsole(highlight=False)
+        console = console or Console(highlight=False)
         console.print(Text(f"{', '.join(map(str, self.components))} at {self.to}", style="bold"))
         console.print(Text(f"{self.target!r}: {self.value:.4g}; predicted {self.predicted:.4g}; true {self.true:.4g}"))
         for name, said in (("before", self.before), ("after", self.after)):
@@ -81,14 +77,7 @@ class Ablation:
 
     def save(self, path: str | Path) -> Path:
         """Write a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
-        replace_file(path, self._write)
-        return path
-
-    def _write(self, path: Path) -> None:
-        path.write_text(to_json(self.as_dict()), encoding="utf-8")
+        return save_record(path, {".json": lambda: to_json(self.as_dict())})
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds."""
@@ -101,18 +90,11 @@ class Ablation:
     def load(cls, path: str | Path) -> Ablation:
         """Read a file of `save`; `InputError` for a foreign or damaged one."""
         path = Path(path)
-        try:
-            found = from_json(path.read_text("utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
+        with reading(cls, FORMAT, path):
+            found = read_document(path, FORMAT)
             before, after = (tuple(Said(**one) for one in found.pop(name)) for name in ("before", "after"))
             components = tuple(Component(**one) for one in found.pop("components"))
             return cls(components=components, before=before, after=after, **found)
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise InputError(
-                f"Expected a file that Ablation.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be read "
-                f"({type(error).__name__}: {error})."
-            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -39,6 +39,15 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     flow: list[Tensor] = field(default_factory=list)
 
+    def as_map(
+        self, effect: Effect, *, tokens: tuple[str, ...], target: str, value: float, meta: dict[str, Any]
+    ) -> ComponentMap:
+        """The record of them."""
+        return ComponentMap(
+            scores=torch.stack([row.scores for row in self.rows]), labels=tuple(row.component for row in self.rows),
+            tokens=tokens, effect=effect, target=target, value=value, depths=torch.stack(self.flow), meta=meta,
+        )  # fmt: skip
+
 
 def component_map(
     operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, effect: Effect, *,
@@ -52,16 +61,7 @@ def component_map(
     channels = operator.recording.side_channels
     if channels and run.seen.memory is None:
         meta = meta | {"flow": f"of the state alone: {channels[0]} also reads what earlier blocks left for it"}
-    return ComponentMap(
-        scores=torch.stack([row.scores for row in found.rows]),
-        labels=tuple(row.component for row in found.rows),
-        tokens=tokens,
-        effect=effect,
-        target=classes.names(weights),
-        value=float(run.t.detach()),
-        depths=torch.stack(found.flow),
-        meta=meta,
-    )
+    return found.as_map(effect, tokens=tokens, target=classes.names(weights), value=float(run.t.detach()), meta=meta)
 
 
 def find(run: Pass, effect: Effect) -> Found:

@@ -24,7 +24,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents
-from tensorlens.inside.stream import Mixture, Write, order
+from tensorlens.inside.stream import Mixture, Write, by_head, order
 from tensorlens.inside.target import Pass
 from tensorlens.inside.walk import kinds, told_apart
 from tensorlens.models.fingerprint import in_this_thread
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         """What it wrote; of a head (token, channel)."""
         if self.mixture is None:
             return self.write.value
-        return _by_head(self.mixture.value)[self.component.head]
+        return by_head(self.mixture.value)[self.component.head]
 
 
 class Edit(NamedTuple):
@@ -64,12 +64,8 @@ def parts(run: Pass) -> Iterator[Part]:
         for write, kind in kinds(run, n, sums or []):
             yield Part(Component(block=n, kind=kind), write)
             for mixture in told_apart(run, n, write):
-                for head in range(len(_by_head(mixture.value))):
+                for head in range(len(by_head(mixture.value))):
                     yield Part(Component(block=n, kind=f"{kind} head", head=head), write, mixture)
-
-
-def _by_head(value: Tensor) -> Tensor:
-    return value.reshape(-1, *value.shape[-2:])
 
 
 # By T ----------------------------------------------------------------------------------------------------------------
@@ -95,7 +91,7 @@ def predicted_change(run: Pass, edits: Sequence[Edit]) -> float:
         )
         rows: Any = slice(None) if part.mixture is None else part.component.head
         for tensor, new in ((held.change, value - part.value), (held.chosen, torch.ones_like(part.value))):
-            (tensor if part.mixture is None else _by_head(tensor))[rows] = new
+            (tensor if part.mixture is None else by_head(tensor))[rows] = new
     at = Cotangents(run, [held.edge for held in places.values()])
     done: list[tuple[Any, Tensor]] = []
     change = 0.0
@@ -152,7 +148,7 @@ def _given(edit: Edit) -> Any:
 
 def _taken(edit: Edit) -> Any:
     assert edit.part.mixture is not None, "a head is one of a mixture"
-    n_heads, n_tokens, width = _by_head(edit.part.mixture.value).shape
+    n_heads, n_tokens, width = by_head(edit.part.mixture.value).shape
 
     def replace(module: nn.Module, args: Any) -> Any:
         heads = args[0].reshape(n_tokens, n_heads, width).clone()

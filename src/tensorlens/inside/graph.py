@@ -21,7 +21,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.component_graph import ComponentGraph, Edge, Node
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents, from_target
-from tensorlens.inside.stream import Write, pulled
+from tensorlens.inside.stream import Write, by_head, pulled
 from tensorlens.inside.target import Pass, pass_to, weights_of
 from tensorlens.inside.walk import Joining, Read, Row, Walk, kinds, seen_from, told_apart, whole_write
 from tensorlens.maps.targets import Classes, Target
@@ -54,15 +54,7 @@ def component_graph(
         grown = Growth(run).grow(share, max_nodes)
     if operator.recording.side_channels and run.seen.memory is None:
         meta = meta | {"constants": f"{operator.recording.side_channels[0]} also reads what earlier blocks left for it"}
-    return ComponentGraph(
-        nodes=tuple(grown.nodes),
-        edges=tuple(grown.edges),
-        tokens=tokens,
-        target=classes.names(weights),
-        value=float(run.t.detach()),
-        share=grown.covered / grown.magnitude if grown.magnitude else 1.0,
-        meta=meta | {"asked_share": share, "max_nodes": max_nodes},
-    )
+    return grown.as_graph(tokens, classes.names(weights), meta | {"asked_share": share, "max_nodes": max_nodes})
 
 
 class Source(NamedTuple):
@@ -116,6 +108,13 @@ class Growth:
             )
             for one in self._growing
         ]  # fmt: skip
+
+    def as_graph(self, tokens: tuple[str, ...], target: str, meta: dict[str, Any]) -> ComponentGraph:
+        """The record of it."""
+        return ComponentGraph(
+            nodes=tuple(self.nodes), edges=tuple(self.edges), tokens=tokens, target=target,
+            value=float(self.run.t.detach()), share=self.covered / self.magnitude if self.magnitude else 1.0, meta=meta,
+        )  # fmt: skip
 
     def grow(self, share: float, max_nodes: int) -> Growth:
         """Keep the heaviest edges until `share` of the magnitude into the nodes is covered, or no node may be added."""
@@ -232,8 +231,7 @@ class _OneNode:
 
 def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
     chosen = whole.new_zeros(whole.shape)
-    flat, of = chosen.view(-1, *chosen.shape[-2:]), whole.reshape(-1, *whole.shape[-2:])
-    flat[head, token] = of[head, token]
+    by_head(chosen)[head, token] = by_head(whole)[head, token]
     return chosen
 
 
@@ -249,5 +247,5 @@ def _sources(run: Pass) -> Iterator[tuple[Component, Source]]:
             if not told:
                 yield Component(block=n, kind=kind), Source(read, write, None)
                 continue
-            for head in range(told[0].value.flatten(0, -3).shape[0]):
+            for head in range(len(by_head(told[0].value))):
                 yield Component(block=n, kind=f"{kind} head", head=head), Source(read, write, head)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,17 +25,15 @@ from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents
 from tensorlens.inside.edits import Edit, Part, edited_logits, parts
+from tensorlens.inside.record_files import read_document, reading, save_record
+from tensorlens.inside.stream import by_head
 from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
-from tensorlens.maps.files import replace_file
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
-from tensorlens.strict_json import from_json, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from tensorlens.strict_json import to_json
 
 FORMAT = "tensorlens.patching/1"
 
@@ -90,15 +91,11 @@ class Patching:
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
         """Print the strongest components with their true effects, if known; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-
         table = Table("component", "predicted", "true", box=None, pad_edge=False)
         for i in self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist():
             truth = "" if self.true is None else f"{float(self.true[i]):+.4g}"
             table.add_row(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", truth)
-        console = console or RichConsole(highlight=False)
+        console = console or Console(highlight=False)
         console.print(Text(repr(self), style="bold"))
         console.print(table)
 
@@ -106,9 +103,6 @@ class Patching:
 
     def save(self, path: str | Path) -> Path:
         """Write a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
         document = {
             "format": FORMAT,
             "labels": [asdict(label) for label in self.labels],
@@ -119,30 +113,18 @@ class Patching:
             "clean": self.clean,
             "meta": self.meta,
         }
-        replace_file(path, lambda temporary: _written(temporary, to_json(document)))
-        return path
+        return save_record(path, {".json": lambda: to_json(document)})
 
     @classmethod
     def load(cls, path: str | Path) -> Patching:
         """Read a file of `save`; `InputError` for a foreign or damaged one."""
         path = Path(path)
-        try:
-            found = from_json(path.read_text("utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
+        with reading(cls, FORMAT, path):
+            found = read_document(path, FORMAT)
             dtype = getattr(torch, found.pop("dtype"))
             labels = tuple(Component(**label) for label in found.pop("labels"))
             predicted, true = (_numbers(found.pop(name), dtype) for name in ("predicted", "true"))
             return cls(labels=labels, predicted=predicted, true=true, **found)  # type: ignore[arg-type]
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise InputError(
-                f"Expected a file that Patching.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be read "
-                f"({type(error).__name__}: {error})."
-            ) from error
-
-
-def _written(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _numbers(values: list[float | None] | None, dtype: torch.dtype) -> Tensor | None:
@@ -211,7 +193,7 @@ def _predicted(run: Pass, pairs: list[tuple[Part, Part]]) -> Tensor:
     for part, theirs in pairs:
         cotangent = at.of(part.edge)
         if cotangent is not None and part.mixture is not None:
-            cotangent = cotangent.reshape(-1, *cotangent.shape[-2:])[part.component.head]
+            cotangent = by_head(cotangent)[part.component.head]
         change = theirs.value - part.value
         effects.append(change.new_zeros(()) if cotangent is None else (cotangent * change).sum())
     return torch.stack(effects).cpu()

@@ -175,6 +175,11 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return raw(get_gradient_edge, tensor)
 
 
+def by_head(x: Tensor) -> Tensor:
+    """(…, head, token, channel) as (head, token, channel)."""
+    return x.flatten(0, -3)
+
+
 def _key(edge: GradientEdge) -> tuple[Node, int]:
     return edge.node, edge.output_nr
 
