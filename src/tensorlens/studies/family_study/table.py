@@ -21,11 +21,11 @@ and certified: value, linearity away from the input, adjoint identity, completen
 and composition of blocks; the model was bit for bit the same afterwards. *Error* is the largest of these errors;
 models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *B unexplained* is what is left of
 the bias after the contributions of all additive parameters (joint homogeneity): a part of the input wrongly held would
-show here. What does show are constants of the model's own code: running means of batch norms, clamps, the 1 in
-(u + 1) ⊙ φ(g), fixed positions added inside, and what a model leads around its blocks (`swin2sr`). *not built* with
+show here. What does show is constants in the model's own code: running means of batch norms, clamps, the 1 in
+(u + 1) ⊙ φ(g), fixed positions added inside, and what a model passes around its blocks (`swin2sr`). *not built* with
 SDPA mostly means that transformers offers none.
 
-A blank under *conventions* means that no product of two live tensors carries gradient, so that the rules alone say what
+A blank under *conventions* means that no product of two live tensors carries gradient, so the rules alone say what
 T is. Gated feed-forwards follow `Rules(gate=...)`. In recurrences what gates is held and what is carried stays linear:
 
 {roles}
