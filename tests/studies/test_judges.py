@@ -19,14 +19,12 @@ from tiny_study import WORDS, lens_on, tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tensorlens as tl
-from tensorlens.app.judge_command import JUDGES as COMMAND_JUDGES
 from tensorlens.errors import InputError, MethodError
 from tensorlens.studies import JudgeOptions, judge
-from tensorlens.studies.judge_study import peers, perturbed
+from tensorlens.studies.judge_study import JUDGES, peers, perturbed
 from tensorlens.studies.judge_study.compiled import CompiledModel
 from tensorlens.studies.judge_study.measures import MEASURES, reciprocal_rank, spearman
 from tensorlens.studies.judge_study.needles import needles
-from tensorlens.studies.judge_study.options import JUDGES
 from tensorlens.studies.judge_study.pairs import Patcher, patching_pairs
 from tensorlens.studies.judge_study.peer_process import without_opening
 from tensorlens.studies.judge_study.scoring import last_logits
@@ -173,8 +171,8 @@ def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_knows_the_judges():
-    assert COMMAND_JUDGES == JUDGES == tuple(dict.fromkeys(JUDGES))
+def test_judges_are_known_by_name():
+    assert tuple(dict.fromkeys(JUDGES)) == JUDGES
     assert JudgeOptions(judges="tracr").judges == ("tracr",)
 
 

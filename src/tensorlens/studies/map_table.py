@@ -22,9 +22,6 @@ from tensorlens.mapper import Mapper
 from tensorlens.strict_json import from_json, to_json, write_json, write_text
 from tensorlens.versions import package_versions
 
-PART_ROWS = 4096
-"""Rows of a part: few enough that little is lost, many enough that the first look at a part's samples costs little."""
-
 EncodedPart = tuple[bytes, str]
 """A parquet file, and a line of JSON for each row that was left out."""
 

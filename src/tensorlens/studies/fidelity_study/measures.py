@@ -7,7 +7,7 @@ $\Vert F(X+\epsilon) - F(X)\Vert$, the error of predicting no change ($T = 0$), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -158,12 +158,4 @@ def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[s
 
 def as_record(direction: Direction, errors: Errors) -> dict[str, Any]:
     """Plain data of one direction."""
-    return {
-        "kind": direction.kind,
-        "name": direction.name,
-        "natural_size": direction.natural_size,
-        "sizes": errors.sizes,
-        "tensor": errors.tensor,
-        "jacobian": errors.jacobian,
-        "nothing": errors.nothing,
-    }
+    return {name: getattr(direction, name) for name in ("kind", "name", "natural_size")} | asdict(errors)

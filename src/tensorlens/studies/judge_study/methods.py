@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tensorlens.errors import MethodError
 from tensorlens.maps.methods import METHODS, check_question
-from tensorlens.studies.members import MEMBERS, split
+from tensorlens.studies.members import MEMBERS, check_member, split
 
 WORD_OVERLAP = "control.word_overlap"
 SAME_AS_A_MEMBER = {"gradient.times_input": "tensor.in_class@jacobian"}
@@ -38,10 +37,7 @@ def check_methods(names: Iterable[str]) -> tuple[str, ...]:
         MethodError: There is no such map or member.
     """
     for name in names:
-        base, member = split(name)
-        if name == WORD_OVERLAP:
-            continue
-        check_question(base)
-        if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
-            raise MethodError(f"There is no method {name!r}. Behind an @, maps of T take one of {', '.join(MEMBERS)}.")
+        if name != WORD_OVERLAP:
+            check_question(split(name)[0])
+            check_member(name)
     return tuple(dict.fromkeys(names))

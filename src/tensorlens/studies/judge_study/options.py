@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tensorlens.studies.judge_study import JUDGES
 from tensorlens.studies.judge_study.methods import check_methods
 from tensorlens.studies.judge_study.peers import PEERS
 from tensorlens.studies.options import check_positive, checked_names
-
-JUDGES = ("evidence", "tracr", "single_tokens", "needles", "patching", "perturbation")
-"""Every judge by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,13 +60,12 @@ def judge(
     run = Run(out, "judge", _settings(lens, judges, chosen))
     measurement = Measurement(lens, judges, items, chosen)
     run.work_in_groups(groups_of(items, chosen.group_size), measurement.measure, progress)
-    peers: dict[str, Any] = {}
+    areas: dict[str, Any] = {}
 
     def with_peers(records: list[dict[str, Any]]) -> dict[str, Any]:
-        peers.update(ask_peers(lens, run, items, records, chosen))
+        peers = ask_peers(lens, run, items, records, chosen)  # puts their scores into the records
         return summarise(records, run.settings) | {"peers": peers} | areas
 
-    areas: dict[str, Any] = {}
     if PERTURBATION in chosen.judges:
         areas[PERTURBATION] = perturbed(lens, _text(folder, PERTURBATION), run.folder, chosen, progress)
     summary = run.complete(len(items), with_peers)

@@ -54,14 +54,10 @@ class Aligned:
     Attributes:
         facts: Those kept.
         n_before: How many there were.
-        subject_length: Tokens of a subject.
-        line_length: Tokens of a whole example.
     """
 
     facts: tuple[Fact, ...]
     n_before: int
-    subject_length: int
-    line_length: int
 
 
 class Tokens:
@@ -145,12 +141,7 @@ def align(relation: Relation, tokens: Tokens) -> Aligned:
         line = tokens.encode(f"{prompt.text} {fact.object}")
         by_length.setdefault((len(prompt.subject_tokens), len(prompt.ids), len(line)), []).append(fact)
     lengths = min(by_length, key=lambda key: (-len(by_length[key]), key))
-    return Aligned(
-        facts=tuple(by_length[lengths]),
-        n_before=len(relation.facts),
-        subject_length=lengths[0],
-        line_length=lengths[2],
-    )
+    return Aligned(facts=tuple(by_length[lengths]), n_before=len(relation.facts))
 
 
 def long_objects(relation: Relation, tokens: Tokens) -> list[Problem]:
