@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tensorlens.app.method_names import check_name_with_member
-from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, listed, numbers
 from tensorlens.app.printing import print_json
-from tensorlens.app.processes import NumberOfProcesses
-from tensorlens.errors import InputError
+from tensorlens.studies.processes import Processes, hand_over, one_voice
 
 if TYPE_CHECKING:
     from tensorlens.studies.results import StudyResult
@@ -44,7 +42,7 @@ Probes = Annotated[int | None, typer.Option(help="Estimate tensor.norm by this m
 def perturb(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
+    out: RunFolder,
     methods: Methods = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
     preset: Presets = None,
@@ -71,10 +69,10 @@ def perturb(
     """
     reading.check(model)
     check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
-    fractions = None if grid is None else _fractions(grid)
-    names = _names(methods)
-    from tensorlens.studies.processes import Processes, hand_over, one_voice
-
+    fractions = None if grid is None else numbers(grid, float, "grid", "fractions such as 0,0.1,0.2")
+    names = None if methods is None else listed(methods)
+    for name in names or ():
+        check_name_with_member(name)
     if hand_over(processes):
         return
     from tensorlens.studies.perturbation_study.measures import GRID
@@ -91,22 +89,6 @@ def perturb(
         result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else typer.echo(_table(result))
-
-
-def _names(text: str | None) -> list[str] | None:
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        check_name_with_member(name)
-    return names
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"`--grid` must be fractions such as 0,0.1,0.2; got {text!r}.") from None
 
 
 def _table(result: StudyResult) -> str:

@@ -101,12 +101,8 @@ class Answers:
         found = self.results.get(ask.key) or self._fresh(job, ask, T)
         self.keep(ask.key, found)
         job.tell("map", map=payload(found.view()), result=ask.key, recommended=recommended(T, found))
-        if is_of_tensor(found.method) and not found.meta.get("certificate"):
-            job.tell("progress", stage="Measuring the certificate", done=None)
-            certificate = T.certificate()
-            verdict = {"passed": certificate.passed, "errors": certificate.errors}
-            found = replace(found, meta=found.meta | {"certificate": verdict})
-            self.keep(ask.key, found)
+        if is_of_tensor(found.method):
+            found = self.certified(job, ask.key, found, T)
         return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
 
     def inside(self, job: Job, ask: Ask) -> Event:
@@ -134,6 +130,17 @@ class Answers:
             return compute(job, ask, T)
         finally:
             _forget_matrices(T)
+
+    def certified(self, job: Job, key: str, found: TokenMap, T: AttentionTensor) -> TokenMap:
+        """The map with the certificate of its tensor, kept in its place."""
+        if found.meta.get("certificate"):
+            return found
+        job.tell("progress", stage="Measuring the certificate", done=None)
+        certificate = T.certificate()
+        verdict = {"passed": certificate.passed, "errors": certificate.errors}
+        found = replace(found, meta=found.meta | {"certificate": verdict})
+        self.keep(key, found)
+        return found
 
     def keep(self, key: str, found: TokenMap) -> None:
         """Keep a map for those who want it as a file."""

@@ -23,19 +23,19 @@ from tensorlens.__about__ import __version__
 from tensorlens.app.explorer.answer_questions import read_answer_ask
 from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.explained import ExplainedAnswers
-from tensorlens.app.explorer.guard import Access, Guard, StrictJson, strict_json
+from tensorlens.app.explorer.guard import Access, Guard, StrictJson
 from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.method_titles import QUESTIONS
 from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_score, read_subject
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.app.options import RULES
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_component
-from tensorlens.views.page import component, payload
+from tensorlens.views.page import component, isolated, payload
 from tensorlens.views.record import is_of_tensor
 
 STATIC = Path(__file__).parent / "static"
@@ -50,6 +50,13 @@ _KINDS = {
     ".csv": "text/csv",
     ".safetensors": "application/octet-stream",
 }
+_QUESTIONS = {
+    "tensor.in_class": "Why this word?",
+    "tensor.in_out": "What made this output?",
+    "tensor.contribution": "How much came from each input?",
+    "tensor.norm": "What could move this output?",
+}
+"""What a method answers, as a newcomer would ask it; baselines and controls keep their names."""
 _DOWNLOADS = (".html", ".png", ".svg", ".json", ".csv", ".safetensors")
 # A report brings its own scripts and styles; sandboxed, it is a stranger to this server.
 _REPORT_POLICY = (
@@ -137,11 +144,11 @@ class _Explorer:
         return _static(request.path_params["name"])
 
     async def component(self, request: Request) -> Response:
-        script = f"(() => {{\n'use strict';\n{component()}\nwindow.TensorLens = {{ {_SHARED} }};\n}})();"
+        script = isolated(component(), f"window.TensorLens = {{ {_SHARED} }};")
         return Response(script, media_type=_KINDS[".js"])
 
     async def inside_component(self, request: Request) -> Response:
-        script = f"(() => {{\n'use strict';\n{inside_component()}\nwindow.TensorLensInside = {{ Inside }};\n}})();"
+        script = isolated(inside_component(), "window.TensorLensInside = { Inside };")
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:
@@ -156,7 +163,7 @@ class _Explorer:
                 "methods": [
                     {
                         "name": name,
-                        "title": QUESTIONS.get(name, name),
+                        "title": _QUESTIONS.get(name, name),
                         "summary": method.summary,
                         "takes_target": method.takes_target,
                         "is_of_tensor": is_of_tensor(name),
@@ -217,7 +224,7 @@ class _Explorer:
         name = f"saved-{request.path_params['number']}"
         found = self._kept(name)
         async with self.conversions:
-            event = {"type": "done", "result": name, "map": await run_in_threadpool(_payload, found)}
+            event = {"type": "done", "result": name, "map": await run_in_threadpool(lambda: payload(found.view()))}
         return StrictJson(event | facts(found))
 
     async def download(self, request: Request) -> Response:
@@ -305,7 +312,7 @@ class _Explorer:
                 if not events:
                     events = [{"type": "beat"} if ahead is None else {"type": "waiting", "ahead": ahead}]
                 for event in events:
-                    yield strict_json(event) + "\n"
+                    yield to_json(event, ascii_only=True) + "\n"
                 if events[-1]["type"] in ("done", "error"):
                     return
                 await _quietly(asyncio.wait_for(news.wait(), _HEARTBEAT))
@@ -343,10 +350,6 @@ def _static(name: str) -> Response:
 def _files() -> dict[str, bytes]:
     """The page's files by name: what is asked for is looked up here and never on disk."""
     return {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _KINDS}
-
-
-def _payload(found: TokenMap) -> dict[str, Any]:
-    return payload(found.view())
 
 
 def _saved(found: TokenMap, suffix: str) -> bytes:
