@@ -39,9 +39,9 @@ def introduction(found: dict) -> str:
     )
     return (
         f"How well does $T$ predict what patching would do? SmolLM2-135M, pairs of prompts: {pairs}. In the model "
-        "itself, each head and feed-forward is taken from the corrupted run over all tokens, and the state that enters every "
-        "third block at one token. The numbers are correlations of the predicted with the true change of the target, "
-        "the mean over pairs with its 95 % interval; states that are the same in both runs are left out. "
+        "itself, each head and feed-forward is taken from the corrupted run over all tokens, and the state that enters "
+        "every third block at one token. The numbers are correlations of the predicted with the true change of the "
+        "target, the mean over pairs with its 95 % interval; states that are the same in both runs are left out. "
         "[Patching](how-to/components.md#patching) says how to ask."
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -19,15 +19,13 @@ from tensorlens.errors import MethodError
 from tensorlens.freezing.observe import mixings
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.components import Cotangents, direct, total
+from tensorlens.inside.components import Cotangents, Effect, find
 from tensorlens.inside.graph import Growth
 from tensorlens.inside.looks import Look, Why, strongest, why
 from tensorlens.inside.record_files import save_record
 from tensorlens.inside.stream import by_head
-from tensorlens.inside.target import Pass, pass_to, weights_of
+from tensorlens.inside.target import Explained, Pass, pass_to
 from tensorlens.inside.walk import kinds, told_apart
-from tensorlens.maps.targets import Classes, Target
-from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_page
 
@@ -125,24 +123,16 @@ def _columns(found: ComponentMap) -> list[str]:
 # Looking -------------------------------------------------------------------------------------------------------------
 
 
-def look_inside(
-    operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, share: float,
-    max_nodes: int, n_whys: int, *, tokens: tuple[str, ...], meta: dict[str, Any],
-) -> Inside:  # fmt: skip
+def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> Inside:
     """Everything about one target, from one replay, and why the strongest heads looked where they did."""
-    weights = weights_of(operator, classes, target, out_token)
-    assert classes is not None, "a target has classes"
-    name = classes.names(weights)
-    with pass_to(operator, weights, out_token) as run:
-        by_all_ways, by_the_stream = total(run), direct(run)
-        grown = Growth(run).grow(share, max_nodes)
+    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
+        totals, directs = (find(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
+        graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)
         reads, looks = head_reads(run)
-    graph = grown.as_graph(tokens, name, meta | {"asked_share": share, "max_nodes": max_nodes})
-    totals = by_all_ways.as_map("total", tokens=tokens, target=name, value=graph.value, meta=meta)
-    directs = by_the_stream.as_map("direct", tokens=tokens, target=name, value=graph.value, meta=meta)
     worth = dict(zip(totals.labels, totals.scores.sum(1).abs().tolist(), strict=True))
     first = sorted(looks, key=lambda head: -worth[head])[:n_whys]
-    whys = {head: found for head in first if (found := why(operator, head, looks[head], tokens)) is not None}
+    found = {head: why(asked.operator, head, looks[head], asked.tokens) for head in first}
+    whys = {head: one for head, one in found.items() if one is not None}
     return Inside(total=totals, direct=directs, graph=graph, reads=reads, looks=looks, whys=whys)
 
 

@@ -27,12 +27,10 @@ from tensorlens.inside.components import Cotangents
 from tensorlens.inside.edits import Edit, Part, edited_logits, parts
 from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.inside.stream import by_head
-from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
-from tensorlens.maps.targets import Classes, Target
+from tensorlens.inside.target import Explained, Pass, Weights, pass_to
+from tensorlens.maps.targets import Target
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.base import check_token
-from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.strict_json import to_json
 
 FORMAT = "tensorlens.patching/1"
@@ -159,24 +157,12 @@ def patching(
         verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, a run for each.
         progress: Whether to show a progress bar of that; on a terminal if None.
     """
-    first, second = lens(clean), lens(corrupted)
-    pair = first.operator, second.operator
-    return patching_of(
-        *pair, first.context.classes, target, out_token, verify=verify, progress=progress, meta=first.meta()
-    )
-
-
-def patching_of(
-    clean: FrozenOperator, corrupted: FrozenOperator, classes: Classes | None, target: Target | Weights | None,
-    out_token: int = -1, *, verify: bool = False, progress: bool | None = None, meta: dict[str, Any] | None = None,
-) -> Patching:  # fmt: skip
-    """Patching of two recordings of one model, of one length."""
-    if clean.shape != corrupted.shape:
-        raise InputError(f"Two inputs of one length are needed; got {clean.n_tokens} and {corrupted.n_tokens} tokens.")
-    i = 0 if clean.recording.pools else check_token(out_token, clean.shape[0])
-    weights = weights_of(clean, classes, target, i)
-    assert classes is not None, "a target has classes"
-    with pass_to(clean, weights, i) as run, pass_to(corrupted, weights, i) as other:
+    ours, theirs = lens(clean), lens(corrupted)
+    if ours.shape != theirs.shape:
+        raise InputError(f"Two inputs of one length are needed; got {ours.n_tokens} and {theirs.n_tokens} tokens.")
+    asked = Explained.at(ours.operator, ours.context, ours.meta(), out_token, target)
+    i, weights = asked.out_token, asked.weights
+    with pass_to(ours.operator, weights, i) as run, pass_to(theirs.operator, weights, i) as other:
         pairs = list(zip(parts(run), parts(other), strict=True))
         predicted = _predicted(run, pairs)
         true = torch.tensor(list(_true(run, pairs, progress)), dtype=torch.float64) if verify else None
@@ -184,7 +170,7 @@ def patching_of(
     return Patching(
         labels=tuple(part.component for part, _ in pairs), predicted=predicted,
         true=None if true is None else (true - value).to(predicted), clean=value,
-        target=classes.names(weights), meta=(meta or {}) | {"out_positions": [i]},
+        target=asked.name, meta=asked.meta,
     )  # fmt: skip
 
 

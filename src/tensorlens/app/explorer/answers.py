@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tensorlens.app.explorer.jobs import Event, Job, Worker, watch
+from tensorlens.app.explorer.jobs import Event, Job, watch
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.parts import Parts
@@ -59,13 +59,11 @@ class Answers:
 
     Args:
         library: Models named at start.
-        worker: The thread that calls the methods taking a job.
         limits: Bounds.
     """
 
-    def __init__(self, library: Library, worker: Worker, limits: Limits) -> None:
+    def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
-        worker.on_stuck = self.forget
         self.tensors: Recent[Subject, Parts] = Recent(limits.tensors, limits.tensor_bytes)
         self.results: Recent[str, TokenMap] = Recent(64, limits.result_bytes)
         self.images: Recent[str, Any] = Recent(limits.images, limits.images * 4 * 1024 * 1024)

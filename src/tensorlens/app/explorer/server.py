@@ -86,7 +86,7 @@ class _Explorer:
     def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
         self.worker = Worker(limits.waiting)
-        self.answers = Answers(library, self.worker, limits)
+        self.answers = Answers(library, limits)
         self.explained = ExplainedAnswers(self.answers)
         self.worker.on_stuck = self.forget
         self.conversions = asyncio.Semaphore(limits.conversions)
