@@ -158,7 +158,7 @@ def test_a_run_goes_on_and_refuses_other_items(tmp_path):
 def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
     for changes, message in (
         ({"judges": "evidense"}, "Did you mean 'evidence'"),
-        ({"methods": ["tensor.in_class@attnlrp"]}, "Behind an @"),
+        ({"methods": ["tensor.in_class@attnlrp"]}, "After an @"),
         ({"methods": ["tensor.in_clas"]}, "There is no method"),
         ({"peers": ["lxd"]}, "Expected `peers` among"),
     ):

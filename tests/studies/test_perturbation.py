@@ -203,7 +203,7 @@ def test_where_nothing_could_be_measured_it_says_why(tmp_path):
 
 def test_the_report_of_few_samples_says_so(tmp_path):
     text = study(tmp_path, limit=2).report.read_text("utf-8")
-    assert "Of 2 samples they say little" in text and "<code>token</code> stands for [MASK]" in text
+    assert "With 2 samples they say little" in text and "<code>token</code> stands for [MASK]" in text
 
 
 def test_the_model_is_left_in_its_mode(tmp_path):

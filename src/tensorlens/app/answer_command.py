@@ -48,14 +48,14 @@ def answer_(
     through: Annotated[
         bool, typer.Option("--through", help="Follow the answer's own steps to the prompt; a convention, no sum.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="How long a generated answer may become.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer, in tokens.")] = 64,
     certify: Certify = True,
     out: MapFile = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Why did it say that? An answer, and the parts of the prompt that it stands on.
+    """Why did it say that? An answer, and the parts of the prompt that it rests on.
 
     The first token is set aside: it carries what attention has no other place for.
 

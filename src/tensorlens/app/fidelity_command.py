@@ -20,7 +20,7 @@ def fidelity(
         int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.", min=0)
     ] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
-    seed: Annotated[int, typer.Option(help="Of directions and probes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of directions and probes.")] = 0,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record

@@ -22,14 +22,14 @@ def judge(
     out: RunFolder,
     judges: Annotated[str, typer.Option(help=f"Among {', '.join(JUDGES)}; separated by commas.")] = "evidence",
     methods: Annotated[
-        str | None, typer.Option(help="Maps, with rules behind an @: tensor.in_class@attn_lrp; all if not given.")
+        str | None, typer.Option(help="Maps, with rules after an @: tensor.in_class@attn_lrp; all if not given.")
     ] = None,
     peers: Annotated[str | None, typer.Option(help="Other packages asked too, such as lxt.attn_lrp,gim.")] = None,
     peer_python: Annotated[str | None, typer.Option(help="Interpreter of the peers' environment.")] = None,
     peer_limit: Annotated[int | None, typer.Option(help="Items of a set that peers are asked about.", min=1)] = None,
     limit: Annotated[int | None, typer.Option(help="Items of each set, at most.", min=1)] = None,
     lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt, separated by commas.")] = "512",
-    seed: Annotated[int, typer.Option(help="Of replaced tokens and of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of replaced tokens and of the bootstrap.")] = 0,
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record

@@ -53,7 +53,7 @@ def map_(
     target: TargetName = None,
     against: OtherTarget = None,
     out_token: Position = None,
-    words: Annotated[bool, typer.Option("--words", help="One score a word instead of one a token.")] = False,
+    words: Annotated[bool, typer.Option("--words", help="One score per word instead of one per token.")] = False,
     aside: Annotated[bool, typer.Option(help="Set the first token aside where it drowns the others.")] = True,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
     heads: Heads = None,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensorlens.studies.map_table import EncodedPart, MapTable
 
 SHOWN = 5
-"""Rows that were left out, of which the reason is printed."""
+"""Left-out rows that are printed with their reason, at most."""
 
 
 def maps(

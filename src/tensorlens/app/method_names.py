@@ -45,7 +45,7 @@ def check_name(name: str) -> None:
 
 
 def check_name_with_member(name: str) -> None:
-    """The same of a name that may have a member of the family of rules behind an @.
+    """The same of a name that may have a member of the family of rules after an @.
 
     Raises:
         MethodError: There is no such method or member.

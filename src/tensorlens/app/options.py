@@ -173,7 +173,9 @@ def read_input(value: str, *, images: bool = True) -> str:
         raise InputError(f"Expected a text or the path of an image as INPUT, but {where}.")
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
-        raise InputError(f"There is no image at {text!r}. Check the path; a text that ends so can be given through -.")
+        raise InputError(
+            f"There is no image at {text!r}. Check the path; a text with such an ending can be given through -."
+        )
     return text
 
 

@@ -32,7 +32,7 @@ Grid = Annotated[
 Methods = Annotated[
     str | None,
     typer.Option(
-        help="Methods, separated by commas; all if not given. Those of T with a member of the rules behind an @: "
+        help="Methods, separated by commas; all if not given. Those of T with a member of the rules after an @: "
         "tensor.in_class@attn_lrp."
     ),
 ]
@@ -51,12 +51,14 @@ def perturb(
     min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1,
     windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
-    split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
+    split: Annotated[str, typer.Option(help="Which part of a data set given by id.")] = "test",
     grid: Grid = None,
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
     norm_probes: Probes = None,
-    seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
-    batch_size: Annotated[int | None, typer.Option(help="Replaced copies at a time; by the device.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random control and the bootstrap.")] = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Replaced copies at a time; chosen for the device if left out.", min=1)
+    ] = None,
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -97,7 +99,7 @@ def _table(result: StudyResult) -> str:
 
     condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
-    few = "; of so few, intervals say little" if n_measured < FEW else ""
+    few = "; with so few, intervals say little" if n_measured < FEW else ""
     lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
     for name, area in result.areas().items():
         low, high = found["most"]["hs_mse"]["methods"][name]["interval"]

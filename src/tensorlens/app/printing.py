@@ -30,7 +30,7 @@ def print_rows(markdown: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table; where nobody looks at a screen, as wide as its cells, so that no cell is broken."""
+    """Print a table; outside a terminal as wide as its cells, so that no cell is broken."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(

@@ -45,7 +45,7 @@ class Ablation:
         to: What stands in their place: ``"zero"`` or their ``"mean"``.
         target: What is measured.
         value: The target as it was.
-        predicted: The target by T, in which everything else is held: the way from one of them through another is cut.
+        predicted: The target by T, in which everything else is held: the path from one of them through another is cut.
         true: The target in the model, in which everything after them moves.
         before: What the model said.
         after: What it says without them.

@@ -82,12 +82,12 @@ class TopComponent(NamedTuple):
 class ComponentMap:
     r"""What each component carries of a target at every token.
 
-    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all ways from a component to the target, so what passes
+    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target, so what passes
     through several components counts in each; at every depth, the flow and the biases after it sum to the target.
-    Direct effects count the way along the stream alone and sum to the target.
+    Direct effects count the path along the stream alone and sum to the target.
 
     Attributes:
-        scores: One row a component, one column a token.
+        scores: One row per component, one column per token.
         labels: The component of each row.
         tokens: A label for each token.
         effect: ``"total"`` or ``"direct"``.

@@ -61,7 +61,7 @@ def find(run: Pass, effect: Effect) -> Found:
 
     Args:
         run: The pass.
-        effect: ``"total"`` by all ways to the target, ``"direct"`` by the stream alone.
+        effect: ``"total"`` by all paths to the target, ``"direct"`` by the stream alone.
     """
     if effect not in ("total", "direct"):
         raise InputError(f"`effect` must be 'total' or 'direct'; got {effect!r}.")

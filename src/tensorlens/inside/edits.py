@@ -4,14 +4,13 @@ With the components of a set S held at other values at once, the frozen target c
 
     Δt = Σ_{c ∈ S} ⟨λ_c^S, y_c' − y_c⟩,   λ_c^S = λ_c − Σ_{c' ∈ S after c} (∂y_{c'}/∂y_c)ᵀ λ_{c'}^S:
 
-a way that passes through another of them is cut there. The model itself is run with hooks on the modules that give the
+a path that passes through another of them is cut there. The model itself is run with hooks on the modules that give the
 components out, and on those that take the heads in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +26,7 @@ from tensorlens.inside.components import Cotangents
 from tensorlens.inside.stream import Mixture, Write, by_head, order
 from tensorlens.inside.target import Pass
 from tensorlens.inside.walk import kinds, told_apart
-from tensorlens.models.fingerprint import in_this_thread
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 
 class Part(NamedTuple):
@@ -122,19 +120,18 @@ def path_of(run: Pass, part: Part) -> str | None:
 
 def edited_logits(run: Pass, edits: Sequence[Edit]) -> Tensor | None:
     """The model's own logits with all edits at once; None if one of them cannot be made."""
-    paths = [path_of(run, edit.part) for edit in edits]
-    recording = run.recording
-    with ExitStack() as hooks:
-        for path, edit in zip(paths, edits, strict=True):
-            if path is None:
-                return None
-            module = recording.model.get_submodule(path)
-            if edit.part.mixture is None:
-                handle = module.register_forward_hook(in_this_thread(_given(edit)))
-            else:
-                handle = module.register_forward_pre_hook(in_this_thread(_taken(edit)))
-            hooks.callback(handle.remove)
-        return logits_of_model(recording, run.out_token)
+    before, after = [], []
+    for edit in edits:
+        path = path_of(run, edit.part)
+        if path is None:
+            return None
+        module = run.recording.model.get_submodule(path)
+        if edit.part.mixture is None:
+            after.append((module, _given(edit)))
+        else:
+            before.append((module, _taken(edit)))
+    with hooked(before, after):
+        return logits_of_model(run.recording, run.out_token)
 
 
 def _given(edit: Edit) -> Any:
@@ -150,10 +147,10 @@ def _taken(edit: Edit) -> Any:
     assert edit.part.mixture is not None, "a head is one of a mixture"
     n_heads, n_tokens, width = by_head(edit.part.mixture.value).shape
 
-    def replace(module: nn.Module, args: Any) -> Any:
+    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
         heads = args[0].reshape(n_tokens, n_heads, width).clone()
         heads[:, edit.part.component.head] = edit.value.to(heads)
-        return (heads.reshape(args[0].shape), *args[1:])
+        return (heads.reshape(args[0].shape), *args[1:]), kwargs
 
     return replace
 
@@ -164,10 +161,7 @@ def logits_of_model(recording: Recording, out_token: int) -> Tensor:
     if unembedding is None:
         return plain_logits(recording, out_token)
     check_unchanged(recording)
-    handle = unembedding.register_forward_hook(in_this_thread(lambda module, args, output: seen.append(output)))
-    try:
-        with own_precision(), torch.no_grad(), evaluating(recording.model):
-            recording.model(**recording.inputs)
-    finally:
-        handle.remove()
+    keep = hooked(after=[(unembedding, lambda module, args, output: seen.append(output))])
+    with keep, own_precision(), torch.no_grad(), evaluating(recording.model):
+        recording.model(**recording.inputs)
     return seen[-1][0, out_token]

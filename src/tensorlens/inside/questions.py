@@ -44,8 +44,8 @@ class InsideQuestions(TensorOperator):
         Args:
             out_token: The output to explain; a head that reads the whole input at once has only one.
             target: As for `map`; None explains the model's own prediction.
-            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
-                ``"direct"``: the way along the residual stream alone; these sum to the target.
+            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all paths from a component to the target.
+                ``"direct"``: the path along the residual stream alone; these sum to the target.
             neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
                 matrix.
             experts: Blocks whose feed-forwards are to be taken apart into the experts that were chosen; elsewhere a

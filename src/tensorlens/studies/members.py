@@ -1,4 +1,4 @@
-"""Methods that name a member of the family of rules behind an @: ``tensor.in_class@attn_lrp``."""
+"""Methods that name a member of the family of rules after an @: ``tensor.in_class@attn_lrp``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_member(name: str) -> None:
     """
     base, member = split(name)
     if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
-        raise MethodError(f"There is no method {name!r}. Behind an @, maps of T take one of {', '.join(MEMBERS)}.")
+        raise MethodError(f"There is no method {name!r}. After an @, maps of T take one of {', '.join(MEMBERS)}.")
 
 
 def member_lens(lens: Lens, member: str) -> Lens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +58,17 @@ def _section(section: Section) -> str:
 
 def _table(markdown: str) -> str:
     head, *rows = cells_of(markdown)
-    return f"<table>{_row(head, 'th')}{''.join(_row(row, 'td') for row in rows)}</table>"
+    return html_table(head, rows)
 
 
-def _row(cells: list[str], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[str] = ()) -> str:
+    """A table; rows that begin with one of the `best` are of that class."""
+    body = "".join(_row(row, "td", " class=best" if row[0] in best else "") for row in rows)
+    return f"<table>{_row(head, 'th')}{body}</table>"
+
+
+def _row(cells: Sequence[str], tag: str, attributes: str = "") -> str:
+    return f"<tr{attributes}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

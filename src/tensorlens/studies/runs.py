@@ -178,15 +178,12 @@ class Run:
 
     def _compare(self, document: dict[str, Any]) -> None:
         there = self.config
-        differences = [
-            difference
-            for part in ("study", "settings", "versions")
-            for difference in _differences(part, there.get(part), document[part])
-        ]
-        if differences:
+        parts = ("study", "settings", "versions")
+        said = [one for part in parts for one in differences(part, there.get(part), document[part])]
+        if said:
             raise InputError(
                 f"The run in {str(self.folder)!r} was started with other settings, and results must not mix: "
-                f"{'; '.join(differences)}. Choose another folder, or the settings of its config.json to go on with it."
+                f"{'; '.join(said)}. Choose another folder, or the settings of its config.json to go on with it."
             )
 
     # Samples ------------------------------------------------------------------------------------------------------
@@ -275,10 +272,11 @@ def _read_document(path: Path, advice: str) -> dict[str, Any]:
     return document
 
 
-def _differences(name: str, there: Any, here: Any) -> Iterator[str]:
+def differences(name: str, there: Any, here: Any) -> Iterator[str]:
+    """Where two documents differ, a phrase for each place; the settings' own name is left out."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in sorted({*there, *here}):
-            yield from _differences(f"{name}.{key}", there.get(key), here.get(key))
+            yield from differences(f"{name}.{key}", there.get(key), here.get(key))
     elif there != here:
         yield f"{name.removeprefix('settings.')} is {_short(there)} there and {_short(here)} here"
 

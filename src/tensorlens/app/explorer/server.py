@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,17 @@ from tensorlens.app.explorer.answer_questions import read_answer_ask
 from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.explained import ExplainedAnswers
 from tensorlens.app.explorer.guard import Access, Guard, StrictJson
-from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
+from tensorlens.app.explorer.jobs import Busy, Job, Work, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_score, read_subject
+from tensorlens.app.explorer.questions import (
+    read_ask,
+    read_component,
+    read_model,
+    read_output,
+    read_score,
+    read_subject,
+)
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.app.options import RULES
 from tensorlens.errors import InputError, TensorLensError
@@ -105,13 +112,7 @@ class _Explorer:
             Route("/component.js", self.component),
             Route("/inside.js", self.inside_component),
             Route("/api/start", self.start),
-            Route("/api/open", self.open, methods=["POST"]),
-            Route("/api/map", self.map, methods=["POST"]),
-            Route("/api/answer", self.answer, methods=["POST"]),
-            Route("/api/predictions", self.predict, methods=["POST"]),
-            Route("/api/inside", self.inside, methods=["POST"]),
-            Route("/api/ablate", self.ablate, methods=["POST"]),
-            Route("/api/why", self.why, methods=["POST"]),
+            *(self._question(name, read) for name, read in self._questions().items()),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -179,39 +180,28 @@ class _Explorer:
 
     # Questions --------------------------------------------------------------------------------------------------------
 
-    async def open(self, request: Request) -> Response:
-        document = await self._json(request)
-        name = document.get("model") if isinstance(document, dict) else None
-        if not isinstance(name, str):
-            raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
-        return self._stream(request, lambda job: self.answers.open_model(job, name))
+    def _questions(self) -> dict[str, Callable[[Any], Work]]:
+        """By address, from the document of a question to the work that answers it."""
+        answers, limits = self.answers, self.limits
+        return {
+            "open": lambda asked: partial(answers.open_model, name=read_model(asked)),
+            "map": lambda asked: partial(answers.map, ask=read_ask(asked, limits)),
+            "answer": lambda asked: partial(self.explained.explain, ask=read_answer_ask(asked, limits)),
+            "predictions": lambda asked: partial(
+                answers.predict, subject=read_subject(asked, limits), out_token=read_output(asked)
+            ),
+            "inside": lambda asked: partial(answers.inside, ask=read_ask(asked, limits)),
+            "ablate": lambda asked: partial(
+                answers.ablate, ask=read_ask(asked, limits), component=read_component(asked)
+            ),
+            "why": lambda asked: partial(answers.why, ask=read_ask(asked, limits), score=read_score(asked)),
+        }
 
-    async def map(self, request: Request) -> Response:
-        ask = read_ask(await self._json(request), self.limits)
-        return self._stream(request, lambda job: self.answers.map(job, ask))
+    def _question(self, name: str, read: Callable[[Any], Work]) -> Route:
+        async def ask(request: Request) -> Response:
+            return self._stream(request, read(await self._json(request)))
 
-    async def answer(self, request: Request) -> Response:
-        ask = read_answer_ask(await self._json(request), self.limits)
-        return self._stream(request, lambda job: self.explained.explain(job, ask))
-
-    async def predict(self, request: Request) -> Response:
-        document = await self._json(request)
-        subject, out_token = read_subject(document, self.limits), read_output(document)
-        return self._stream(request, lambda job: self.answers.predict(job, subject, out_token))
-
-    async def inside(self, request: Request) -> Response:
-        ask = read_ask(await self._json(request), self.limits)
-        return self._stream(request, lambda job: self.answers.inside(job, ask))
-
-    async def ablate(self, request: Request) -> Response:
-        document = await self._json(request)
-        ask, component = read_ask(document, self.limits), read_component(document)
-        return self._stream(request, lambda job: self.answers.ablate(job, ask, component))
-
-    async def why(self, request: Request) -> Response:
-        document = await self._json(request)
-        ask, score = read_ask(document, self.limits), read_score(document)
-        return self._stream(request, lambda job: self.answers.why(job, ask, score))
+        return Route(f"/api/{name}", ask, methods=["POST"])
 
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)
@@ -293,7 +283,7 @@ class _Explorer:
             self.files.put(key, made, len(made))
         return made
 
-    def _stream(self, request: Request, work: Callable[[Job], Event]) -> Response:
+    def _stream(self, request: Request, work: Work) -> Response:
         """Queue the work and give its news line by line as they come."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         client = request.client.host if request.client else ""

@@ -68,7 +68,7 @@ def random_directions(T: AttentionTensor, n: int, seed: int) -> list[Direction]:
 
 
 def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[int] = ()) -> list[Direction]:
-    """Directions towards other tokens: one position a direction, its token replaced by another of the same vocabulary.
+    """Directions towards other tokens: one position per direction, its token replaced by another of the vocabulary.
 
     Args:
         T: At an input given by token ids; for others there are none.

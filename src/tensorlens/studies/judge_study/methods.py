@@ -1,6 +1,6 @@
 """What is judged: the maps of `METHODS` under the paper's rules, In+Class and In+Out under other rules, controls.
 
-A name is that of a map, and behind an @ the member of the family of rules: ``tensor.in_class@attn_lrp``. A map that
+A name is that of a map, and after an @ the member of the family of rules: ``tensor.in_class@attn_lrp``. A map that
 does not come from T has no member. `gradient.times_input` is ``tensor.in_class@jacobian``, CP-LRP is
 `tensor.in_class`.
 """

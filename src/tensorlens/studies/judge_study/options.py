@@ -17,7 +17,7 @@ class JudgeOptions:
 
     Attributes:
         judges: Which of `JUDGES`.
-        methods: Names of maps, with the member of the family behind an @ (``tensor.in_class@attn_lrp``); all if None.
+        methods: Names of maps, with the member of the family after an @ (``tensor.in_class@attn_lrp``); all if None.
         peers: Which of `PEERS` are judged beside them, each in a process of its own.
         limit: Items of each set, at most.
         lengths: Of needles: about how many tokens a prompt has.

@@ -72,7 +72,7 @@ class PerturbationOptions:
 
 
 def _checked_methods(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of maps, each once, with the member behind an @."""
+    """Names of maps, each once, with the member after an @."""
     names = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     checked_names([split(name)[0] if isinstance(name, str) else name for name in names], METHODS, "methods")
     for name in names:

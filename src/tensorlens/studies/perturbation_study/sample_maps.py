@@ -35,7 +35,7 @@ class SampleMaps:
 
     Args:
         lens: The model.
-        methods: Names in `METHODS`, those of T perhaps with a member behind an @.
+        methods: Names in `METHODS`, those of T perhaps with a member after an @.
         out_token: The output that is explained.
         norm_probes: Estimate `tensor.norm` by this many random probes; exact if None.
         seed: For the probes.

@@ -25,7 +25,7 @@ Cut = Literal["each", "windows"]
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
 Copies = list[tuple[Tensor, dict[str, Tensor]]]
-"""Inputs with tokens replaced, one a row of masks: groups that run together, each with the places of its rows."""
+"""Inputs with tokens replaced, one per row of masks: groups that run together, each with the places of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

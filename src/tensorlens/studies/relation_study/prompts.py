@@ -24,7 +24,7 @@ class Prompt:
     """A text that ends where the object is to be said.
 
     Attributes:
-        text: Examples, one a line, then the query.
+        text: Examples, one per line, then the query.
         ids: Its tokens, with what opens a document.
         subject_tokens: Positions of the query's subject among them; the last one is where LRE reads.
     """

@@ -59,10 +59,10 @@ def difference_table(summary: dict[str, Any], metric: str = "agreement") -> str:
     return markdown_table(["difference", *categories], rows)
 
 
-def start_table(summary: dict[str, Any], metric: str = "agreement") -> str:
-    """A Markdown table over the first block, all relations together."""
+def start_table(summary: dict[str, Any]) -> str:
+    """A Markdown table of agreement over the first block, all relations together."""
     methods = summary["categories"]["all"]["methods"]
-    columns = {family: {s: m for s, m, _, _ in start_points(methods, family, metric)} for family in CURVES}
+    columns = {family: {s: m for s, m, _, _ in start_points(methods, family)} for family in CURVES}
     starts = sorted({start for column in columns.values() for start in column})
     rows = [[str(s), *(f"{column[s]:.2f}" if s in column else "" for column in columns.values())] for s in starts]
     return markdown_table(["first block", *(label for label, _, _ in CURVES.values())], rows)
