@@ -141,12 +141,8 @@ class Run:
         records = self.records(n_samples)
         with self._writing():
             self._join(records)
-        self.write_json("summary.json", summarise(records))
+        self.write_text("summary.json", to_json(summarise(records), indent=1) + "\n")
         return self.summary or {}
-
-    def write_json(self, name: str, document: dict[str, Any]) -> Path:
-        """Write a document into the folder, whole or not at all."""
-        return self.write_text(name, to_json(document, indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file into the folder, or into a folder in it, whole or not at all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def write_table(records: Iterable[FamilyRecord], path: Path) -> None:
     """Write the records as JSON to `path` and as a page beside it, with the suffix ``.md``."""
     ordered = sorted(records, key=lambda record: (record.task, record.model_type, record.attention))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"versions": versions(), "records": [record.as_dict() for record in ordered]})
+    write_json(path, {"versions": versions(), "records": [asdict(record) for record in ordered]})
     whole = path.with_suffix(".md")
     _, heading, strangers = whole.read_text("utf-8").partition(STRANGERS) if whole.exists() else ("", "", "")
     write_text(whole, page(ordered) + (f"\n{heading}{strangers}" if heading else ""))

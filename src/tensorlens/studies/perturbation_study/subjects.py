@@ -86,7 +86,6 @@ class Texts:
         self.min_tokens = min_tokens
         self.before, self.after = _wrapping(self.tokenizer)
         self.names, self.ids = self._samples(limit)
-        self.n_short = self._n_seen - len(self.ids)
         self.is_causal = _is_causal(lens, self.ids)
         self._mean: Tensor | None = None
 
@@ -156,7 +155,7 @@ class Texts:
             token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)
         except InputError:
             token = None
-        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self.n_short}
+        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self._n_seen - len(self.ids)}
         return lengths | {"cut": self.cut, "replacement_token": token}
 
     def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
@@ -292,7 +291,6 @@ class Images:
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
     is_causal = False
-    n_short = 0
 
     def __init__(self, lens: Lens, data: Dataset, *, limit: int | None = None) -> None:
         self.lens = lens

@@ -47,19 +47,6 @@ class Split:
     test: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aligned:
-    """The facts of a relation that share the most common token lengths.
-
-    Attributes:
-        facts: Those kept.
-        n_before: How many there were.
-    """
-
-    facts: tuple[Fact, ...]
-    n_before: int
-
-
 class Tokens:
     """A tokenizer as this study needs it: texts to ids, characters to positions.
 
@@ -133,7 +120,7 @@ def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject
     )
 
 
-def align(relation: Relation, tokens: Tokens) -> Aligned:
+def align(relation: Relation, tokens: Tokens) -> tuple[Fact, ...]:
     """The facts of the most common (subject, query, line) length; of equally common ones the shortest."""
     by_length: dict[tuple[int, int, int], list[Fact]] = {}
     for fact in relation.facts:
@@ -141,7 +128,7 @@ def align(relation: Relation, tokens: Tokens) -> Aligned:
         line = tokens.encode(f"{prompt.text} {fact.object}")
         by_length.setdefault((len(prompt.subject_tokens), len(prompt.ids), len(line)), []).append(fact)
     lengths = min(by_length, key=lambda key: (-len(by_length[key]), key))
-    return Aligned(facts=tuple(by_length[lengths]), n_before=len(relation.facts))
+    return tuple(by_length[lengths])
 
 
 def long_objects(relation: Relation, tokens: Tokens) -> list[Problem]:
