@@ -134,7 +134,7 @@ def test_rows_that_cannot_be_used_are_named_and_the_rest_goes_on(tmp_path):
     assert len(problems) == 7
     for expected in (
         "animals.csv, row 4: 'mat' and 'mat' begin with the same token",
-        "animals.csv, row 5: The evidence 'dog' does not stand in the prefix",
+        "animals.csv, row 5: The evidence 'dog' is not in the prefix",
         "animals.csv, row 6: Expected text in `prefix`; got nothing",
         "animals.csv, row 7: Expected text in `evidence`",
         "lines.jsonl, row 2: no JSON object, but list",

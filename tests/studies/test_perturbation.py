@@ -41,7 +41,7 @@ def test_deleting_everything_is_a_gap_that_says_why(tmp_path):
     result = study(tmp_path, "gpt2", presets=("paper-like",), replacements=("delete", "token"), grid=(0.0, 0.5, 1.0))
     deleted, replaced = (result.summary["conditions"][f"paper-like, {how}"] for how in ("delete", "token"))
     assert {gap["reason"].split(".")[0] for gap in deleted["missing"].values()} == {
-        "To delete every token leaves no input"
+        "Deleting every token leaves no input"
     }
     assert "tensor.norm" in replaced["most"]["hs_mse"]["methods"]
 

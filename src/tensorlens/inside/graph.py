@@ -177,7 +177,7 @@ class Growth:
         joining.add(row, read, one.cotangent, one.of_memory)
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
-        """Put the edges into some nodes before those that choose the heaviest."""
+        """Queue the edges into some nodes, of which the heaviest is chosen next."""
         scores = torch.stack([row.scores.detach().cpu() for row in rows], 1)  # (node, component, token)
         n_tokens = scores.shape[-1]
         for place, found in zip(places, scores.flatten(1), strict=True):

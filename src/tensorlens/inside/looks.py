@@ -63,7 +63,7 @@ def why(operator: FrozenOperator, head: Component, look: Look, tokens: tuple[str
 
 
 def condensed(found: TokenMap) -> dict[str, Any]:
-    """The strongest rows and columns in their order, and one of all others; rows of nothing are left out."""
+    """The strongest rows and columns in their order, and one of all others; empty rows are left out."""
     scores, names = found.scores, {}
     for axis, labels in enumerate((found.out_tokens, found.in_tokens)):
         weight = found.scores.sum(1 - axis).abs()  # what it gives against all of the other side

@@ -37,7 +37,7 @@ FORMAT = "tensorlens.patching/1"
 
 
 class Correlation(NamedTuple):
-    """How predicted and true effects go together: Pearson's and Spearman's correlation, and over how many."""
+    """How predicted and true effects agree: Pearson's and Spearman's correlation, and over how many."""
 
     pearson: float
     rank: float

@@ -60,7 +60,7 @@ class Meeting:
 
 
 class ScoreObserver:
-    """Looks on where queries and keys of one block meet, fused or spelled out."""
+    """Watches where queries and keys of one block meet, fused or spelled out."""
 
     def __init__(self, block: int) -> None:
         self.block = block

@@ -102,7 +102,7 @@ class StreamPass:
     Attributes:
         operator: What was replayed.
         x: The state it began with, (1, token, channel).
-        seen: Who looked on.
+        seen: What observed it.
         sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
         experts: What each expert wrote, in blocks where that was asked for.
     """

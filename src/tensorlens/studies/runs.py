@@ -35,7 +35,7 @@ from tensorlens.versions import package_versions
 
 STALLED_AFTER_SECONDS = 3600.0
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""What a disk answers that is full, over its quota, or broken."""
+"""What a full, over-quota or broken disk answers."""
 
 
 class Run:

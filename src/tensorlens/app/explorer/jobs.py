@@ -249,9 +249,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 def _full(n_waiting: int) -> str:
-    return (
-        f"Expected room for one more question, got a queue of {n_waiting} before you. Try again when they are answered."
-    )
+    return f"Expected room for one more question, got {n_waiting} ahead of you. Try again when they are answered."
 
 
 def _nothing(job: Job) -> Event:

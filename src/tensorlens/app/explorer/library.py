@@ -65,7 +65,7 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Libra
     """Tell models, saved maps and report folders of the command line apart, and read the maps.
 
     Raises:
-        InputError: a map cannot be read, or two arguments have one name.
+        InputError: a map cannot be read.
     """
     maps, reports, names = [], [], []
     for argument in arguments:

@@ -325,7 +325,7 @@ def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
 
 
 def _number(text: str) -> int:
-    """A number out of an address; more than any list has if it is none."""
+    """A number from an address; larger than any list if it is not one."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 10**6
 
 

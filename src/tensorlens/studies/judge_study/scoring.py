@@ -115,7 +115,7 @@ def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -
     device = next(lens.model.parameters()).device
     _, arguments = lens.recording_arguments({"input_ids": torch.tensor(list(ids), device=device)})
     if out_token == -1 and "logits_to_keep" in forward_parameters(lens.model):
-        arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills a memory
+        arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills the memory
     with torch.no_grad(), evaluating(lens.model):
         return lens.model(**arguments).logits[:, out_token].float().cpu()
 

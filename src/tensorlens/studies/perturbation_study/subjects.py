@@ -265,7 +265,7 @@ def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
 
 def _check_something_is_left(masks: Tensor) -> None:
     if bool(masks.all(1).any()):
-        raise InputError("To delete every token leaves no input. End the grid below 1, or choose another replacement.")
+        raise InputError("Deleting every token leaves no input. End the grid below 1, or choose another replacement.")
 
 
 def _shortened(ids: Tensor, masks: Tensor) -> Copies:
