@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tensorlens.answers.prompts import tokenised
 from tensorlens.app.explorer.jobs import Event, Job, watch
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
@@ -249,14 +250,12 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], list[list
 
     A lens would open a text that ends in .png as a file; ids it takes as they are.
     """
-    tokenizer = tokenizer_of(lens.processor)
-    if tokenizer is None:
+    if tokenizer_of(lens.processor) is None:
         raise InputError(f"`{lens.name}` takes no text. Drop a picture instead, or choose another model.")
-    found = tokenizer(text, return_offsets_mapping=True) if getattr(tokenizer, "is_fast", False) else tokenizer(text)
-    ids, offsets = list(found["input_ids"]), found.get("offset_mapping")
+    ids, offsets = tokenised(lens, text, special=True)
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
-    return ids, None if offsets is None else [[start, stop] if stop > start else None for start, stop in offsets]
+    return list(ids), None if offsets is None else [pair and list(pair) for pair in offsets]
 
 
 def _forget_matrices(T: AttentionTensor) -> None:
