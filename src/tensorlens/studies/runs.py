@@ -30,6 +30,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.strict_json import from_json, to_json, write_text
 from tensorlens.studies.origin import device_name, origin
 from tensorlens.studies.processes import POLL_SECONDS, Processes
+from tensorlens.studies.results import StudyResult
 from tensorlens.studies.sample_lines import Appender, Record, as_line, read_record, whole_lines
 from tensorlens.versions import package_versions
 
@@ -143,6 +144,16 @@ class Run:
             self._join(records)
         self.write_text("summary.json", to_json(summarise(records), indent=1) + "\n")
         return self.summary or {}
+
+    def finish(
+        self, n_samples: int, summarise: Callable[[list[Record]], dict[str, Any]],
+        write_report: Callable[[Run, dict[str, Any]], None],
+    ) -> StudyResult:  # fmt: skip
+        """What a study returns: the summary of all samples, with its report, which the first process writes."""
+        summary = self.complete(n_samples, summarise)
+        if self.processes.is_first:
+            write_report(self, summary)
+        return StudyResult(folder=self.folder, summary=summary)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file into the folder, or into a folder in it, whole or not at all."""

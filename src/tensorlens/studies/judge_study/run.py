@@ -68,10 +68,7 @@ def judge(
 
     if PERTURBATION in chosen.judges:
         areas[PERTURBATION] = perturbed(lens, _needed(PERTURBATION, folder / TEXT), run.folder, chosen, progress)
-    summary = run.complete(len(items), with_peers)
-    if run.processes.is_first:
-        write_report(run, summary)
-    return StudyResult(folder=run.folder, summary=summary)
+    return run.finish(len(items), with_peers, write_report)
 
 
 def _judge(name: str, lens: Lens, folder: Path, options: JudgeOptions) -> Judge:

@@ -40,9 +40,8 @@ STYLE = """
 """
 
 
-def write_report(run: Run) -> Path:
+def write_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` and the curves as `figures/*.svg` from what the run's folder holds."""
-    summary = run.summary or {}
     sections = []
     for condition, order, metric, result in each_result(summary):
         curves = {name: result["methods"][name]["curve"] for name in best_first(result["methods"], order)}
@@ -60,7 +59,7 @@ def write_report(run: Run) -> Path:
     views = [TokenMap.load(path).view() for path in _examples(run.folder, summary)]
     document = page(views, title=f"Perturbation study of {run.settings['model']}")
     text = f"{STYLE}<main class='study'>{_head(run, summary)}{''.join(sections)}{_missing(summary)}{_again(run)}</main>"
-    return run.write_text("report.html", document.replace("<body>", f"<body>\n{text}", 1))
+    run.write_text("report.html", document.replace("<body>", f"<body>\n{text}", 1))
 
 
 def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:

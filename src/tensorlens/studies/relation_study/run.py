@@ -123,12 +123,9 @@ def relations(
     run = Run(out, "relations", _describe(decoder.lens, found, chosen))
     plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
-    summary = run.complete(
-        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test)
+    return run.finish(
+        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test), write_report
     )
-    if run.processes.is_first:
-        write_report(run, summary)
-    return StudyResult(folder=run.folder, summary=summary)
 
 
 def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> dict[str, Any]:
