@@ -72,7 +72,7 @@ def relation_section(run: Path) -> str:
     model, options = config["settings"]["model"], config["settings"]["options"]
     setting = (
         f"m = {options['n_train']}, {options['n_splits']} splits, object in the model's top {options['top_k']}, at "
-        f"most {options['max_test']} test facts a split; {summary['rule']}. "
+        f"most {options['max_test']} test facts per split; {summary['rule']}. "
         f"Gates: {config['settings']['rules']['gate']}."
     )
     return "\n\n".join(

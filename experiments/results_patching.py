@@ -38,10 +38,10 @@ def introduction(found: dict) -> str:
         for task, left in found["left_out"].items()
     )
     return (
-        f"How well does $T$ know what patching would do? SmolLM2-135M, pairs of prompts: {pairs}. In the model itself, "
-        "each head and feed-forward is taken from the corrupted run over all tokens, and the state that enters every "
-        "third block at one token. The numbers are correlations of the predicted with the true change of the target, "
-        "the mean over pairs with its 95 % interval; states that are the same in both runs are left out. "
+        f"How well does $T$ predict what patching would do? SmolLM2-135M, pairs of prompts: {pairs}. In the model "
+        "itself, each head and feed-forward is taken from the corrupted run over all tokens, and the state that enters "
+        "every third block at one token. The numbers are correlations of the predicted with the true change of the "
+        "target, the mean over pairs with its 95 % interval; states that are the same in both runs are left out. "
         "[Patching](how-to/components.md#patching) says how to ask."
     )
 
@@ -78,7 +78,7 @@ def verdicts(kinds: dict) -> str:
     after = {method: kinds[LATER][method]["pearson"]["mean"] for method in members(kinds)}
     each = ", ".join(f"{method} {mean:.2f}" for method, mean in after.items())
     lines.append(
-        f"- Feed-forwards but for block 0, whose patch all later blocks build on (looked at afterwards): {each}."
+        f"- Feed-forwards except block 0, whose patch all later blocks build on (looked at afterwards): {each}."
     )
     ends = {method: kinds["feed-forward"][method + BOTH]["pearson"]["mean"] for method in members(kinds)}
     each = ", ".join(f"{method} {mean:.2f}" for method, mean in ends.items())

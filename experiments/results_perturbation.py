@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from tensorlens.studies.perturbation_study.measures import auc
-from tensorlens.studies.perturbation_study.report import LABELS, METRICS, TITLES, best_first, each_result
+from tensorlens.studies.perturbation_study.report import LABELS, METRICS, TITLES, each_result
+from tensorlens.studies.results import best_first
 from tensorlens.views.study_figures.canvas import figure_svg
 from tensorlens.views.study_figures.perturbation import perturbation_curves
 
@@ -177,7 +178,7 @@ def figures(name: str, run: dict[str, Any], docs: Path) -> list[str]:
     for condition, order, metric, result in each_result(run["summary"]):
         if (order, metric) != ("most", "hs_mse"):
             continue
-        curves = {method: result["methods"][method]["curve"] for method in best_first(result, order)}
+        curves = {method: result["methods"][method]["curve"] for method in best_first(result["methods"], order)}
         title = f"{condition}: {TITLES[order, metric]}"
         methods = run["config"]["settings"]["methods"]
         svg = figure_svg(perturbation_curves(curves, run["summary"]["grid"], title, LABELS[metric], methods))

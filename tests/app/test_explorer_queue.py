@@ -41,7 +41,7 @@ def test_the_queue_is_bounded_and_forgets_the_cancelled():
     worker.submit(jobs[1])
     worker.submit(jobs[2])
     assert worker.ahead_of(jobs[2]) == 2
-    with pytest.raises(Busy, match="queue of 2"):
+    with pytest.raises(Busy, match="2 ahead of you"):
         worker.submit(jobs[3])
     jobs[1].cancel()
     worker.submit(jobs[3])

@@ -20,7 +20,7 @@ from zoo import build
 import tensorlens as tl
 from tensorlens import surface
 from tensorlens.app import cli, map_questions, options, printing
-from tensorlens.app.method_names import MEMBER_NAMES, METHOD_NAMES
+from tensorlens.app.method_names import METHOD_NAMES
 from tensorlens.freezing import conventions
 from tensorlens.maps.targets import Classes
 from tensorlens.models import loading
@@ -137,9 +137,6 @@ def test_help_fits_a_terminal_of_eighty_columns():
 
 def test_the_names_known_without_torch_are_those_of_the_methods():
     assert tuple(tl.METHODS) == METHOD_NAMES
-    from tensorlens.studies.members import MEMBERS
-
-    assert tuple(MEMBERS) == MEMBER_NAMES
     assert set(options.DTYPES) == {*loading._DTYPES, "auto"}
     assert set(options.GATES) == set(get_args(conventions.Gate))
 
@@ -312,11 +309,9 @@ def test_a_target_without_its_space(target, first, hint):
 # Printing, stopping, rules --------------------------------------------------------------------------------------------
 
 
-def test_json_is_strict():
-    assert printing.finite({"a": [1.0, float("nan")], 2: (float("inf"), "x", None)}) == {
-        "a": [1.0, None],
-        "2": [None, "x", None],
-    }
+def test_json_is_strict(capsys):
+    printing.print_json({"a": [1.0, float("nan")], 2: (float("inf"), "x", None)})
+    assert strictly(capsys.readouterr().out) == {"a": [1.0, None], "2": [None, "x", None]}
 
 
 def test_models_are_listed_with_licence_and_install_line(monkeypatch):

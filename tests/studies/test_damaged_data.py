@@ -102,7 +102,7 @@ def _program(path: Path) -> None:
 def _run(path: Path) -> None:
     run = Run(path.parent, "perturbation", SETTINGS)
     (path.parent / "samples.jsonl").write_text("".join(as_line({"index": k, "scores": [0.5, 1.0]}) for k in range(4)))
-    run.write_json("summary.json", {"mean": 0.5})
+    run.write_text("summary.json", '{"mean": 0.5}')
 
 
 # Readers --------------------------------------------------------------------------------------------------------------

@@ -19,14 +19,12 @@ from tiny_study import WORDS, lens_on, tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tensorlens as tl
-from tensorlens.app.judge_command import JUDGES as COMMAND_JUDGES
 from tensorlens.errors import InputError, MethodError
 from tensorlens.studies import JudgeOptions, judge
-from tensorlens.studies.judge_study import peers, perturbed
+from tensorlens.studies.judge_study import JUDGES, peers, perturbed
 from tensorlens.studies.judge_study.compiled import CompiledModel
 from tensorlens.studies.judge_study.measures import MEASURES, reciprocal_rank, spearman
 from tensorlens.studies.judge_study.needles import needles
-from tensorlens.studies.judge_study.options import JUDGES
 from tensorlens.studies.judge_study.pairs import Patcher, patching_pairs
 from tensorlens.studies.judge_study.peer_process import without_opening
 from tensorlens.studies.judge_study.scoring import last_logits
@@ -136,7 +134,7 @@ def test_rows_that_cannot_be_used_are_named_and_the_rest_goes_on(tmp_path):
     assert len(problems) == 7
     for expected in (
         "animals.csv, row 4: 'mat' and 'mat' begin with the same token",
-        "animals.csv, row 5: The evidence 'dog' does not stand in the prefix",
+        "animals.csv, row 5: The evidence 'dog' is not in the prefix",
         "animals.csv, row 6: Expected text in `prefix`; got nothing",
         "animals.csv, row 7: Expected text in `evidence`",
         "lines.jsonl, row 2: no JSON object, but list",
@@ -160,7 +158,7 @@ def test_a_run_goes_on_and_refuses_other_items(tmp_path):
 def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
     for changes, message in (
         ({"judges": "evidense"}, "Did you mean 'evidence'"),
-        ({"methods": ["tensor.in_class@attnlrp"]}, "Behind an @"),
+        ({"methods": ["tensor.in_class@attnlrp"]}, "After an @"),
         ({"methods": ["tensor.in_clas"]}, "There is no method"),
         ({"peers": ["lxd"]}, "Expected `peers` among"),
     ):
@@ -173,8 +171,8 @@ def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_knows_the_judges():
-    assert COMMAND_JUDGES == JUDGES == tuple(dict.fromkeys(JUDGES))
+def test_judges_are_known_by_name():
+    assert tuple(dict.fromkeys(JUDGES)) == JUDGES
     assert JudgeOptions(judges="tracr").judges == ("tracr",)
 
 

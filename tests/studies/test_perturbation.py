@@ -41,7 +41,7 @@ def test_deleting_everything_is_a_gap_that_says_why(tmp_path):
     result = study(tmp_path, "gpt2", presets=("paper-like",), replacements=("delete", "token"), grid=(0.0, 0.5, 1.0))
     deleted, replaced = (result.summary["conditions"][f"paper-like, {how}"] for how in ("delete", "token"))
     assert {gap["reason"].split(".")[0] for gap in deleted["missing"].values()} == {
-        "To delete every token leaves no input"
+        "Deleting every token leaves no input"
     }
     assert "tensor.norm" in replaced["most"]["hs_mse"]["methods"]
 
@@ -203,7 +203,7 @@ def test_where_nothing_could_be_measured_it_says_why(tmp_path):
 
 def test_the_report_of_few_samples_says_so(tmp_path):
     text = study(tmp_path, limit=2).report.read_text("utf-8")
-    assert "Of 2 samples they say little" in text and "<code>token</code> stands for [MASK]" in text
+    assert "With 2 samples they say little" in text and "<code>token</code> stands for [MASK]" in text
 
 
 def test_the_model_is_left_in_its_mode(tmp_path):

@@ -1,4 +1,4 @@
-"""`Answer`: what a language model said after a prompt, and what of the prompt it stands on."""
+"""`Answer`: what a language model said after a prompt, and which parts of the prompt it rests on."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Answer:
             engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
 
         Raises:
-            InputError: Groups do not fit, or what is asked for does not go together.
+            InputError: Groups do not fit, or the options do not go together.
         """
         self._check(rows, target, against, through, engine)
         parts, asked = self._parts(rows), _Asked(*self._apart(self._groups(groups), set_aside), target, engine)

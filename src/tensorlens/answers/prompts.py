@@ -119,7 +119,7 @@ def tokenised(
         lens: With the tokenizer.
         text: The text.
         special: Whether the tokenizer adds its own special tokens.
-        as_target: Whether it is what the model says, which some tokenizers cut otherwise than what it reads.
+        as_target: Whether it is what the model says, which some tokenizers cut differently from what it reads.
     """
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:

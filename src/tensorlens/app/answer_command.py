@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import FinalNorm, Json, Model, ModelOptions
+from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_choice
 from tensorlens.app.printing import print_json
 from tensorlens.errors import InputError
 
@@ -48,19 +48,14 @@ def answer_(
     through: Annotated[
         bool, typer.Option("--through", help="Follow the answer's own steps to the prompt; a convention, no sum.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="How long a generated answer may become.")] = 64,
-    certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False
-        ),
-    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer, in tokens.")] = 64,
+    certify: Certify = True,
+    out: MapFile = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Why did it say that? An answer, and the parts of the prompt that it stands on.
+    """Why did it say that? An answer, and the parts of the prompt that it rests on.
 
     The first token is set aside: it carries what attention has no other place for.
 
@@ -85,13 +80,9 @@ def _check(
     answer: str | None, against: str | None, groups: str, rows: str, target: str, *, through: bool, max_new_tokens: int
 ) -> None:
     """Refuse what no model could answer, before one is loaded."""
-    for name, value, known in (
-        ("groups", groups, GROUPS),
-        ("rows", rows, ("answer", *GROUPS)),
-        ("target", target, TARGETS),
-    ):
-        if value not in known:
-            raise InputError(f"`--{name}` must be one of {', '.join(known)}; got {value!r}.")
+    check_choice("groups", groups, GROUPS)
+    check_choice("rows", rows, ("answer", *GROUPS))
+    check_choice("target", target, TARGETS)
     for name, value in (("answer", answer), ("against", against)):
         if value is not None and not value.strip():
             raise InputError(f"`--{name}` must not be empty; got {value!r}.")

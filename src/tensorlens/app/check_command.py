@@ -24,7 +24,7 @@ def check(
     input: Annotated[
         str | None,
         typer.Argument(
-            metavar="INPUT", help="A text or the path of an image; one of ours if not given.", show_default=False
+            metavar="INPUT", help="A text or the path of an image; a sentence of ours if left out.", show_default=False
         ),
     ] = None,
     json: Json = False,

@@ -77,7 +77,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; what goes wrong on purpose is one message and exit code 2."""
+    """Run the command line; an error that we raise is one message and exit code 2."""
     try:
         app()
     except TensorLensError as error:

@@ -39,13 +39,15 @@ def explore(
     host: Annotated[
         str, typer.Option(help="Address to serve on. Beyond this machine, a token is needed.")
     ] = "127.0.0.1",
-    token: Annotated[str | None, typer.Option(help="Token every visitor must show; made up if one is needed.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Token every visitor must show; generated if one is needed.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for one question.", min=1)] = Limits.seconds,
     max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.", min=1)] = Limits.tokens,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Look around in the browser: type a text or drop an image, and ask one map after the other.
+    """Look around in the browser: type a text or drop an image, and ask for one map after another.
 
     Example: tensorlens explore smollm2-135m dinov2-small-saliency
     """

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions
+from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, RunFolder
 from tensorlens.app.printing import print_json, print_rows
 
 
 def fidelity(
     model: Model,
     input: Input,
-    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
+    out: RunFolder,
     directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.", min=1)] = 4,
     stride: Annotated[
         int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.", min=0)
     ] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
-    seed: Annotated[int, typer.Option(help="Of directions and probes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of directions and probes.")] = 0,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import Input, Json, Model, ModelOptions, target_of
+from tensorlens.app.options import Input, Json, Model, ModelOptions, OtherTarget, TargetName, target_of
 from tensorlens.app.printing import print_json
 from tensorlens.errors import InputError
 
@@ -19,13 +19,8 @@ def inside(
     model: Model,
     input_: Input,
     out_token: Annotated[int, typer.Option(help="Which output to explain; negative ones count from the end.")] = -1,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Token, class or number to explain; the model's own choice if left out.", show_default=False),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Another one: why the first rather than this?", show_default=False)
-    ] = None,
+    target: TargetName = None,
+    against: OtherTarget = None,
     share: Annotated[float, typer.Option(help="Part of what flows into the nodes that the graph should show.")] = 0.8,
     max_nodes: Annotated[int, typer.Option(help="How many nodes the graph may have.")] = 120,
     without: Annotated[

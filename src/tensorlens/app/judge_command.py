@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, listed, numbers
 from tensorlens.app.printing import print_json, print_rows
-from tensorlens.app.processes import NumberOfProcesses
 from tensorlens.errors import InputError
+from tensorlens.studies.judge_study import JUDGES
+from tensorlens.studies.processes import Processes, hand_over, one_voice
 
 if TYPE_CHECKING:
     from tensorlens.studies.results import StudyResult
-
-JUDGES = ("evidence", "tracr", "single_tokens", "needles", "patching", "perturbation")
-"""The judges, known before torch is imported; a test keeps this like the study's own list."""
 
 
 def judge(
     model: Model,
     data: Annotated[str, typer.Option(help="Folder with the judges' data, or with sets of evidence.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
+    out: RunFolder,
     judges: Annotated[str, typer.Option(help=f"Among {', '.join(JUDGES)}; separated by commas.")] = "evidence",
     methods: Annotated[
-        str | None, typer.Option(help="Maps, with rules behind an @: tensor.in_class@attn_lrp; all if not given.")
+        str | None, typer.Option(help="Maps, with rules after an @: tensor.in_class@attn_lrp; all if not given.")
     ] = None,
     peers: Annotated[str | None, typer.Option(help="Other packages asked too, such as lxt.attn_lrp,gim.")] = None,
     peer_python: Annotated[str | None, typer.Option(help="Interpreter of the peers' environment.")] = None,
     peer_limit: Annotated[int | None, typer.Option(help="Items of a set that peers are asked about.", min=1)] = None,
     limit: Annotated[int | None, typer.Option(help="Items of each set, at most.", min=1)] = None,
     lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt, separated by commas.")] = "512",
-    seed: Annotated[int, typer.Option(help="Of replaced tokens and of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of replaced tokens and of the bootstrap.")] = 0,
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -43,12 +40,11 @@ def judge(
     """
     reading.check(model)
     check_data(data)
-    chosen = _names(judges)
+    chosen = listed(judges)
     wrong = next((name for name in chosen if name not in JUDGES), None)
     if wrong is not None or not chosen:
         raise InputError(f"`--judges` must be among {', '.join(JUDGES)}; got {wrong or 'none'}.")
-    from tensorlens.studies.processes import Processes, hand_over, one_voice
-
+    n_tokens = numbers(lengths, int, "lengths", "numbers such as 512,2048")
     if hand_over(processes):
         return
     from tensorlens.studies.judge_study.options import JudgeOptions
@@ -56,23 +52,12 @@ def judge(
 
     with one_voice():
         options = JudgeOptions(
-            judges=chosen, methods=_names(methods) or None, peers=_names(peers), peer_python=peer_python,
-            peer_limit=peer_limit, limit=limit, lengths=_numbers(lengths), seed=seed,
+            judges=chosen, methods=listed(methods) or None, peers=listed(peers), peer_python=peer_python,
+            peer_limit=peer_limit, limit=limit, lengths=n_tokens, seed=seed,
         )  # fmt: skip
         result = run_judges(reading.lens(model, device=Processes.device()), data, out, options=options)
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else _print(result)
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"`--lengths` must be numbers such as 512,2048; got {text!r}.") from None
 
 
 def _print(result: StudyResult) -> None:

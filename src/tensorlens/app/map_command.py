@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions
+from tensorlens.app.options import (
+    Certify,
+    FinalNorm,
+    Input,
+    Json,
+    MapFile,
+    Model,
+    ModelOptions,
+    OtherTarget,
+    TargetName,
+)
 from tensorlens.app.printing import print_json
 
 if TYPE_CHECKING:
@@ -24,13 +34,6 @@ MethodName = Annotated[
         show_default=False,
     ),
 ]
-TargetName = Annotated[
-    str | None,
-    typer.Option(help="The token, id or class to explain; the model's first choice if left out.", show_default=False),
-]
-OtherTarget = Annotated[
-    str | None, typer.Option(help="The other target of a contrast: why the one rather than the other?")
-]
 Position = Annotated[
     int | None,
     typer.Option(help="Position of the output to explain. If left out: the last; every one with --method."),
@@ -41,10 +44,6 @@ Heads = Annotated[
 WithoutHeads = Annotated[
     list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out, such as 3:0,2. Repeatable.")
 ]
-File = Annotated[
-    Path | None,
-    typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False),
-]
 
 
 def map_(
@@ -54,14 +53,14 @@ def map_(
     target: TargetName = None,
     against: OtherTarget = None,
     out_token: Position = None,
-    words: Annotated[bool, typer.Option("--words", help="One score a word instead of one a token.")] = False,
+    words: Annotated[bool, typer.Option("--words", help="One score per word instead of one per token.")] = False,
     aside: Annotated[bool, typer.Option(help="Set the first token aside where it drowns the others.")] = True,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
     heads: Heads = None,
     without_heads: WithoutHeads = None,
     norm: Annotated[str, typer.Option(help="For tensor.norm: frobenius or spectral.")] = "frobenius",
-    certify: Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")] = True,
-    out: File = None,
+    certify: Certify = True,
+    out: MapFile = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record

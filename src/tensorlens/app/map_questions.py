@@ -1,4 +1,4 @@
-"""What `tensorlens map` asks: checked as early as can be, with defaults that answer the first question."""
+"""What `tensorlens map` asks: checked as early as possible, with defaults that answer the first question."""
 
 from __future__ import annotations
 

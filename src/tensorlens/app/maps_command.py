@@ -11,7 +11,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.method_names import check_name
-from tensorlens.app.options import Json, Model, ModelOptions
+from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName
 from tensorlens.app.printing import print_json
 from tensorlens.errors import InputError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensorlens.studies.map_table import EncodedPart, MapTable
 
 SHOWN = 5
-"""Rows that were left out, of which the reason is printed."""
+"""Left-out rows that are printed with their reason, at most."""
 
 
 def maps(
@@ -32,10 +32,8 @@ def maps(
         Path, typer.Option(help="Folder of parquet files to write; one that is there is continued.", show_default=False)
     ],
     method: Annotated[str, typer.Option(help="A method (see `tensorlens methods`).")] = "tensor.in_class",
-    target: Annotated[
-        str | None, typer.Option(help="The token, id or class to explain; the model's first choice if left out.")
-    ] = None,
-    against: Annotated[str | None, typer.Option(help="The other target of a contrast.")] = None,
+    target: TargetName = None,
+    against: OtherTarget = None,
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows at a time; as many as fit if left out.", min=1)] = None,
     limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None,
@@ -81,8 +79,7 @@ def maps(
 def _check(method: str, on_error: str, out: Path) -> None:
     """Refuse what can be refused before torch is imported."""
     check_name(method)
-    if on_error not in ("raise", "skip"):
-        raise InputError(f"`--on-error` must be raise or skip; got {on_error!r}.")
+    options.check_choice("on-error", on_error, ("raise", "skip"))
     if out.is_file():
         raise InputError(f"`--out` must be a folder, which will hold numbered files; {str(out)!r} is a file.")
 

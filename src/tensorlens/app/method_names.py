@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from tensorlens.errors import MethodError
+from tensorlens.studies.members import check_member, split
 
 METHOD_NAMES = (
     "tensor.norm",
@@ -30,9 +31,6 @@ METHOD_NAMES = (
 )
 """The keys of `METHODS`, in its order; a test keeps the two alike."""
 
-MEMBER_NAMES = ("paper", "half_gate", "attn_lrp", "jacobian")
-"""The members of the family of rules that studies compare."""
-
 
 def check_name(name: str) -> None:
     """Refuse a name that no method has.
@@ -47,14 +45,10 @@ def check_name(name: str) -> None:
 
 
 def check_name_with_member(name: str) -> None:
-    """The same of a name that may have a member of the family of rules behind an @.
+    """The same of a name that may have a member of the family of rules after an @.
 
     Raises:
         MethodError: There is no such method or member.
     """
-    base, _, member = name.partition("@")
-    check_name(base)
-    if "@" in name and (member not in MEMBER_NAMES or not base.startswith("tensor.")):
-        raise MethodError(
-            f"There is no method {name!r}. Behind an @, methods of the tensor take one of {', '.join(MEMBER_NAMES)}."
-        )
+    check_name(split(name)[0])
+    check_member(name)

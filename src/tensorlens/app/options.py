@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -35,6 +35,25 @@ Model = Annotated[
 Input = Annotated[str, typer.Argument(metavar="INPUT", help="A text, the path of an image, or - for standard input.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 FinalNorm = Annotated[bool, typer.Option(help="Take the output after the final norm.")]
+Certify = Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")]
+TargetName = Annotated[
+    str | None,
+    typer.Option(help="The token, id or class to explain; the model's first choice if left out.", show_default=False),
+]
+OtherTarget = Annotated[
+    str | None,
+    typer.Option(help="The other target of a contrast: why the one rather than the other?", show_default=False),
+]
+MapFile = Annotated[
+    Path | None,
+    typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False),
+]
+RunFolder = Annotated[
+    Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)
+]
+NumberOfProcesses = Annotated[
+    int, typer.Option(help="Processes that share the run on this machine; it takes several to fill a GPU.", min=1)
+]
 
 
 def _option(text: str, *names: str) -> Any:
@@ -70,8 +89,8 @@ class ModelOptions:
             ("dtype", DTYPES, self.dtype),
             ("gate", GATES, self.gate),
         ):
-            if given is not None and given not in known:
-                raise InputError(f"`--{option}` must be one of {', '.join(known)}; got {given!r}.")
+            if given is not None:
+                check_choice(option, given, known)
         check_name(model)
         if is_hub_id(model):
             from tensorlens.models.hub import ask_hub
@@ -154,8 +173,29 @@ def read_input(value: str, *, images: bool = True) -> str:
         raise InputError(f"Expected a text or the path of an image as INPUT, but {where}.")
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
-        raise InputError(f"There is no image at {text!r}. Check the path; a text that ends so can be given through -.")
+        raise InputError(
+            f"There is no image at {text!r}. Check the path; a text with such an ending can be given through -."
+        )
     return text
+
+
+def check_choice(option: str, given: str, known: Sequence[str]) -> None:
+    """Refuse what is none of the values that an option takes."""
+    if given not in known:
+        raise InputError(f"`--{option}` must be one of {', '.join(known)}; got {given!r}.")
+
+
+def listed(text: str | None) -> list[str]:
+    """Names separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def numbers(text: str, kind: Callable[[str], Any], option: str, example: str) -> list[Any]:
+    """Numbers separated by commas."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"`--{option}` must be {example}; got {text!r}.") from None
 
 
 def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tensorlens.app.method_names import check_name_with_member
-from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, listed, numbers
 from tensorlens.app.printing import print_json
-from tensorlens.app.processes import NumberOfProcesses
-from tensorlens.errors import InputError
+from tensorlens.studies.processes import Processes, hand_over, one_voice
 
 if TYPE_CHECKING:
     from tensorlens.studies.results import StudyResult
@@ -34,7 +32,7 @@ Grid = Annotated[
 Methods = Annotated[
     str | None,
     typer.Option(
-        help="Methods, separated by commas; all if not given. Those of T with a member of the rules behind an @: "
+        help="Methods, separated by commas; all if not given. Those of T with a member of the rules after an @: "
         "tensor.in_class@attn_lrp."
     ),
 ]
@@ -44,7 +42,7 @@ Probes = Annotated[int | None, typer.Option(help="Estimate tensor.norm by this m
 def perturb(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
+    out: RunFolder,
     methods: Methods = None,
     limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
     preset: Presets = None,
@@ -53,12 +51,14 @@ def perturb(
     min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1,
     windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
-    split: Annotated[str, typer.Option(help="Of a data set by id: which part.")] = "test",
+    split: Annotated[str, typer.Option(help="Which part of a data set given by id.")] = "test",
     grid: Grid = None,
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
     norm_probes: Probes = None,
-    seed: Annotated[int, typer.Option(help="For the random control and the bootstrap.")] = 0,
-    batch_size: Annotated[int | None, typer.Option(help="Replaced copies at a time; by the device.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random control and the bootstrap.")] = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Replaced copies at a time; chosen for the device if left out.", min=1)
+    ] = None,
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -71,10 +71,10 @@ def perturb(
     """
     reading.check(model)
     check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
-    fractions = None if grid is None else _fractions(grid)
-    names = _names(methods)
-    from tensorlens.studies.processes import Processes, hand_over, one_voice
-
+    fractions = None if grid is None else numbers(grid, float, "grid", "fractions such as 0,0.1,0.2")
+    names = None if methods is None else listed(methods)
+    for name in names or ():
+        check_name_with_member(name)
     if hand_over(processes):
         return
     from tensorlens.studies.perturbation_study.measures import GRID
@@ -93,29 +93,13 @@ def perturb(
         print_json(result.summary) if json else typer.echo(_table(result))
 
 
-def _names(text: str | None) -> list[str] | None:
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        check_name_with_member(name)
-    return names
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"`--grid` must be fractions such as 0,0.1,0.2; got {text!r}.") from None
-
-
 def _table(result: StudyResult) -> str:
     """The areas of the first condition, best first, and where the rest is."""
     from tensorlens.studies.perturbation_study.report import FEW
 
     condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
-    few = "; of so few, intervals say little" if n_measured < FEW else ""
+    few = "; with so few, intervals say little" if n_measured < FEW else ""
     lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
     for name, area in result.areas().items():
         low, high = found["most"]["hs_mse"]["methods"][name]["interval"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 import typer
@@ -12,24 +10,19 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from tensorlens.strict_json import to_json
+
 
 def print_json(content: Any) -> None:
     """Print JSON that every reader takes: what is no number (NaN, infinity) is null."""
-    typer.echo(json.dumps(finite(content), ensure_ascii=False, allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which JSON does not know."""
-    if isinstance(value, dict):
-        return {str(key): finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(to_json(content))
 
 
 def print_rows(markdown: str) -> None:
     """Print a Markdown table as a table."""
-    head, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown.splitlines()]
+    from tensorlens.studies.pages import cells_of
+
+    head, *rows = cells_of(markdown)
     table = Table(*head, box=None, pad_edge=False, header_style="dim")
     for row in rows:
         table.add_row(*map(Text, row))
@@ -37,7 +30,7 @@ def print_rows(markdown: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table; where nobody looks at a screen, as wide as its cells, so that no cell is broken."""
+    """Print a table; outside a terminal as wide as its cells, so that no cell is broken."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(

@@ -7,24 +7,23 @@ from typing import Annotated
 
 import typer
 
-from tensorlens.app.options import Json, Model, ModelOptions, check_data
+from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, numbers
 from tensorlens.app.printing import print_json, print_rows
-from tensorlens.app.processes import NumberOfProcesses
-from tensorlens.errors import InputError
+from tensorlens.studies.processes import Processes, hand_over, one_voice
 
 
 def relations(
     model: Model,
     data: Annotated[Path, typer.Option(help="Folder of relation files, by category.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)],
-    limit: Annotated[int | None, typer.Option(help="Only so many relations of each category.", min=1)] = None,
+    out: RunFolder,
+    limit: Annotated[int | None, typer.Option(help="Relations of each category, at most.", min=1)] = None,
     splits: Annotated[int, typer.Option(help="Train-test splits of each relation.", min=1)] = 6,
     examples: Annotated[int, typer.Option(help="m, training examples of each split.", min=1)] = 3,
     max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.", min=1)] = 100,
     starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0",
-    category: Annotated[list[str] | None, typer.Option(help="Only this category; may be given again.")] = None,
+    category: Annotated[list[str] | None, typer.Option(help="Only this category. Repeatable.")] = None,
     lre: Annotated[bool, typer.Option(help="Whether to run LRE beside the tensor.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the first split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first split.")] = 0,
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -35,9 +34,7 @@ def relations(
     """
     reading.check(model)
     check_data(data)
-    first_blocks = _starts(starts)
-    from tensorlens.studies.processes import Processes, hand_over, one_voice
-
+    first_blocks = tuple(numbers(starts, int, "starts", "blocks such as 0,6,12"))
     if hand_over(processes):
         return
     from tensorlens.studies.relation_study.report import category_table, survival
@@ -67,10 +64,3 @@ def relations(
         typer.echo("\nagreement with the model, mean over relations [95% interval]")
         print_rows(category_table(summary))
     typer.echo(f"\nReport: {result.report}")
-
-
-def _starts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"`--starts` must be blocks such as 0,6,12; got {text!r}.") from None

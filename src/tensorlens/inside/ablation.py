@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.edits import Edit, Part, edited_logits, logits_of_model, parts, predicted_change
-from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
-from tensorlens.maps.files import replace_file
-from tensorlens.maps.targets import Classes, Target
+from tensorlens.inside.record_files import read_document, reading, save_record
+from tensorlens.inside.target import Explained, Pass, pass_to
+from tensorlens.maps.targets import Classes
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.matrix_free import FrozenOperator
-from tensorlens.strict_json import from_json, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from tensorlens.strict_json import to_json
 
 FORMAT = "tensorlens.ablation/1"
 Replacement = Literal["zero", "mean"]
@@ -46,7 +45,7 @@ class Ablation:
         to: What stands in their place: ``"zero"`` or their ``"mean"``.
         target: What is measured.
         value: The target as it was.
-        predicted: The target by T, in which everything else is held: the way from one of them through another is cut.
+        predicted: The target by T, in which everything else is held: the path from one of them through another is cut.
         true: The target in the model, in which everything after them moves.
         before: What the model said.
         after: What it says without them.
@@ -70,10 +69,7 @@ class Ablation:
 
     def show(self, console: Console | None = None) -> None:
         """Print the numbers and what the model says before and after; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.text import Text
-
-        console = console or RichConsole(highlight=False)
+        console = console or Console(highlight=False)
         console.print(Text(f"{', '.join(map(str, self.components))} at {self.to}", style="bold"))
         console.print(Text(f"{self.target!r}: {self.value:.4g}; predicted {self.predicted:.4g}; true {self.true:.4g}"))
         for name, said in (("before", self.before), ("after", self.after)):
@@ -81,14 +77,7 @@ class Ablation:
 
     def save(self, path: str | Path) -> Path:
         """Write a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
-        replace_file(path, self._write)
-        return path
-
-    def _write(self, path: Path) -> None:
-        path.write_text(to_json(self.as_dict()), encoding="utf-8")
+        return save_record(path, {".json": lambda: to_json(self.as_dict())})
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds."""
@@ -101,52 +90,29 @@ class Ablation:
     def load(cls, path: str | Path) -> Ablation:
         """Read a file of `save`; `InputError` for a foreign or damaged one."""
         path = Path(path)
-        try:
-            found = from_json(path.read_text("utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
+        with reading(cls, FORMAT, path):
+            found = read_document(path, FORMAT)
             before, after = (tuple(Said(**one) for one in found.pop(name)) for name in ("before", "after"))
             components = tuple(Component(**one) for one in found.pop("components"))
             return cls(components=components, before=before, after=after, **found)
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise InputError(
-                f"Expected a file that Ablation.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be read "
-                f"({type(error).__name__}: {error})."
-            ) from error
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
-    """What is to be switched off, and what is measured.
+def ablation(
+    asked: Explained, components: Sequence[Named] | Named, to: Replacement, over: Sequence[FrozenOperator] = ()
+) -> Ablation:
+    """Run the model without some components, and ask T for the same.
 
-    Attributes:
-        operator: Of the input.
-        classes: Names of the classes.
-        out_token: Where the target is read.
-        target: What is measured.
+    Args:
+        asked: What is measured.
         components: What is switched off.
         to: What stands in its place.
         over: Operators of the inputs whose mean it is; the input's own tokens alone if there are none.
     """
-
-    operator: FrozenOperator
-    classes: Classes | None
-    out_token: int
-    target: Target | Weights | None
-    components: Sequence[Named] | Named
-    to: Replacement
-    over: Sequence[FrozenOperator] = ()
-
-
-def ablation(asked: Question, meta: dict[str, Any]) -> Ablation:
-    """Run the model without some components, and ask T for the same."""
-    if asked.to not in ("zero", "mean"):
-        raise InputError(f"`to` must be 'zero' or 'mean'; got {asked.to!r}.")
-    weights = weights_of(asked.operator, asked.classes, asked.target, asked.out_token)
-    assert asked.classes is not None, "a target has classes"
-    with pass_to(asked.operator, weights, asked.out_token) as run:
-        chosen = _chosen(run, asked.components)
-        edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, asked), strict=True)]
+    if to not in ("zero", "mean"):
+        raise InputError(f"`to` must be 'zero' or 'mean'; got {to!r}.")
+    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
+        chosen = _chosen(run, components)
+        edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, to, over), strict=True)]
         logits = edited_logits(run, edits)
         if logits is None:
             raise MethodError(
@@ -156,16 +122,17 @@ def ablation(asked: Question, meta: dict[str, Any]) -> Ablation:
             )
         predicted = predicted_change(run, edits)
         before = logits_of_model(run.recording, run.out_token)
+    assert asked.classes is not None, "a target has classes"
     return Ablation(
         components=tuple(part.component for part in chosen),
-        to=asked.to,
-        target=asked.classes.names(weights),
+        to=to,
+        target=asked.name,
         value=float(run.t.detach()),
         predicted=float(run.t.detach()) + predicted,
-        true=float(sum(weight * logits[index] for index, weight in weights.items())),
+        true=float(sum(weight * logits[index] for index, weight in asked.weights.items())),
         before=_said(before, asked.classes),
         after=_said(logits, asked.classes),
-        meta=meta,
+        meta=asked.meta,
     )
 
 
@@ -205,14 +172,14 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(type(number) is int for number in value)
 
 
-def _values(run: Pass, chosen: list[Part], asked: Question) -> list[Tensor]:
+def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[FrozenOperator]) -> list[Tensor]:
     """What stands in the place of each part."""
-    if asked.to == "zero":
+    if to == "zero":
         return [torch.zeros_like(part.value) for part in chosen]
     sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.n_tokens(_block(part)) for part in chosen]
-    if asked.over:
+    if over:
         sums, n_tokens = [torch.zeros_like(one) for one in sums], [0] * len(sums)
-    for operator in asked.over:
+    for operator in over:
         with pass_to(operator, run.weights, 0 if operator.recording.pools else operator.shape[0] - 1) as other:
             known = {part.component: part for part in parts(other)}
             for i, part in enumerate(chosen):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tensorlens.errors import InputError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from tensorlens.inside.component_map import Component
-from tensorlens.maps.files import replace_file
-from tensorlens.strict_json import from_json, to_json
+from tensorlens.inside.record_files import read_document, reading, save_record
+from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_page
 from tensorlens.views.record import caption_lines
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 FORMAT = "tensorlens.component_graph/1"
 
@@ -79,15 +79,11 @@ class ComponentGraph:
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
         """Print the heaviest edges; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-
         table = Table("from", "to", "weight", box=None, pad_edge=False)
         table.columns[2].justify = "right"
         for edge in sorted(self.edges, key=lambda edge: -abs(edge.weight))[:k]:
             table.add_row(Text(self.name(edge.source)), Text(self.name(edge.target)), f"{edge.weight:+.4g}")
-        console = console or RichConsole(highlight=False)
+        console = console or Console(highlight=False)
         console.print(Text(repr(self), style="bold"))
         console.print(table)
 
@@ -102,11 +98,9 @@ class ComponentGraph:
 
     def save(self, path: str | Path) -> Path:
         """Write a .json file, or a .html page that needs nothing else; whole or not at all."""
-        path = Path(path)
-        if path.suffix not in (".json", ".html"):
-            raise InputError(f"Expected a name ending in .json or .html; got {path.name!r}.")
-        replace_file(path, self._write_json if path.suffix == ".json" else self._write_page)
-        return path
+        page = f"Graph of {self.target}"
+        contents = {".json": lambda: to_json(self.as_dict()), ".html": lambda: inside_page(self.payload(), page)}
+        return save_record(path, contents)
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds."""
@@ -120,12 +114,6 @@ class ComponentGraph:
             "share": self.share,
             "meta": self.meta,
         }
-
-    def _write_json(self, path: Path) -> None:
-        path.write_text(to_json(self.as_dict()), encoding="utf-8")
-
-    def _write_page(self, path: Path) -> None:
-        path.write_text(inside_page(self.payload(), f"Graph of {self.target}"), encoding="utf-8")
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values."""
@@ -161,15 +149,8 @@ class ComponentGraph:
     def load(cls, path: str | Path) -> ComponentGraph:
         """Read a .json file of `save`; `InputError` for a foreign or damaged one."""
         path = Path(path)
-        try:
-            found = from_json(path.read_text("utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
+        with reading(cls, FORMAT, path):
+            found = read_document(path, FORMAT)
             nodes = tuple(Node(**node | {"component": Component(**node["component"])}) for node in found.pop("nodes"))
             edges = tuple(Edge(source=s, target=t, weight=w) for s, t, w in found.pop("edges"))
             return cls(nodes=nodes, edges=edges, tokens=tuple(found.pop("tokens")), **found)
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise InputError(
-                f"Expected a file that ComponentGraph.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be "
-                f"read ({type(error).__name__}: {error})."
-            ) from error

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.maps.files import replace_file
+from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.strict_json import from_json, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 FORMAT = "tensorlens.component_map/1"
 _TEXT = ("tokens", "effect", "target", "value", "meta")
@@ -82,12 +82,12 @@ class TopComponent(NamedTuple):
 class ComponentMap:
     r"""What each component carries of a target at every token.
 
-    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all ways from a component to the target, so what passes
+    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target, so what passes
     through several components counts in each; at every depth, the flow and the biases after it sum to the target.
-    Direct effects count the way along the stream alone and sum to the target.
+    Direct effects count the path along the stream alone and sum to the target.
 
     Attributes:
-        scores: One row a component, one column a token.
+        scores: One row per component, one column per token.
         labels: The component of each row.
         tokens: A label for each token.
         effect: ``"total"`` or ``"direct"``.
@@ -152,15 +152,11 @@ class ComponentMap:
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
         """Print the strongest components; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-
         table = Table("component", "score", "most at", box=None, pad_edge=False)
         table.columns[1].justify = "right"
         for component, score, token in self.top(k):
             table.add_row(str(component), f"{score:+.4g}", Text(f"{token} {self.tokens[token]!r}"))
-        console = console or RichConsole(highlight=False)
+        console = console or Console(highlight=False)
         console.print(Text(f"{self.effect} effects on {self.target!r} = {self.value:.4g}", style="bold"))
         console.print(table)
 
@@ -168,11 +164,7 @@ class ComponentMap:
 
     def save(self, path: str | Path) -> Path:
         """Write a .json or .safetensors file, whole or not at all."""
-        path = Path(path)
-        if path.suffix not in (".json", ".safetensors"):
-            raise InputError(f"Expected a name ending in .json or .safetensors; got {path.name!r}.")
-        replace_file(path, self._write_json if path.suffix == ".json" else self._write_safetensors)
-        return path
+        return save_record(path, {".json": lambda: to_json(self.as_dict()), ".safetensors": self._safetensors})
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds."""
@@ -183,32 +175,22 @@ class ComponentMap:
     def _text(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _TEXT} | {"labels": [asdict(label) for label in self.labels]}
 
-    def _write_json(self, path: Path) -> None:
-        path.write_text(to_json(self.as_dict()), encoding="utf-8")
-
-    def _write_safetensors(self, path: Path) -> None:
+    def _safetensors(self) -> bytes:
         tensors = {name: getattr(self, name).contiguous() for name in ("scores", "depths")}
-        path.write_bytes(save(tensors, metadata={"format": FORMAT, "record": to_json(self._text())}))
+        return save(tensors, metadata={"format": FORMAT, "record": to_json(self._text())})
 
     @classmethod
     def load(cls, path: str | Path) -> ComponentMap:
         """Read a file of `save`; `InputError` for a foreign or damaged one."""
         path = Path(path)
-        try:
+        with reading(cls, FORMAT, path):
             found = _read_json(path) if path.suffix == ".json" else _read_safetensors(path)
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
             labels = tuple(Component(**label) for label in found.pop("labels"))
             return cls(labels=labels, tokens=tuple(found.pop("tokens")), **found)
-        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise InputError(
-                f"Expected a file that ComponentMap.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be "
-                f"read ({type(error).__name__}: {error})."
-            ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    document = from_json(path.read_text("utf-8"))
+    document = read_document(path, FORMAT)
     dtype = getattr(torch, document.pop("dtype"))
     return document | {name: torch.tensor(document[name], dtype=dtype) for name in ("scores", "depths")}
 
@@ -216,5 +198,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         header = file.metadata() or {}
+        if header["format"] != FORMAT:
+            raise ValueError("another format")
         tensors = {name: file.get_tensor(name) for name in ("scores", "depths")}
-        return {"format": header["format"], **from_json(header["record"]), **tensors}
+        return from_json(header["record"]) | tensors

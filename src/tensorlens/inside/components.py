@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component, ComponentMap
 from tensorlens.inside.stream import Write
-from tensorlens.inside.target import Finer, Pass, pass_to, weights_of
+from tensorlens.inside.target import Explained, Finer, Pass, pass_to
 from tensorlens.inside.walk import (
     Row,
     Walk,
@@ -26,8 +26,6 @@ from tensorlens.inside.walk import (
     told_apart,
     whole_write,
 )
-from tensorlens.maps.targets import Classes, Target
-from tensorlens.operators.matrix_free import FrozenOperator
 
 Effect = Literal["total", "direct"]
 
@@ -39,29 +37,23 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     flow: list[Tensor] = field(default_factory=list)
 
+    def as_map(self, effect: Effect, run: Pass, asked: Explained) -> ComponentMap:
+        """The record of them."""
+        return ComponentMap(
+            scores=torch.stack([row.scores for row in self.rows]), labels=tuple(row.component for row in self.rows),
+            tokens=asked.tokens, effect=effect, target=asked.name, value=float(run.t.detach()),
+            depths=torch.stack(self.flow), meta=asked.meta,
+        )  # fmt: skip
 
-def component_map(
-    operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, effect: Effect, *,
-    tokens: tuple[str, ...], meta: dict[str, Any], finer: Finer | None = None,
-) -> ComponentMap:  # fmt: skip
+
+def component_map(asked: Explained, effect: Effect, finer: Finer | None = None) -> ComponentMap:
     """All components of a target, as a record."""
-    weights = weights_of(operator, classes, target, out_token)
-    assert classes is not None, "a target has classes"
-    with pass_to(operator, weights, out_token, finer) as run:
+    with pass_to(asked.operator, asked.weights, asked.out_token, finer) as run:
         found = find(run, effect)
-    channels = operator.recording.side_channels
+    channels, meta = run.recording.side_channels, asked.meta
     if channels and run.seen.memory is None:
         meta = meta | {"flow": f"of the state alone: {channels[0]} also reads what earlier blocks left for it"}
-    return ComponentMap(
-        scores=torch.stack([row.scores for row in found.rows]),
-        labels=tuple(row.component for row in found.rows),
-        tokens=tokens,
-        effect=effect,
-        target=classes.names(weights),
-        value=float(run.t.detach()),
-        depths=torch.stack(found.flow),
-        meta=meta,
-    )
+    return found.as_map(effect, run, replace(asked, meta=meta))
 
 
 def find(run: Pass, effect: Effect) -> Found:
@@ -69,7 +61,7 @@ def find(run: Pass, effect: Effect) -> Found:
 
     Args:
         run: The pass.
-        effect: ``"total"`` by all ways to the target, ``"direct"`` by the stream alone.
+        effect: ``"total"`` by all paths to the target, ``"direct"`` by the stream alone.
     """
     if effect not in ("total", "direct"):
         raise InputError(f"`effect` must be 'total' or 'direct'; got {effect!r}.")

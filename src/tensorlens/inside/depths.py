@@ -20,8 +20,7 @@ from tensorlens.freezing.replay import head_weights
 from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import constant, plain
 from tensorlens.inside.stream import edge_of
-from tensorlens.models.fingerprint import in_this_thread
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 
 class Depths(NamedTuple):
@@ -101,10 +100,6 @@ def logits_from(recording: Recording, states: Tensor) -> Tensor:
         return replace_state(output, old, states.reshape(old.shape).to(old))
 
     check_unchanged(recording)
-    handles = [block.register_forward_hook(in_this_thread(put_in)) for block in dict.fromkeys(anatomy.blocks)]
-    try:
-        with own_precision(), torch.no_grad(), evaluating(recording.model):
-            return state_of(recording.model(**recording.inputs))[0]
-    finally:
-        for handle in handles:
-            handle.remove()
+    replaced = hooked(after=[(block, put_in) for block in dict.fromkeys(anatomy.blocks)])
+    with replaced, own_precision(), torch.no_grad(), evaluating(recording.model):
+        return state_of(recording.model(**recording.inputs))[0]

@@ -4,14 +4,13 @@ With the components of a set S held at other values at once, the frozen target c
 
     Δt = Σ_{c ∈ S} ⟨λ_c^S, y_c' − y_c⟩,   λ_c^S = λ_c − Σ_{c' ∈ S after c} (∂y_{c'}/∂y_c)ᵀ λ_{c'}^S:
 
-a way that passes through another of them is cut there. The model itself is run with hooks on the modules that give the
+a path that passes through another of them is cut there. The model itself is run with hooks on the modules that give the
 components out, and on those that take the heads in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +23,10 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents
-from tensorlens.inside.stream import Mixture, Write, order
+from tensorlens.inside.stream import Mixture, Write, by_head, order
 from tensorlens.inside.target import Pass
 from tensorlens.inside.walk import kinds, told_apart
-from tensorlens.models.fingerprint import in_this_thread
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.plain_pass import evaluating, hooked
 
 
 class Part(NamedTuple):
@@ -48,7 +46,7 @@ class Part(NamedTuple):
         """What it wrote; of a head (token, channel)."""
         if self.mixture is None:
             return self.write.value
-        return _by_head(self.mixture.value)[self.component.head]
+        return by_head(self.mixture.value)[self.component.head]
 
 
 class Edit(NamedTuple):
@@ -64,12 +62,8 @@ def parts(run: Pass) -> Iterator[Part]:
         for write, kind in kinds(run, n, sums or []):
             yield Part(Component(block=n, kind=kind), write)
             for mixture in told_apart(run, n, write):
-                for head in range(len(_by_head(mixture.value))):
+                for head in range(len(by_head(mixture.value))):
                     yield Part(Component(block=n, kind=f"{kind} head", head=head), write, mixture)
-
-
-def _by_head(value: Tensor) -> Tensor:
-    return value.reshape(-1, *value.shape[-2:])
 
 
 # By T ----------------------------------------------------------------------------------------------------------------
@@ -95,7 +89,7 @@ def predicted_change(run: Pass, edits: Sequence[Edit]) -> float:
         )
         rows: Any = slice(None) if part.mixture is None else part.component.head
         for tensor, new in ((held.change, value - part.value), (held.chosen, torch.ones_like(part.value))):
-            (tensor if part.mixture is None else _by_head(tensor))[rows] = new
+            (tensor if part.mixture is None else by_head(tensor))[rows] = new
     at = Cotangents(run, [held.edge for held in places.values()])
     done: list[tuple[Any, Tensor]] = []
     change = 0.0
@@ -126,19 +120,18 @@ def path_of(run: Pass, part: Part) -> str | None:
 
 def edited_logits(run: Pass, edits: Sequence[Edit]) -> Tensor | None:
     """The model's own logits with all edits at once; None if one of them cannot be made."""
-    paths = [path_of(run, edit.part) for edit in edits]
-    recording = run.recording
-    with ExitStack() as hooks:
-        for path, edit in zip(paths, edits, strict=True):
-            if path is None:
-                return None
-            module = recording.model.get_submodule(path)
-            if edit.part.mixture is None:
-                handle = module.register_forward_hook(in_this_thread(_given(edit)))
-            else:
-                handle = module.register_forward_pre_hook(in_this_thread(_taken(edit)))
-            hooks.callback(handle.remove)
-        return logits_of_model(recording, run.out_token)
+    before, after = [], []
+    for edit in edits:
+        path = path_of(run, edit.part)
+        if path is None:
+            return None
+        module = run.recording.model.get_submodule(path)
+        if edit.part.mixture is None:
+            after.append((module, _given(edit)))
+        else:
+            before.append((module, _taken(edit)))
+    with hooked(before, after):
+        return logits_of_model(run.recording, run.out_token)
 
 
 def _given(edit: Edit) -> Any:
@@ -152,12 +145,12 @@ def _given(edit: Edit) -> Any:
 
 def _taken(edit: Edit) -> Any:
     assert edit.part.mixture is not None, "a head is one of a mixture"
-    n_heads, n_tokens, width = _by_head(edit.part.mixture.value).shape
+    n_heads, n_tokens, width = by_head(edit.part.mixture.value).shape
 
-    def replace(module: nn.Module, args: Any) -> Any:
+    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
         heads = args[0].reshape(n_tokens, n_heads, width).clone()
         heads[:, edit.part.component.head] = edit.value.to(heads)
-        return (heads.reshape(args[0].shape), *args[1:])
+        return (heads.reshape(args[0].shape), *args[1:]), kwargs
 
     return replace
 
@@ -168,10 +161,7 @@ def logits_of_model(recording: Recording, out_token: int) -> Tensor:
     if unembedding is None:
         return plain_logits(recording, out_token)
     check_unchanged(recording)
-    handle = unembedding.register_forward_hook(in_this_thread(lambda module, args, output: seen.append(output)))
-    try:
-        with own_precision(), torch.no_grad(), evaluating(recording.model):
-            recording.model(**recording.inputs)
-    finally:
-        handle.remove()
+    keep = hooked(after=[(unembedding, lambda module, args, output: seen.append(output))])
+    with keep, own_precision(), torch.no_grad(), evaluating(recording.model):
+        recording.model(**recording.inputs)
     return seen[-1][0, out_token]

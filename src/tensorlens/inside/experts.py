@@ -40,7 +40,7 @@ class _Rows(NamedTuple):
 
 
 class ExpertObserver:
-    """Looks on while experts write, in the blocks where they are asked for."""
+    """Watches experts write, in the blocks where they are asked for."""
 
     def __init__(self, blocks: frozenset[int] = frozenset()) -> None:
         self.blocks = blocks

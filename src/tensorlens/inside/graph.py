@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,9 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.component_graph import ComponentGraph, Edge, Node
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents, from_target
-from tensorlens.inside.stream import Write, pulled
-from tensorlens.inside.target import Pass, pass_to, weights_of
+from tensorlens.inside.stream import Write, by_head, pulled
+from tensorlens.inside.target import Explained, Pass, pass_to
 from tensorlens.inside.walk import Joining, Read, Row, Walk, kinds, seen_from, told_apart, whole_write
-from tensorlens.maps.targets import Classes, Target
-from tensorlens.operators.matrix_free import FrozenOperator
 
 AT_A_TIME = 32
 """How many nodes are opened together: pulling them one by one would take as many walks."""
@@ -36,33 +34,21 @@ MOST_EDGES = 8192
 Key = tuple[Component, int]
 
 
-def component_graph(
-    operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, share: float,
-    max_nodes: int, *, tokens: tuple[str, ...], meta: dict[str, Any],
-) -> ComponentGraph:  # fmt: skip
+def component_graph(asked: Explained, share: float, max_nodes: int) -> ComponentGraph:
     """The graph of a target, as a record."""
     if not 0 < share <= 1:
         raise InputError(f"`share` must be above 0 and at most 1; got {share!r}.")
     if max_nodes < 1:
         raise InputError(f"`max_nodes` must be at least 1; got {max_nodes!r}.")
-    n_encoder = operator.recording.n_encoder_blocks
-    if n_encoder and operator.span.start >= n_encoder:
+    n_encoder = asked.operator.recording.n_encoder_blocks
+    if n_encoder and asked.operator.span.start >= n_encoder:
         raise MethodError("The graph of a decoder needs its encoder; got a range of blocks that begins after it.")
-    weights = weights_of(operator, classes, target, out_token)
-    assert classes is not None, "a target has classes"
-    with pass_to(operator, weights, out_token) as run:
+    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
         grown = Growth(run).grow(share, max_nodes)
-    if operator.recording.side_channels and run.seen.memory is None:
-        meta = meta | {"constants": f"{operator.recording.side_channels[0]} also reads what earlier blocks left for it"}
-    return ComponentGraph(
-        nodes=tuple(grown.nodes),
-        edges=tuple(grown.edges),
-        tokens=tokens,
-        target=classes.names(weights),
-        value=float(run.t.detach()),
-        share=grown.covered / grown.magnitude if grown.magnitude else 1.0,
-        meta=meta | {"asked_share": share, "max_nodes": max_nodes},
-    )
+    channels, meta = run.recording.side_channels, asked.meta
+    if channels and run.seen.memory is None:
+        meta = meta | {"constants": f"{channels[0]} also reads what earlier blocks left for it"}
+    return grown.as_graph(replace(asked, meta=meta), share, max_nodes)
 
 
 class Source(NamedTuple):
@@ -116,6 +102,14 @@ class Growth:
             )
             for one in self._growing
         ]  # fmt: skip
+
+    def as_graph(self, asked: Explained, share: float, max_nodes: int) -> ComponentGraph:
+        """The record of it."""
+        return ComponentGraph(
+            nodes=tuple(self.nodes), edges=tuple(self.edges), tokens=asked.tokens, target=asked.name,
+            value=float(self.run.t.detach()), share=self.covered / self.magnitude if self.magnitude else 1.0,
+            meta=asked.meta | {"asked_share": share, "max_nodes": max_nodes},
+        )  # fmt: skip
 
     def grow(self, share: float, max_nodes: int) -> Growth:
         """Keep the heaviest edges until `share` of the magnitude into the nodes is covered, or no node may be added."""
@@ -183,7 +177,7 @@ class Growth:
         joining.add(row, read, one.cotangent, one.of_memory)
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
-        """Put the edges into some nodes before those that choose the heaviest."""
+        """Queue the edges into some nodes, of which the heaviest is chosen next."""
         scores = torch.stack([row.scores.detach().cpu() for row in rows], 1)  # (node, component, token)
         n_tokens = scores.shape[-1]
         for place, found in zip(places, scores.flatten(1), strict=True):
@@ -232,8 +226,7 @@ class _OneNode:
 
 def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
     chosen = whole.new_zeros(whole.shape)
-    flat, of = chosen.view(-1, *chosen.shape[-2:]), whole.reshape(-1, *whole.shape[-2:])
-    flat[head, token] = of[head, token]
+    by_head(chosen)[head, token] = by_head(whole)[head, token]
     return chosen
 
 
@@ -249,5 +242,5 @@ def _sources(run: Pass) -> Iterator[tuple[Component, Source]]:
             if not told:
                 yield Component(block=n, kind=kind), Source(read, write, None)
                 continue
-            for head in range(told[0].value.flatten(0, -3).shape[0]):
+            for head in range(len(by_head(told[0].value))):
                 yield Component(block=n, kind=f"{kind} head", head=head), Source(read, write, head)

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import MethodError
 from tensorlens.freezing.observe import mixings
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.components import Cotangents, Found, direct, total
+from tensorlens.inside.components import Cotangents, Effect, find
 from tensorlens.inside.graph import Growth
 from tensorlens.inside.looks import Look, Why, strongest, why
-from tensorlens.inside.target import Pass, pass_to, weights_of
+from tensorlens.inside.record_files import save_record
+from tensorlens.inside.stream import by_head
+from tensorlens.inside.target import Explained, Pass, pass_to
 from tensorlens.inside.walk import kinds, told_apart
-from tensorlens.maps.files import replace_file
-from tensorlens.maps.targets import Classes, Target
-from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_page
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 FORMAT = "tensorlens.inside/1"
 MOST_READ = 1024
@@ -64,11 +61,9 @@ class Inside:
 
     def save(self, path: str | Path) -> Path:
         """Write a .html page that needs nothing else, or a .json file; whole or not at all."""
-        path = Path(path)
-        if path.suffix not in (".json", ".html"):
-            raise InputError(f"Expected a name ending in .html or .json; got {path.name!r}.")
-        replace_file(path, self._write_page if path.suffix == ".html" else self._write_json)
-        return path
+        page = f"Inside: {self.total.target}"
+        contents = {".html": lambda: inside_page(self.payload(), page), ".json": lambda: to_json(self.as_dict())}
+        return save_record(path, contents)
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds: the three records; by the names of heads what they read, where they looked, why."""
@@ -80,12 +75,6 @@ class Inside:
             "reads": reads,
             "looks": {str(head): self._look(head) for head in self.looks},
         }
-
-    def _write_json(self, path: Path) -> None:
-        path.write_text(to_json(self.as_dict()), encoding="utf-8")
-
-    def _write_page(self, path: Path) -> None:
-        path.write_text(inside_page(self.payload(), f"Inside: {self.total.target}"), encoding="utf-8")
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values."""
@@ -134,36 +123,17 @@ def _columns(found: ComponentMap) -> list[str]:
 # Looking -------------------------------------------------------------------------------------------------------------
 
 
-def look_inside(
-    operator: FrozenOperator, classes: Classes | None, out_token: int, target: Target | None, share: float,
-    max_nodes: int, n_whys: int, *, tokens: tuple[str, ...], meta: dict[str, Any],
-) -> Inside:  # fmt: skip
+def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> Inside:
     """Everything about one target, from one replay, and why the strongest heads looked where they did."""
-    weights = weights_of(operator, classes, target, out_token)
-    assert classes is not None, "a target has classes"
-    name = classes.names(weights)
-    with pass_to(operator, weights, out_token) as run:
-        maps = {"total": total(run), "direct": direct(run)}
-        grown = Growth(run).grow(share, max_nodes)
+    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
+        totals, directs = (find(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
+        graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)
         reads, looks = head_reads(run)
-        value = float(run.t.detach())
-    graph = ComponentGraph(
-        nodes=tuple(grown.nodes), edges=tuple(grown.edges), tokens=tokens, target=name, value=value,
-        share=grown.covered / grown.magnitude if grown.magnitude else 1.0,
-        meta=meta | {"asked_share": share, "max_nodes": max_nodes},
-    )  # fmt: skip
-    made = {effect: _map(found, effect, tokens, name, value, meta) for effect, found in maps.items()}
-    worth = dict(zip(made["total"].labels, made["total"].scores.sum(1).abs().tolist(), strict=True))
+    worth = dict(zip(totals.labels, totals.scores.sum(1).abs().tolist(), strict=True))
     first = sorted(looks, key=lambda head: -worth[head])[:n_whys]
-    whys = {head: found for head in first if (found := why(operator, head, looks[head], tokens)) is not None}
-    return Inside(**made, graph=graph, reads=reads, looks=looks, whys=whys)
-
-
-def _map(found: Found, effect: str, tokens: tuple[str, ...], target: str, value: float, meta: Any) -> ComponentMap:
-    return ComponentMap(
-        scores=torch.stack([row.scores for row in found.rows]), labels=tuple(row.component for row in found.rows),
-        tokens=tokens, effect=effect, target=target, value=value, depths=torch.stack(found.flow), meta=meta,
-    )  # fmt: skip
+    found = {head: why(asked.operator, head, looks[head], asked.tokens) for head in first}
+    whys = {head: one for head, one in found.items() if one is not None}
+    return Inside(total=totals, direct=directs, graph=graph, reads=reads, looks=looks, whys=whys)
 
 
 def head_reads(run: Pass) -> tuple[dict[Component, Tensor], dict[Component, Look]]:
@@ -181,7 +151,7 @@ def head_reads(run: Pass) -> tuple[dict[Component, Tensor], dict[Component, Look
     at = Cotangents(run, [mixture.edge for _, mixture in writes])
     found, looks = {}, {}
     for n, mixture in writes:
-        cotangent = at.times(mixture.edge, torch.ones_like(mixture.value)).reshape(-1, *mixture.value.shape[-2:])
+        cotangent = by_head(at.times(mixture.edge, torch.ones_like(mixture.value)))
         by_pair = mixed[n].attention * torch.einsum("hic,hjc->hij", cotangent, mixed[n].values)
         for head, pairs in enumerate(by_pair.detach().cpu()):
             label = Component(block=n, kind="attention head", head=head)

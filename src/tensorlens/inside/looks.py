@@ -62,19 +62,19 @@ def why(operator: FrozenOperator, head: Component, look: Look, tokens: tuple[str
         return None
 
 
-def condensed(found: TokenMap, most: int = MOST_ROWS) -> dict[str, Any]:
-    """The strongest rows and columns in their order, and one of all others; rows of nothing are left out."""
+def condensed(found: TokenMap) -> dict[str, Any]:
+    """The strongest rows and columns in their order, and one of all others; empty rows are left out."""
     scores, names = found.scores, {}
     for axis, labels in enumerate((found.out_tokens, found.in_tokens)):
         weight = found.scores.sum(1 - axis).abs()  # what it gives against all of the other side
         is_named = found.meta.get("by") == "component"
         called = [name if is_named or name == "bias" else f"{i} {name}" for i, name in enumerate(labels)]
         n_there = int(found.scores.abs().sum(1 - axis).count_nonzero())
-        kept = sorted(weight.topk(min(n_there, most)).indices.tolist())
+        kept = sorted(weight.topk(min(n_there, MOST_ROWS)).indices.tolist())
         rest = [i for i in range(len(labels)) if i not in set(kept)]
-        names[axis] = [called[i] for i in kept] + ([f"{n_there - most} others"] if n_there > most else [])
+        names[axis] = [called[i] for i in kept] + ([f"{n_there - MOST_ROWS} others"] if n_there > MOST_ROWS else [])
         parts = [scores.index_select(axis, torch.tensor(kept, dtype=torch.long))]
-        if n_there > most:
+        if n_there > MOST_ROWS:
             parts.append(scores.index_select(axis, torch.tensor(rest)).sum(axis, keepdim=True))
         scores = torch.cat(parts, axis)
     return {"rows": names[0], "columns": names[1], "cells": scores.tolist()}

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,23 +25,19 @@ from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents
 from tensorlens.inside.edits import Edit, Part, edited_logits, parts
-from tensorlens.inside.target import Pass, Weights, pass_to, weights_of
-from tensorlens.maps.files import replace_file
-from tensorlens.maps.targets import Classes, Target
+from tensorlens.inside.record_files import read_document, reading, save_record
+from tensorlens.inside.stream import by_head
+from tensorlens.inside.target import Explained, Pass, Weights, pass_to
+from tensorlens.maps.targets import Target
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.base import check_token
-from tensorlens.operators.matrix_free import FrozenOperator
-from tensorlens.strict_json import from_json, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from tensorlens.strict_json import to_json
 
 FORMAT = "tensorlens.patching/1"
 
 
 class Correlation(NamedTuple):
-    """How predicted and true effects go together: Pearson's and Spearman's correlation, and over how many."""
+    """How predicted and true effects agree: Pearson's and Spearman's correlation, and over how many."""
 
     pearson: float
     rank: float
@@ -90,15 +89,11 @@ class Patching:
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
         """Print the strongest components with their true effects, if known; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-
         table = Table("component", "predicted", "true", box=None, pad_edge=False)
         for i in self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist():
             truth = "" if self.true is None else f"{float(self.true[i]):+.4g}"
             table.add_row(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", truth)
-        console = console or RichConsole(highlight=False)
+        console = console or Console(highlight=False)
         console.print(Text(repr(self), style="bold"))
         console.print(table)
 
@@ -106,9 +101,6 @@ class Patching:
 
     def save(self, path: str | Path) -> Path:
         """Write a .json file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".json":
-            raise InputError(f"Expected a name ending in .json; got {path.name!r}.")
         document = {
             "format": FORMAT,
             "labels": [asdict(label) for label in self.labels],
@@ -119,30 +111,18 @@ class Patching:
             "clean": self.clean,
             "meta": self.meta,
         }
-        replace_file(path, lambda temporary: _written(temporary, to_json(document)))
-        return path
+        return save_record(path, {".json": lambda: to_json(document)})
 
     @classmethod
     def load(cls, path: str | Path) -> Patching:
         """Read a file of `save`; `InputError` for a foreign or damaged one."""
         path = Path(path)
-        try:
-            found = from_json(path.read_text("utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
+        with reading(cls, FORMAT, path):
+            found = read_document(path, FORMAT)
             dtype = getattr(torch, found.pop("dtype"))
             labels = tuple(Component(**label) for label in found.pop("labels"))
             predicted, true = (_numbers(found.pop(name), dtype) for name in ("predicted", "true"))
             return cls(labels=labels, predicted=predicted, true=true, **found)  # type: ignore[arg-type]
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            raise InputError(
-                f"Expected a file that Patching.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be read "
-                f"({type(error).__name__}: {error})."
-            ) from error
-
-
-def _written(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _numbers(values: list[float | None] | None, dtype: torch.dtype) -> Tensor | None:
@@ -177,24 +157,12 @@ def patching(
         verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, a run for each.
         progress: Whether to show a progress bar of that; on a terminal if None.
     """
-    first, second = lens(clean), lens(corrupted)
-    pair = first.operator, second.operator
-    return patching_of(
-        *pair, first.context.classes, target, out_token, verify=verify, progress=progress, meta=first.meta()
-    )
-
-
-def patching_of(
-    clean: FrozenOperator, corrupted: FrozenOperator, classes: Classes | None, target: Target | Weights | None,
-    out_token: int = -1, *, verify: bool = False, progress: bool | None = None, meta: dict[str, Any] | None = None,
-) -> Patching:  # fmt: skip
-    """Patching of two recordings of one model, of one length."""
-    if clean.shape != corrupted.shape:
-        raise InputError(f"Two inputs of one length are needed; got {clean.n_tokens} and {corrupted.n_tokens} tokens.")
-    i = 0 if clean.recording.pools else check_token(out_token, clean.shape[0])
-    weights = weights_of(clean, classes, target, i)
-    assert classes is not None, "a target has classes"
-    with pass_to(clean, weights, i) as run, pass_to(corrupted, weights, i) as other:
+    ours, theirs = lens(clean), lens(corrupted)
+    if ours.shape != theirs.shape:
+        raise InputError(f"Two inputs of one length are needed; got {ours.n_tokens} and {theirs.n_tokens} tokens.")
+    asked = Explained.at(ours.operator, ours.context, ours.meta(), out_token, target)
+    i, weights = asked.out_token, asked.weights
+    with pass_to(ours.operator, weights, i) as run, pass_to(theirs.operator, weights, i) as other:
         pairs = list(zip(parts(run), parts(other), strict=True))
         predicted = _predicted(run, pairs)
         true = torch.tensor(list(_true(run, pairs, progress)), dtype=torch.float64) if verify else None
@@ -202,7 +170,7 @@ def patching_of(
     return Patching(
         labels=tuple(part.component for part, _ in pairs), predicted=predicted,
         true=None if true is None else (true - value).to(predicted), clean=value,
-        target=classes.names(weights), meta=(meta or {}) | {"out_positions": [i]},
+        target=asked.name, meta=asked.meta,
     )  # fmt: skip
 
 
@@ -211,7 +179,7 @@ def _predicted(run: Pass, pairs: list[tuple[Part, Part]]) -> Tensor:
     for part, theirs in pairs:
         cotangent = at.of(part.edge)
         if cotangent is not None and part.mixture is not None:
-            cotangent = cotangent.reshape(-1, *cotangent.shape[-2:])[part.component.head]
+            cotangent = by_head(cotangent)[part.component.head]
         change = theirs.value - part.value
         effects.append(change.new_zeros(()) if cotangent is None else (cotangent * change).sum())
     return torch.stack(effects).cpu()

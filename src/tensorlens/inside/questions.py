@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorlens.errors import InputError
-from tensorlens.inside.ablation import Ablation, Named, Question, Replacement, ablation
+from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, grouped, score_map
-from tensorlens.inside.target import Finer
+from tensorlens.inside.target import Explained, Finer, Weights
 from tensorlens.maps.context import Context
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.plain_pass import own_modes
-from tensorlens.operators.base import TensorOperator, check_token
+from tensorlens.operators.base import TensorOperator
 from tensorlens.operators.matrix_free import FrozenOperator
 
 
@@ -44,29 +44,19 @@ class InsideQuestions(TensorOperator):
         Args:
             out_token: The output to explain; a head that reads the whole input at once has only one.
             target: As for `map`; None explains the model's own prediction.
-            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all ways from a component to the target.
-                ``"direct"``: the way along the residual stream alone; these sum to the target.
+            effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all paths from a component to the target.
+                ``"direct"``: the path along the residual stream alone; these sum to the target.
             neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
                 matrix.
             experts: Blocks whose feed-forwards are to be taken apart into the experts that were chosen; elsewhere a
                 mixture of experts is one feed-forward.
         """
-        i, meta = self._output(out_token)
         start, stop = self.operator.span
         wrong = [n for n in (*neurons, *experts) if not 0 <= n < stop - start]
         if wrong:
             raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
         finer = Finer(*(frozenset(start + n for n in blocks) for blocks in (neurons, experts)))
-        return component_map(
-            self.operator,
-            self.context.classes,
-            i,
-            target,
-            effect,
-            tokens=self.context.tokens,
-            meta=meta,
-            finer=finer,
-        )
+        return component_map(self._explained(out_token, target), effect, finer)
 
     @own_modes
     def graph(
@@ -84,10 +74,7 @@ class InsideQuestions(TensorOperator):
             share: Stop when the edges carry this part of the magnitude of all that flows into the nodes.
             max_nodes: Add no more nodes than this; the record says which share was reached.
         """
-        i, meta = self._output(out_token)
-        return component_graph(
-            self.operator, self.context.classes, i, target, share, max_nodes, tokens=self.context.tokens, meta=meta
-        )
+        return component_graph(self._explained(out_token, target), share, max_nodes)
 
     @own_modes
     def inside(
@@ -103,11 +90,7 @@ class InsideQuestions(TensorOperator):
             max_nodes: Of the graph.
             n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
         """
-        i, meta = self._output(out_token)
-        return look_inside(
-            self.operator, self.context.classes, i, target, share, max_nodes, n_whys, tokens=self.context.tokens,
-            meta=meta,
-        )  # fmt: skip
+        return look_inside(self._explained(out_token, target), share, max_nodes, n_whys)
 
     @own_modes
     def score(
@@ -152,13 +135,7 @@ class InsideQuestions(TensorOperator):
             to: What stands in their place at every token: ``"zero"``, or their ``"mean"`` over tokens.
             over: Attention tensors of other inputs, over which the mean is taken instead of this one's.
         """
-        i, meta = self._output(out_token)
-        asked = Question(
-            operator=self.operator, classes=self.context.classes, out_token=i, target=target, components=components,
-            to=to, over=[one.operator for one in over],
-        )  # fmt: skip
-        return ablation(asked, meta)
+        return ablation(self._explained(out_token, target), components, to, [one.operator for one in over])
 
-    def _output(self, out_token: int) -> tuple[int, dict[str, Any]]:
-        i = 0 if self.operator.recording.pools else check_token(out_token, self.shape[0])
-        return i, self.meta() | {"out_positions": [i]}
+    def _explained(self, out_token: int, target: Target | Weights | None) -> Explained:
+        return Explained.at(self.operator, self.context, self.meta(), out_token, target)

@@ -27,7 +27,7 @@ from tensorlens.freezing.replay import gradients
 from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import constant, is_live, plain
 from tensorlens.inside.score_components import named, written
-from tensorlens.inside.stream import StreamObserver
+from tensorlens.inside.stream import StreamObserver, by_head
 from tensorlens.inside.target import StreamPass, sums_of
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
@@ -60,7 +60,7 @@ class Meeting:
 
 
 class ScoreObserver:
-    """Looks on where queries and keys of one block meet, fused or spelled out."""
+    """Watches where queries and keys of one block meet, fused or spelled out."""
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -79,7 +79,7 @@ class ScoreObserver:
             self.found.append(_fused(*args, **kwargs))
         elif name in ("matmul", "bmm") and all(map(is_live, args[:2])) and args[0].role != "attention":
             query, key = plain(args[0]), plain(args[1]).transpose(-1, -2)
-            self._open, self._scores = Meeting(_by_head(query), _by_head(key), tuple(result.shape)), result
+            self._open, self._scores = Meeting(by_head(query), by_head(key), tuple(result.shape)), result
         elif self._open is not None and any(value is self._scores for value in (*args[:2], kwargs.get("input"))):
             self._follow(self._open, name.rstrip("_"), [*args, *kwargs.values()], result)
 
@@ -92,37 +92,29 @@ class ScoreObserver:
         if name in ("mul", "div") and others and not met.is_capped:
             met.scaled.append(others[0] if name == "mul" else 1 / others[0])
         elif name == "add" and others and isinstance(others[0], Tensor):
-            met.masks.append((_plain(others[0]), True))
+            met.masks.append((constant(others[0]), True))
             if not met.is_capped:
-                met.added.append(_plain(others[0]))
+                met.added.append(constant(others[0]))
         elif name == "tanh":
             met.is_capped = True
             met.scaled = met.scaled[:-1]  # the division by the cap itself
         elif name == "masked_fill":
-            met.masks.append((~_plain(others[0]), False))
+            met.masks.append((~constant(others[0]), False))
         elif name == "where":
-            met.masks.append((_plain(args[0]), False))
+            met.masks.append((constant(args[0]), False))
         elif name not in MOVES and not (name == "mul" and met.is_capped):
             self._open = self._scores = None
             return
         self._scores = result
 
 
-def _plain(value: Tensor) -> Tensor:
-    return constant(value)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    return x.flatten(0, -3)
-
-
 def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Meeting:  # fmt: skip
     q, k = plain(query), plain(key)
-    met = Meeting(_by_head(q), _by_head(k), (*q.shape[:-1], k.shape[-2]), is_causal=is_causal)
+    met = Meeting(by_head(q), by_head(k), (*q.shape[:-1], k.shape[-2]), is_causal=is_causal)
     met.scaled.append(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if attn_mask is not None:
-        mask = _plain(attn_mask)
+        mask = constant(attn_mask)
         met.masks.append((mask, mask.dtype != torch.bool))
         met.added += [mask] if mask.dtype != torch.bool else []
     return met
@@ -255,7 +247,7 @@ def _at(met: Meeting, value: Any, head: int, i: int, j: int) -> Any:
     """One entry of what meets the scores, by the rules of broadcasting."""
     if not isinstance(value, Tensor):
         return value
-    return _plain(value).broadcast_to(met.shape).flatten(0, -3)[head, i, j]
+    return constant(value).broadcast_to(met.shape).flatten(0, -3)[head, i, j]
 
 
 def _refuse_masked(met: Meeting, head: int, i: int, j: int) -> None:

@@ -68,7 +68,7 @@ class MapStep(NamedTuple):
 
 
 class StreamObserver:
-    """Looks on while a replay builds its graph: the sums, what attention mixed, and the state after each block."""
+    """Watches a replay build its graph: the sums, what attention mixed, and the state after each block."""
 
     def __init__(self, recording: Recording, neurons: frozenset[int] = frozenset()) -> None:
         self.neurons = neurons
@@ -175,6 +175,11 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return raw(get_gradient_edge, tensor)
 
 
+def by_head(x: Tensor) -> Tensor:
+    """(…, head, token, channel) as (head, token, channel)."""
+    return x.flatten(0, -3)
+
+
 def _key(edge: GradientEdge) -> tuple[Node, int]:
     return edge.node, edge.output_nr
 
@@ -189,7 +194,7 @@ class Stream:
     """The stream in the graph of one replay.
 
     Args:
-        seen: Who looked on.
+        seen: What observed the replay.
         target: Where the graph ends.
         leaf: The node of the state it begins with.
     """

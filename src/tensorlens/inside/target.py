@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from tensorlens.freezing.replayed import replayed
 from tensorlens.freezing.traced import plain
 from tensorlens.inside.experts import ExpertObserver, ExpertPart
 from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
+from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.operators.base import check_token
 from tensorlens.operators.matrix_free import FrozenOperator
 
 Weights = dict[int, float]
@@ -48,13 +51,58 @@ def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Explained:
+    """What is explained: a target at one output of an input.
+
+    Attributes:
+        operator: Of the input.
+        classes: Names of the classes.
+        out_token: Where the target is read.
+        target: A token or class, a pair for a contrast, weights by class; the model's own first choice if None.
+        tokens: A label for each token.
+        meta: Model, versions, rules, blocks, output, as records say them.
+    """
+
+    operator: FrozenOperator
+    classes: Classes | None
+    out_token: int
+    target: Target | Weights | None
+    tokens: tuple[str, ...]
+    meta: dict[str, Any]
+
+    @classmethod
+    def at(
+        cls, operator: FrozenOperator, context: Context, meta: dict[str, Any], out_token: int,
+        target: Target | Weights | None,
+    ) -> Explained:  # fmt: skip
+        """The target at an output; a head that reads the whole input at once has only one."""
+        i = 0 if operator.recording.pools else check_token(out_token, operator.shape[0])
+        return cls(
+            operator=operator, classes=context.classes, out_token=i, target=target, tokens=context.tokens,
+            meta=meta | {"out_positions": [i]},
+        )  # fmt: skip
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Of the target on logits."""
+        return weights_of(self.operator, self.classes, self.target, self.out_token)
+
+    @property
+    def name(self) -> str:
+        """Of the target."""
+        weights = self.weights  # raises where there are no classes
+        assert self.classes is not None, "a target has classes"
+        return self.classes.names(weights)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPass:
     r"""One replay at X with its graph, and what wrote to the stream.
 
     Attributes:
         operator: What was replayed.
         x: The state it began with, (1, token, channel).
-        seen: Who looked on.
+        seen: What observed it.
         sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
         experts: What each expert wrote, in blocks where that was asked for.
     """

@@ -6,9 +6,6 @@ continued on the data it began with. Tokens and pixels are the business of the s
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +14,8 @@ from typing import Any, Literal
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.studies.digests import digest_of
+from tensorlens.studies.row_files import csv_rows, jsonl_rows, parsed, text_column, text_lines, txt_rows
 
-TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
 LABEL_COLUMNS = ("label", "sentiment", "class", "target")
 
 
@@ -63,13 +60,13 @@ def read_dataset(source: Any, *, column: str | None = None, split: str = "test")
     path = Path(source)
     if path.is_dir():
         return _from_folder(path)
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_jsonl, ".json": _read_jsonl}
+    readers = {".csv": csv_rows, ".tsv": csv_rows, ".jsonl": _json_rows, ".json": _json_rows}
     if path.is_file() and path.suffix.lower() in readers:
-        return _from_rows(readers[path.suffix.lower()](path), column, str(path))
+        return _from_rows(list(readers[path.suffix.lower()](path)), column, str(path))
     if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
         return _images([path])
     if path.is_file():
-        return _texts(_lines(_read(path)), None)
+        return _texts([row["text"] for row in txt_rows(path) if row["text"].strip()], None)
     if path.suffix or str(source).count("/") > 1:
         raise InputError(
             f"Expected data in {str(source)!r}, which does not exist. Pass a .csv, .jsonl or .txt file, a folder of "
@@ -123,54 +120,20 @@ def _texts(texts: Sequence[str], labels: Sequence[str] | None) -> Dataset:
     )
 
 
-def _read_csv(path: Path) -> list[dict[str, Any]]:
-    csv.field_size_limit(2**27)
-    file = io.StringIO(_read(path), newline="")
-    try:
-        return list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
-    except csv.Error as error:
-        raise InputError(f"Expected rows with separators in {str(path)!r}; got: {error}.") from error
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    text = _read(path)
-    if text.lstrip().startswith("["):
-        rows = _parsed(text, str(path))
-    else:
-        numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [_parsed(line, f"{path}, line {number}") for number, line in numbered]
+def _json_rows(path: Path) -> Iterable[dict[str, Any]]:
+    """Of one list, or of one value per line."""
+    lines = text_lines(path)
+    if not next((line for line in lines if line.strip()), "").lstrip().startswith("["):
+        return jsonl_rows(path)
+    rows = parsed("".join(text_lines(path)), str(path))
     return [row if isinstance(row, dict) else {"text": row} for row in rows]
-
-
-def _parsed(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"Expected JSON in {place}, one object per line; got: {error}.") from error
-
-
-def _lines(text: str) -> list[str]:
-    """Lines that are not blank; they end at line feeds alone, since other separators may stand inside a text."""
-    return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")  # spreadsheets put a mark before the first column's name
-    except UnicodeDecodeError as error:
-        raise InputError(f"Expected text in UTF-8 in {str(path)!r}; got {error}. Convert the file.") from error
 
 
 def _from_rows(rows: list[dict[str, Any]], column: str | None, source: str) -> Dataset:
     if not rows:
         raise InputError(f"Expected at least one sample in {source!r}; got none.")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    chosen = column or next((name for name in TEXT_COLUMNS if name in columns), None)
-    if chosen is None or chosen not in columns:
-        raise InputError(
-            f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {source!r}; "
-            f"got {', '.join(map(str, columns))}. Name the column with the text."
-        )
+    chosen = text_column(column, columns, source)
     label = next((name for name in LABEL_COLUMNS if name in columns and name != chosen), None)
     return _texts([str(row.get(chosen) or "") for row in rows], label and [str(row.get(label)) for row in rows])
 

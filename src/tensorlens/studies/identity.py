@@ -1,4 +1,4 @@
-"""Which model a run was made with: its name, and a digest of its weights, since a name may come to mean others."""
+"""Which model a run was made with: its name, and a digest of its weights, since a name may come to mean other ones."""
 
 from __future__ import annotations
 

@@ -20,10 +20,8 @@ from typing import Any
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.mapper import Mapper
 from tensorlens.strict_json import from_json, to_json, write_json, write_text
+from tensorlens.studies.runs import differences
 from tensorlens.versions import package_versions
-
-PART_ROWS = 4096
-"""Rows of a part: few enough that little is lost, many enough that the first look at a part's samples costs little."""
 
 EncodedPart = tuple[bytes, str]
 """A parquet file, and a line of JSON for each row that was left out."""
@@ -98,12 +96,8 @@ class MapTable:
             write_json(path, self.settings)
             return
         there = from_json(path.read_bytes())
-        differing = [name for name in {*there, *self.settings} if there.get(name) != self.settings.get(name)]
-        if differing:
-            said = "; ".join(
-                f"{name} is {to_json(there.get(name))} there and {to_json(self.settings.get(name))} here"
-                for name in sorted(differing)
-            )
+        said = "; ".join(differences("settings", there, self.settings))
+        if said:
             raise InputError(
                 f"The maps in {str(self.folder)!r} were begun with other settings, and must not mix: {said}. Choose "
                 "another folder, or the settings of its _config.json to go on."

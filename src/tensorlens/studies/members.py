@@ -1,10 +1,15 @@
-"""Methods that name a member of the family of rules behind an @: ``tensor.in_class@attn_lrp``."""
+"""Methods that name a member of the family of rules after an @: ``tensor.in_class@attn_lrp``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from tensorlens.errors import MethodError
 from tensorlens.freezing.conventions import Rules
+
+if TYPE_CHECKING:
+    from tensorlens.lens import Lens
 
 MEMBERS: dict[str, Rules] = {
     "paper": Rules.paper(),
@@ -21,6 +26,20 @@ def split(name: str) -> tuple[str, str]:
     return base, member or "paper"
 
 
-def rules_of(member: str, like: Rules) -> Rules:
-    """The rules of a member, with the user's choice of the output."""
-    return replace(MEMBERS[member], include_final_norm=like.include_final_norm)
+def check_member(name: str) -> None:
+    """Refuse a name whose member does not exist, or whose map has none.
+
+    Raises:
+        MethodError: There is no such method.
+    """
+    base, member = split(name)
+    if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
+        raise MethodError(f"There is no method {name!r}. After an @, maps of T take one of {', '.join(MEMBERS)}.")
+
+
+def member_lens(lens: Lens, member: str) -> Lens:
+    """The same model under the rules of a member, with the user's choice of the output."""
+    from tensorlens.lens import Lens
+
+    rules = replace(MEMBERS[member], include_final_norm=lens.rules.include_final_norm)
+    return Lens(lens.model, lens.processor, rules=rules, name=lens.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +57,32 @@ def _section(section: Section) -> str:
 
 
 def _table(markdown: str) -> str:
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown.splitlines()]
-    return f"<table>{_row(rows[0], 'th')}{''.join(_row(row, 'td') for row in rows[2:])}</table>"
+    head, *rows = cells_of(markdown)
+    return html_table(head, rows)
 
 
-def _row(cells: list[str], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Collection[str] = ()) -> str:
+    """A table; rows that begin with one of the `best` are of that class."""
+    body = "".join(_row(row, "td", " class=best" if row[0] in best else "") for row in rows)
+    return f"<table>{_row(head, 'th')}{body}</table>"
+
+
+def _row(cells: Sequence[str], tag: str, attributes: str = "") -> str:
+    return f"<tr{attributes}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of records with the same keys."""
     head = list(rows[0]) if rows else []
-    lines = [head, ["---"] * len(head), *([str(row[key]) for key in head] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(head, [[str(row[key]) for key in head] for row in rows])
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table of cells."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def cells_of(markdown: str) -> list[list[str]]:
+    """The cells of a Markdown table, its head first."""
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown.splitlines()]
+    return [lines[0], *lines[2:]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.layouts import find_state, put_state
+from tensorlens.freezing.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.anatomy import Anatomy
@@ -114,7 +114,7 @@ def read_out(anatomy: Anatomy, states: Float[Tensor, "sample channel"]) -> Float
     device = anatomy.unembedding.weight.device
     one_token = {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device), "use_cache": False}
     logits = (plain_pass(anatomy, one_token, leave=part[None]).output.logits for part in states.split(READ_CHUNK))
-    # Not [0]: GPT-2 folds what comes after its blocks into the shape of its input, here one token a sample.
+    # Not [0]: GPT-2 folds what comes after its blocks into the shape of its input, here one token per sample.
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in logits])
 
 
@@ -158,20 +158,12 @@ class _Watch:
     def depart(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.n_entered < self.n_blocks:
             return None
-        self.states.leaving = self.leave if self.leave is not None else _first(output)
-        return None if self.leave is None else _with_first(output, self.leave)
+        own = state_of(output)
+        self.states.leaving = own if self.leave is None else self.leave
+        return None if self.leave is None else replace_state(output, own, self.leave)
 
     def read_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.states.final = args[0]
 
     def finish(self, module: nn.Module, args: Any, output: Any) -> None:
-        state = getattr(output, "last_hidden_state", None)
-        self.states.final = state if state is not None else _first(output)
-
-
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else _first(output[0])
-
-
-def _with_first(output: Any, state: Tensor) -> Any:
-    return state if isinstance(output, Tensor) else type(output)((_with_first(output[0], state), *output[1:]))
+        self.states.final = state_of(output)

@@ -56,7 +56,7 @@ class Processes:
 def hand_over(count: int, program: Sequence[str] = ("-m", "tensorlens")) -> bool:
     """Run this very command in `count` processes and wait for them; False if it is to be run here.
 
-    The output of the first one is shown. When a process fails all end, one error is shown, and the samples that are
+    The output of the first one is shown. When a process fails, all end, one error is shown, and the samples that are
     finished stay on the disk.
     """
     if count == 1 or "RANK" in os.environ:

@@ -21,7 +21,7 @@ AHEAD = 2
 
 
 QUIET_SECONDS = 60.0
-"""After so long without a finished part it is said what the cluster has free."""
+"""After this long without a finished part, we say what the cluster has free."""
 
 
 class PartActor:
@@ -76,7 +76,7 @@ def parts_on_ray(
             _give(source, running.pop(finished[0]), running)
             yield ray.get(finished[0])
     finally:
-        for actor in actors:  # their CPUs and GPUs are free for whoever comes next, also after an error
+        for actor in actors:  # their CPUs and GPUs are free for whoever comes next, even after an error
             ray.kill(actor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,5 +50,9 @@ class StudyResult:
             raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
         chosen = conditions[next(iter(conditions)) if condition is None else condition]
         methods = chosen.get(order, {}).get(metric, {"methods": {}})["methods"]  # none where every method has a gap
-        best_first = sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
-        return {name: methods[name]["auc"] for name in best_first}
+        return {name: methods[name]["auc"] for name in best_first(methods, order)}
+
+
+def best_first(methods: Mapping[str, Any], order: str) -> list[str]:
+    """The methods of a perturbation study by their area: the largest first where the most relevant tokens go first."""
+    return sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")

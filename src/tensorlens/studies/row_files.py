@@ -1,18 +1,18 @@
-"""The texts of a data set one after the other, without the whole of it in memory."""
+"""The rows of a file one after the other, without the whole of it in memory."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.studies.datasets import TEXT_COLUMNS
 from tensorlens.studies.digests import digest_of
 
+TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet", ".txt")
 
 
@@ -33,13 +33,7 @@ class RowFile:
         first = next(iter(self._rows()), None)
         if first is None:
             raise InputError(f"Expected at least one row in {str(path)!r}; got none.")
-        chosen = column or next((name for name in TEXT_COLUMNS if name in first), None)
-        if chosen is None or chosen not in first:
-            raise InputError(
-                f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {str(path)!r}; got "
-                f"{', '.join(map(str, first))}. Name the column with the text."
-            )
-        self.column = chosen
+        self.column = text_column(column, list(first), str(path))
 
     @property
     def digest(self) -> str:
@@ -56,8 +50,23 @@ class RowFile:
     def _rows(self) -> Iterable[dict[str, Any]]:
         if self.path.is_dir():
             return _folder_rows(self.path)
-        readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-        return readers.get(self.path.suffix.lower(), _txt_rows)(self.path)
+        readers = {".csv": csv_rows, ".tsv": csv_rows, ".jsonl": jsonl_rows, ".parquet": _parquet_rows}
+        return readers.get(self.path.suffix.lower(), txt_rows)(self.path)
+
+
+def text_column(asked: str | None, columns: Sequence[Any], source: str) -> str:
+    """The column with the text: the one asked for, or one with a usual name.
+
+    Raises:
+        InputError: There is none.
+    """
+    chosen = asked or next((name for name in TEXT_COLUMNS if name in columns), None)
+    if chosen is None or chosen not in columns:
+        raise InputError(
+            f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {source!r}; got "
+            f"{', '.join(map(str, columns))}. Name the column with the text."
+        )
+    return chosen
 
 
 def _ends(path: Path) -> str:
@@ -67,36 +76,46 @@ def _ends(path: Path) -> str:
         return f"{size} {digest_of([first, file.read()])}"
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """They end at line feeds alone, since other separators may stand inside a text."""
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
+def text_lines(path: Path, newline: str = "\n") -> Iterator[str]:
+    """Lines that end at line feeds alone, since other separators may stand inside a text."""
+    # The encoding passes over the mark that spreadsheets put before the first column's name.
+    with path.open(encoding="utf-8-sig", newline=newline) as file:
         try:
             yield from file
         except UnicodeDecodeError as error:
             raise InputError(f"Expected text in UTF-8 in {str(path)!r}; got {error}. Convert the file.") from error
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a .csv or .tsv file."""
     csv.field_size_limit(2**27)
     try:
-        yield from csv.DictReader(_lines(path), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        yield from csv.DictReader(
+            text_lines(path, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ","
+        )
     except csv.Error as error:
         raise InputError(f"Expected rows with separators in {str(path)!r}; got: {error}.") from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"Expected JSON in {path}, line {number}, one object per line; got: {error}.") from error
-        yield row if isinstance(row, dict) else {"text": row}
+def jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """One for each line; what is no object is a text."""
+    for number, line in enumerate(text_lines(path), 1):
+        if line.strip():
+            row = parsed(line, f"{path}, line {number}")
+            yield row if isinstance(row, dict) else {"text": row}
 
 
-def _txt_rows(path: Path) -> Iterator[dict[str, Any]]:
-    return ({"text": line.rstrip("\r\n")} for line in _lines(path))
+def parsed(text: str, place: str) -> Any:
+    """The value of JSON that stands at a place."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"Expected JSON in {place}, one object per line; got: {error}.") from error
+
+
+def txt_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """One for each line."""
+    return ({"text": line.rstrip("\r\n")} for line in text_lines(path))
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -30,12 +30,13 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.strict_json import from_json, to_json, write_text
 from tensorlens.studies.origin import device_name, origin
 from tensorlens.studies.processes import POLL_SECONDS, Processes
+from tensorlens.studies.results import StudyResult
 from tensorlens.studies.sample_lines import Appender, Record, as_line, read_record, whole_lines
 from tensorlens.versions import package_versions
 
 STALLED_AFTER_SECONDS = 3600.0
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""What a disk answers that is full, over its quota, or broken."""
+"""What a full, over-quota or broken disk answers."""
 
 
 class Run:
@@ -141,12 +142,18 @@ class Run:
         records = self.records(n_samples)
         with self._writing():
             self._join(records)
-        self.write_json("summary.json", summarise(records))
+        self.write_text("summary.json", to_json(summarise(records), indent=1) + "\n")
         return self.summary or {}
 
-    def write_json(self, name: str, document: dict[str, Any]) -> Path:
-        """Write a document into the folder, whole or not at all."""
-        return self.write_text(name, to_json(document, indent=1) + "\n")
+    def finish(
+        self, n_samples: int, summarise: Callable[[list[Record]], dict[str, Any]],
+        write_report: Callable[[Run, dict[str, Any]], None],
+    ) -> StudyResult:  # fmt: skip
+        """What a study returns: the summary of all samples, with its report, which the first process writes."""
+        summary = self.complete(n_samples, summarise)
+        if self.processes.is_first:
+            write_report(self, summary)
+        return StudyResult(folder=self.folder, summary=summary)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file into the folder, or into a folder in it, whole or not at all."""
@@ -178,15 +185,12 @@ class Run:
 
     def _compare(self, document: dict[str, Any]) -> None:
         there = self.config
-        differences = [
-            difference
-            for part in ("study", "settings", "versions")
-            for difference in _differences(part, there.get(part), document[part])
-        ]
-        if differences:
+        parts = ("study", "settings", "versions")
+        said = [one for part in parts for one in differences(part, there.get(part), document[part])]
+        if said:
             raise InputError(
                 f"The run in {str(self.folder)!r} was started with other settings, and results must not mix: "
-                f"{'; '.join(differences)}. Choose another folder, or the settings of its config.json to go on with it."
+                f"{'; '.join(said)}. Choose another folder, or the settings of its config.json to go on with it."
             )
 
     # Samples ------------------------------------------------------------------------------------------------------
@@ -275,10 +279,11 @@ def _read_document(path: Path, advice: str) -> dict[str, Any]:
     return document
 
 
-def _differences(name: str, there: Any, here: Any) -> Iterator[str]:
+def differences(name: str, there: Any, here: Any) -> Iterator[str]:
+    """Where two documents differ, a phrase for each place; the settings' own name is left out."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in sorted({*there, *here}):
-            yield from _differences(f"{name}.{key}", there.get(key), here.get(key))
+            yield from differences(f"{name}.{key}", there.get(key), here.get(key))
     elif there != here:
         yield f"{name.removeprefix('settings.')} is {_short(there)} there and {_short(here)} here"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from tensorlens.views.page import as_json, as_text, document, static_file
+from tensorlens.views.page import as_json, as_text, document, host, isolated, static_file
 
 _SCRIPTS = ("labels", "colours", "shade", "graph", "inside")
 
@@ -16,10 +16,8 @@ _SCRIPTS = ("labels", "colours", "shade", "graph", "inside")
 def inside_page(payload: dict[str, Any], title: str) -> str:
     """A complete HTML document of one input."""
     start = "for (const host of document.querySelectorAll('[data-tensorlens=inside]')) mountInside(host);"
-    script = f"(() => {{\n'use strict';\n{inside_component()}\n{start}\n}})();"
-    fallback = f"<p><strong>{as_text(title)}</strong></p>"
-    data = f'<script type="application/json">{as_json(payload)}</script>'
-    return document([f'<div data-tensorlens="inside">\n{fallback}\n{data}\n</div>'], title, script)
+    place = host("inside", f"<p><strong>{as_text(title)}</strong></p>", payload)
+    return document([place], title, isolated(inside_component(), start))
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.record import MapView, limit_of
+from tensorlens.views.record import MapView, by_strength, limit_of
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = (
@@ -50,12 +50,12 @@ def fragment(view: MapView) -> str:
     Where scripts do not run (an untrusted notebook, a preview), the strongest inputs are still there as text.
     """
     start = "mountWaiting(document.currentScript?.getRootNode() ?? document);"
-    return f"{_host(view)}\n<script>{_isolated(start)}</script>"
+    return f"{_host(view)}\n<script>{isolated(component(), start)}</script>"
 
 
 def page(views: Sequence[MapView], title: str) -> str:
     """A complete HTML document with one map below the other."""
-    return document([_host(view) for view in views], title, _isolated("mountWaiting(document);"))
+    return document([_host(view) for view in views], title, isolated(component(), "mountWaiting(document);"))
 
 
 def document(parts: Sequence[str], title: str, script: str) -> str:
@@ -116,8 +116,13 @@ def _encode(view: MapView) -> dict[str, Any]:
 
 
 def _host(view: MapView) -> str:
-    data = f'<script type="application/json">{as_json(payload(view))}</script>'
-    return f'<div data-tensorlens="map">\n{_fallback(view)}\n{data}\n</div>'
+    return host("map", _fallback(view), payload(view))
+
+
+def host(kind: str, fallback: str, data: dict[str, Any]) -> str:
+    """The element that a script fills: data that is never run, and what stands there where scripts do not run."""
+    script = f'<script type="application/json">{as_json(data)}</script>'
+    return f'<div data-tensorlens="{kind}">\n{fallback}\n{script}\n</div>'
 
 
 def _fallback(view: MapView) -> str:
@@ -125,15 +130,16 @@ def _fallback(view: MapView) -> str:
     lines = [f"<strong>{as_text(view.title)}</strong> {n_out} × {n_in}"]
     if n_out and n_in:
         row = view.scores[-1]
-        order = np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable")[:_FALLBACK_TOKENS]
+        order = by_strength(row)[:_FALLBACK_TOKENS]
         sign = "+" if view.is_signed else ""
         pairs = (f"{as_text(shorten(view.in_tokens[j], 24)).strip()} {row[j]:{sign}.3g}" for j in order)
         lines.append(f"Output {as_text(shorten(view.out_tokens[-1], 24)).strip()} from: {', '.join(pairs)}")
     return f"<p>{'<br>'.join(lines)}</p>"
 
 
-def _isolated(start: str) -> str:
-    return f"(() => {{\n'use strict';\n{component()}\n{start}\n}})();"
+def isolated(*scripts: str) -> str:
+    """Scripts in a scope of their own."""
+    return "\n".join(["(() => {\n'use strict';", *scripts, "})();"])
 
 
 def as_json(value: Any) -> str:

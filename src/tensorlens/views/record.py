@@ -21,8 +21,9 @@ from tensorlens.views.answer_text import AnswerText
 from tensorlens.views.labels import shorten
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
-_NOT_IN_CAPTION = {"grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside", "sums_to"}
-_NOT_IN_CAPTION |= {"answer_parts"}
+_NOT_IN_CAPTION = {
+    "grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside", "sums_to", "answer_parts",
+}  # fmt: skip
 _MOST_LISTED = 12
 _MOST_CHARACTERS = 300
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
@@ -125,6 +126,11 @@ def limit_of(scores: np.ndarray) -> float:
     """The largest finite absolute score, or 1.0 when there is none above zero."""
     finite = np.abs(scores[np.isfinite(scores)])
     return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
+
+
+def by_strength(row: np.ndarray) -> list[int]:
+    """The inputs of one row, the largest scores by size first and NaN last."""
+    return np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable").tolist()
 
 
 BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")

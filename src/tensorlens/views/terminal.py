@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.record import MapView, PatchGrid, palette
+from tensorlens.views.record import MapView, PatchGrid, by_strength, palette
 
 _LISTED_INPUTS = 24
 _SUMMED_OUTPUTS = 12
@@ -65,7 +65,7 @@ def _one_row(view: MapView) -> RenderableType:
     in_colours = [j for j in range(len(row)) if j not in view.set_aside]
     is_long = len(in_colours) > n_listed
     if is_long:
-        in_colours = [j for j in _by_strength(row) if j not in view.set_aside][:n_listed]
+        in_colours = [j for j in by_strength(row) if j not in view.set_aside][:n_listed]
     parts.append(Padding(_bars(view, in_colours), (1, 0)))
     if is_long:
         parts.append(Padding(Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim"), (0, 0, 1, 0)))
@@ -180,7 +180,7 @@ def _strongest(view: MapView) -> RenderableType:
 
 def _inputs_of(view: MapView, i: int) -> Text:
     line = Text()
-    for j in [j for j in _by_strength(view.scores[i]) if j not in view.set_aside][:_INPUTS_A_LINE]:
+    for j in [j for j in by_strength(view.scores[i]) if j not in view.set_aside][:_INPUTS_A_LINE]:
         score = float(view.scores[i, j])
         line.append(_label(view.in_tokens[j], _LABEL_WIDTH).strip(), style="bold")
         colour = _colour(0.7 if score > 0 else -0.7, view.is_signed)
@@ -211,10 +211,6 @@ def _bias_line(bias_share: np.ndarray) -> Sequence[tuple[str, str]]:
 
 def _percent(share: float) -> str:
     return f"{round(float(share), 3) + 0:.1%}"  # no minus before a zero
-
-
-def _by_strength(row: np.ndarray) -> list[int]:
-    return np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable").tolist()
 
 
 def _label(token: str, width: int) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tensorlens.app.explorer.jobs import Event, Job, Worker, watch
+from tensorlens.answers.prompts import tokenised
+from tensorlens.app.explorer.jobs import Event, Job, watch
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.parts import Parts
@@ -59,13 +60,11 @@ class Answers:
 
     Args:
         library: Models named at start.
-        worker: The thread that calls the methods taking a job.
         limits: Bounds.
     """
 
-    def __init__(self, library: Library, worker: Worker, limits: Limits) -> None:
+    def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
-        worker.on_stuck = self.forget
         self.tensors: Recent[Subject, Parts] = Recent(limits.tensors, limits.tensor_bytes)
         self.results: Recent[str, TokenMap] = Recent(64, limits.result_bytes)
         self.images: Recent[str, Any] = Recent(limits.images, limits.images * 4 * 1024 * 1024)
@@ -101,12 +100,8 @@ class Answers:
         found = self.results.get(ask.key) or self._fresh(job, ask, T)
         self.keep(ask.key, found)
         job.tell("map", map=payload(found.view()), result=ask.key, recommended=recommended(T, found))
-        if is_of_tensor(found.method) and not found.meta.get("certificate"):
-            job.tell("progress", stage="Measuring the certificate", done=None)
-            certificate = T.certificate()
-            verdict = {"passed": certificate.passed, "errors": certificate.errors}
-            found = replace(found, meta=found.meta | {"certificate": verdict})
-            self.keep(ask.key, found)
+        if is_of_tensor(found.method):
+            found = self.certified(job, ask.key, found, T)
         return {"type": "done", "result": ask.key, "is_kept": is_kept} | facts(found)
 
     def inside(self, job: Job, ask: Ask) -> Event:
@@ -134,6 +129,17 @@ class Answers:
             return compute(job, ask, T)
         finally:
             _forget_matrices(T)
+
+    def certified(self, job: Job, key: str, found: TokenMap, T: AttentionTensor) -> TokenMap:
+        """The map with the certificate of its tensor, kept in its place."""
+        if found.meta.get("certificate"):
+            return found
+        job.tell("progress", stage="Measuring the certificate", done=None)
+        certificate = T.certificate()
+        verdict = {"passed": certificate.passed, "errors": certificate.errors}
+        found = replace(found, meta=found.meta | {"certificate": verdict})
+        self.keep(key, found)
+        return found
 
     def keep(self, key: str, found: TokenMap) -> None:
         """Keep a map for those who want it as a file."""
@@ -244,14 +250,12 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], list[list
 
     A lens would open a text that ends in .png as a file; ids it takes as they are.
     """
-    tokenizer = tokenizer_of(lens.processor)
-    if tokenizer is None:
+    if tokenizer_of(lens.processor) is None:
         raise InputError(f"`{lens.name}` takes no text. Drop a picture instead, or choose another model.")
-    found = tokenizer(text, return_offsets_mapping=True) if getattr(tokenizer, "is_fast", False) else tokenizer(text)
-    ids, offsets = list(found["input_ids"]), found.get("offset_mapping")
+    ids, offsets = tokenised(lens, text, special=True)
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
-    return ids, None if offsets is None else [[start, stop] if stop > start else None for start, stop in offsets]
+    return list(ids), None if offsets is None else [pair and list(pair) for pair in offsets]
 
 
 def _forget_matrices(T: AttentionTensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tensorlens.answers.answer import Answer
@@ -13,7 +12,6 @@ from tensorlens.app.explorer.parts import Parts
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.views.page import payload
 
@@ -41,19 +39,11 @@ class ExplainedAnswers:
         found = self._answer(job, ask.spoken)
         job.tell("said", text=found.text)
         job.tell("progress", stage="Tracing it back", done=None)
-        made = self.answers.results.get(ask.key) or self._map(found, ask)
+        made = self.answers.results.get(ask.key) or found.map(ask.groups, ask.rows, against=ask.against, set_aside=(0,))
         self.answers.keep(ask.key, made)
         job.tell("map", map=payload(made.view()), result=ask.key)
-        if not made.meta.get("certificate"):
-            job.tell("progress", stage="Measuring the certificate", done=None)
-            certificate = found.tensor.certificate()
-            verdict = {"passed": certificate.passed, "errors": certificate.errors}
-            made = replace(made, meta=made.meta | {"certificate": verdict})
-            self.answers.keep(ask.key, made)
+        made = self.answers.certified(job, ask.key, made, found.tensor)
         return {"type": "done", "result": ask.key, "is_kept": is_kept, "text": found.text} | facts(made)
-
-    def _map(self, found: Answer, ask: AnswerAsk) -> TokenMap:
-        return found.map(ask.groups, ask.rows, against=ask.against, set_aside=(0,))
 
     def _answer(self, job: Job, spoken: Spoken) -> Answer:
         kept = self._kept.get(spoken)

@@ -7,9 +7,7 @@ A page elsewhere on the web can send requests to a server on loopback. It cannot
 from __future__ import annotations
 
 import hmac
-import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -18,6 +16,8 @@ from urllib.parse import parse_qs, urlencode
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tensorlens.strict_json import to_json
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 COOKIE = "tensorlens_token"
@@ -118,23 +118,7 @@ class StrictJson(JSONResponse):
 
     def render(self, content: object) -> bytes:
         """The bytes of the body."""
-        return strict_json(content).encode("ascii")
-
-
-def strict_json(content: object) -> str:
-    """JSON in ASCII; numbers that are none become null."""
-    try:
-        return json.dumps(content, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(content), allow_nan=False)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return to_json(content, ascii_only=True).encode()
 
 
 def _apology(error: Exception) -> str:

@@ -131,14 +131,14 @@ class Worker:
 
     Args:
         most_waiting: Length of the queue.
-        name: Of the thread.
+
+    Attributes:
         on_stuck: Called when a thread had to be given up, before another takes over.
     """
 
-    def __init__(
-        self, most_waiting: int, name: str = "tensorlens-worker", on_stuck: Callable[[], None] = lambda: None
-    ) -> None:
-        self._most, self._name, self.on_stuck = most_waiting, name, on_stuck
+    def __init__(self, most_waiting: int) -> None:
+        self._most = most_waiting
+        self.on_stuck: Callable[[], None] = lambda: None
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()
         self._wake = threading.Condition()
         self._running: Job | None = None
@@ -195,7 +195,7 @@ class Worker:
         self._thread.join(timeout=10)
 
     def _new_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._go, name=self._name, daemon=True)
+        return threading.Thread(target=self._go, name="tensorlens-worker", daemon=True)
 
     def _go(self) -> None:
         me = threading.current_thread()
@@ -249,9 +249,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 def _full(n_waiting: int) -> str:
-    return (
-        f"Expected room for one more question, got a queue of {n_waiting} before you. Try again when they are answered."
-    )
+    return f"Expected room for one more question, got {n_waiting} ahead of you. Try again when they are answered."
 
 
 def _nothing(job: Job) -> Event:

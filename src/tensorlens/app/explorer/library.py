@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Libra
     """Tell models, saved maps and report folders of the command line apart, and read the maps.
 
     Raises:
-        InputError: a map cannot be read, or two arguments have one name.
+        InputError: a map cannot be read.
     """
     maps, reports, names = [], [], []
     for argument in arguments:
@@ -78,7 +78,7 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Libra
             reports.append(Report(title=path.resolve().parent.name, path=path))
         else:
             names.append(argument)
-    return Library(names=_distinct(names), load=load, maps=tuple(maps), reports=tuple(reports))
+    return Library(names=tuple(dict.fromkeys(names)), load=load, maps=tuple(maps), reports=tuple(reports))
 
 
 def kind_of(lens: Lens) -> str:
@@ -86,7 +86,3 @@ def kind_of(lens: Lens) -> str:
     if tokenizer_of(lens.processor) is None and "pixel_values" in forward_parameters(lens.model):
         return "image"
     return "text"
-
-
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor
 
 from tensorlens.app.explorer.questions import Ask
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError
+from tensorlens.models.evidence import tensors_in
 from tensorlens.tensor import AttentionTensor
 
 _MOST_PARTS = 3
@@ -30,7 +28,7 @@ class Parts:
     def n_bytes(self) -> int:
         """Memory of the hidden states and of the factors held."""
         recording = self.whole.operator.recording
-        return sum(tensor.nbytes for tensor in _tensors((recording.states, list(recording.factors.values()))))
+        return sum(tensor.nbytes for tensor in tensors_in((recording.states, *recording.factors.values())))
 
     def part(self, ask: Ask) -> AttentionTensor:
         """The tensor of the blocks and heads that a question is about."""
@@ -57,11 +55,3 @@ def _with_heads(T: AttentionTensor, start: int, ask: Ask) -> AttentionTensor:
     if not chosen:
         return T
     return T.heads(chosen) if ask.keeps_heads else T.without_heads(chosen)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)

@@ -114,6 +114,14 @@ def read_subject(document: Any, limits: Limits) -> Subject:
     return Subject(model=model, text=text, image=image, rules=rules)
 
 
+def read_model(document: Any) -> str:
+    """The name of a model that is to be opened."""
+    name = document.get("model") if isinstance(document, Mapping) else None
+    if not isinstance(name, str):
+        raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
+    return name
+
+
 def read_output(document: Any) -> int:
     """Which output's predictions are wanted; the last if it does not say."""
     number = _number(document, "out_token")

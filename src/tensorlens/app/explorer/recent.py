@@ -30,8 +30,7 @@ class Recent(Generic[Key, Value]):
     @property
     def n_bytes(self) -> int:
         """Bytes of all that is kept."""
-        with self._lock:
-            return sum(n_bytes for _, n_bytes in self._kept.values())
+        return sum(n_bytes for _, n_bytes in self._kept.values())
 
     def get(self, key: Key) -> Value | None:
         """What is kept for `key`, now the most recent, or None."""
@@ -46,13 +45,10 @@ class Recent(Generic[Key, Value]):
         with self._lock:
             self._kept[key] = (value, n_bytes)
             self._kept.move_to_end(key)
-            while len(self._kept) > self._most or len(self._kept) > 1 and self._total() > self._most_bytes:
+            while len(self._kept) > self._most or len(self._kept) > 1 and self.n_bytes > self._most_bytes:
                 self._kept.popitem(last=False)
 
     def clear(self) -> None:
         """Keep nothing."""
         with self._lock:
             self._kept.clear()
-
-    def _total(self) -> int:
-        return sum(n_bytes for _, n_bytes in self._kept.values())

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,26 @@ from tensorlens.__about__ import __version__
 from tensorlens.app.explorer.answer_questions import read_answer_ask
 from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.explained import ExplainedAnswers
-from tensorlens.app.explorer.guard import Access, Guard, StrictJson, strict_json
-from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
+from tensorlens.app.explorer.guard import Access, Guard, StrictJson
+from tensorlens.app.explorer.jobs import Busy, Job, Work, Worker
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.method_titles import QUESTIONS
-from tensorlens.app.explorer.questions import read_ask, read_component, read_output, read_score, read_subject
+from tensorlens.app.explorer.questions import (
+    read_ask,
+    read_component,
+    read_model,
+    read_output,
+    read_score,
+    read_subject,
+)
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.app.options import RULES
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_component
-from tensorlens.views.page import component, payload
+from tensorlens.views.page import component, isolated, payload
 from tensorlens.views.record import is_of_tensor
 
 STATIC = Path(__file__).parent / "static"
@@ -50,6 +57,13 @@ _KINDS = {
     ".csv": "text/csv",
     ".safetensors": "application/octet-stream",
 }
+_QUESTIONS = {
+    "tensor.in_class": "Why this word?",
+    "tensor.in_out": "What made this output?",
+    "tensor.contribution": "How much came from each input?",
+    "tensor.norm": "What could move this output?",
+}
+"""What a method answers, as a newcomer would ask it; baselines and controls keep their names."""
 _DOWNLOADS = (".html", ".png", ".svg", ".json", ".csv", ".safetensors")
 # A report brings its own scripts and styles; sandboxed, it is a stranger to this server.
 _REPORT_POLICY = (
@@ -79,7 +93,7 @@ class _Explorer:
     def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
         self.worker = Worker(limits.waiting)
-        self.answers = Answers(library, self.worker, limits)
+        self.answers = Answers(library, limits)
         self.explained = ExplainedAnswers(self.answers)
         self.worker.on_stuck = self.forget
         self.conversions = asyncio.Semaphore(limits.conversions)
@@ -98,13 +112,7 @@ class _Explorer:
             Route("/component.js", self.component),
             Route("/inside.js", self.inside_component),
             Route("/api/start", self.start),
-            Route("/api/open", self.open, methods=["POST"]),
-            Route("/api/map", self.map, methods=["POST"]),
-            Route("/api/answer", self.answer, methods=["POST"]),
-            Route("/api/predictions", self.predict, methods=["POST"]),
-            Route("/api/inside", self.inside, methods=["POST"]),
-            Route("/api/ablate", self.ablate, methods=["POST"]),
-            Route("/api/why", self.why, methods=["POST"]),
+            *(self._question(name, read) for name, read in self._questions().items()),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -137,11 +145,11 @@ class _Explorer:
         return _static(request.path_params["name"])
 
     async def component(self, request: Request) -> Response:
-        script = f"(() => {{\n'use strict';\n{component()}\nwindow.TensorLens = {{ {_SHARED} }};\n}})();"
+        script = isolated(component(), f"window.TensorLens = {{ {_SHARED} }};")
         return Response(script, media_type=_KINDS[".js"])
 
     async def inside_component(self, request: Request) -> Response:
-        script = f"(() => {{\n'use strict';\n{inside_component()}\nwindow.TensorLensInside = {{ Inside }};\n}})();"
+        script = isolated(inside_component(), "window.TensorLensInside = { Inside };")
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:
@@ -156,7 +164,7 @@ class _Explorer:
                 "methods": [
                     {
                         "name": name,
-                        "title": QUESTIONS.get(name, name),
+                        "title": _QUESTIONS.get(name, name),
                         "summary": method.summary,
                         "takes_target": method.takes_target,
                         "is_of_tensor": is_of_tensor(name),
@@ -172,39 +180,28 @@ class _Explorer:
 
     # Questions --------------------------------------------------------------------------------------------------------
 
-    async def open(self, request: Request) -> Response:
-        document = await self._json(request)
-        name = document.get("model") if isinstance(document, dict) else None
-        if not isinstance(name, str):
-            raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
-        return self._stream(request, lambda job: self.answers.open_model(job, name))
+    def _questions(self) -> dict[str, Callable[[Any], Work]]:
+        """By address, from the document of a question to the work that answers it."""
+        answers, limits = self.answers, self.limits
+        return {
+            "open": lambda asked: partial(answers.open_model, name=read_model(asked)),
+            "map": lambda asked: partial(answers.map, ask=read_ask(asked, limits)),
+            "answer": lambda asked: partial(self.explained.explain, ask=read_answer_ask(asked, limits)),
+            "predictions": lambda asked: partial(
+                answers.predict, subject=read_subject(asked, limits), out_token=read_output(asked)
+            ),
+            "inside": lambda asked: partial(answers.inside, ask=read_ask(asked, limits)),
+            "ablate": lambda asked: partial(
+                answers.ablate, ask=read_ask(asked, limits), component=read_component(asked)
+            ),
+            "why": lambda asked: partial(answers.why, ask=read_ask(asked, limits), score=read_score(asked)),
+        }
 
-    async def map(self, request: Request) -> Response:
-        ask = read_ask(await self._json(request), self.limits)
-        return self._stream(request, lambda job: self.answers.map(job, ask))
+    def _question(self, name: str, read: Callable[[Any], Work]) -> Route:
+        async def ask(request: Request) -> Response:
+            return self._stream(request, read(await self._json(request)))
 
-    async def answer(self, request: Request) -> Response:
-        ask = read_answer_ask(await self._json(request), self.limits)
-        return self._stream(request, lambda job: self.explained.explain(job, ask))
-
-    async def predict(self, request: Request) -> Response:
-        document = await self._json(request)
-        subject, out_token = read_subject(document, self.limits), read_output(document)
-        return self._stream(request, lambda job: self.answers.predict(job, subject, out_token))
-
-    async def inside(self, request: Request) -> Response:
-        ask = read_ask(await self._json(request), self.limits)
-        return self._stream(request, lambda job: self.answers.inside(job, ask))
-
-    async def ablate(self, request: Request) -> Response:
-        document = await self._json(request)
-        ask, component = read_ask(document, self.limits), read_component(document)
-        return self._stream(request, lambda job: self.answers.ablate(job, ask, component))
-
-    async def why(self, request: Request) -> Response:
-        document = await self._json(request)
-        ask, score = read_ask(document, self.limits), read_score(document)
-        return self._stream(request, lambda job: self.answers.why(job, ask, score))
+        return Route(f"/api/{name}", ask, methods=["POST"])
 
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)
@@ -217,7 +214,7 @@ class _Explorer:
         name = f"saved-{request.path_params['number']}"
         found = self._kept(name)
         async with self.conversions:
-            event = {"type": "done", "result": name, "map": await run_in_threadpool(_payload, found)}
+            event = {"type": "done", "result": name, "map": await run_in_threadpool(lambda: payload(found.view()))}
         return StrictJson(event | facts(found))
 
     async def download(self, request: Request) -> Response:
@@ -286,7 +283,7 @@ class _Explorer:
             self.files.put(key, made, len(made))
         return made
 
-    def _stream(self, request: Request, work: Callable[[Job], Event]) -> Response:
+    def _stream(self, request: Request, work: Work) -> Response:
         """Queue the work and give its news line by line as they come."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         client = request.client.host if request.client else ""
@@ -305,7 +302,7 @@ class _Explorer:
                 if not events:
                     events = [{"type": "beat"} if ahead is None else {"type": "waiting", "ahead": ahead}]
                 for event in events:
-                    yield strict_json(event) + "\n"
+                    yield to_json(event, ascii_only=True) + "\n"
                 if events[-1]["type"] in ("done", "error"):
                     return
                 await _quietly(asyncio.wait_for(news.wait(), _HEARTBEAT))
@@ -328,7 +325,7 @@ def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
 
 
 def _number(text: str) -> int:
-    """A number out of an address; more than any list has if it is none."""
+    """A number from an address; larger than any list if it is not one."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 10**6
 
 
@@ -343,10 +340,6 @@ def _static(name: str) -> Response:
 def _files() -> dict[str, bytes]:
     """The page's files by name: what is asked for is looked up here and never on disk."""
     return {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _KINDS}
-
-
-def _payload(found: TokenMap) -> dict[str, Any]:
-    return payload(found.view())
 
 
 def _saved(found: TokenMap, suffix: str) -> bytes:

@@ -11,7 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -71,10 +71,6 @@ class FamilyRecord:
     blocks: str = ""
     shape: tuple[int, ...] = ()
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record as plain data."""
-        return asdict(self)
 
 
 def cases(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ and certified: value, linearity away from the input, adjoint identity, completen
 and composition of blocks; the model was bit for bit the same afterwards. *Error* is the largest of these errors;
 models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *B unexplained* is what is left of
 the bias after the contributions of all additive parameters (joint homogeneity): a part of the input wrongly held would
-show here. What does show are constants of the model's own code: running means of batch norms, clamps, the 1 in
-(u + 1) ⊙ φ(g), fixed positions added inside, and what a model leads around its blocks (`swin2sr`). *not built* with
+show here. What does show is constants in the model's own code: running means of batch norms, clamps, the 1 in
+(u + 1) ⊙ φ(g), fixed positions added inside, and what a model passes around its blocks (`swin2sr`). *not built* with
 SDPA mostly means that transformers offers none.
 
-A blank under *conventions* means that no product of two live tensors carries gradient, so that the rules alone say what
+A blank under *conventions* means that no product of two live tensors carries gradient, so the rules alone say what
 T is. Gated feed-forwards follow `Rules(gate=...)`. In recurrences what gates is held and what is carried stays linear:
 
 {roles}
@@ -42,7 +43,7 @@ def write_table(records: Iterable[FamilyRecord], path: Path) -> None:
     """Write the records as JSON to `path` and as a page beside it, with the suffix ``.md``."""
     ordered = sorted(records, key=lambda record: (record.task, record.model_type, record.attention))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"versions": versions(), "records": [record.as_dict() for record in ordered]})
+    write_json(path, {"versions": versions(), "records": [asdict(record) for record in ordered]})
     whole = path.with_suffix(".md")
     _, heading, strangers = whole.read_text("utf-8").partition(STRANGERS) if whole.exists() else ("", "", "")
     write_text(whole, page(ordered) + (f"\n{heading}{strangers}" if heading else ""))

@@ -7,7 +7,7 @@ $\Vert F(X+\epsilon) - F(X)\Vert$, the error of predicting no change ($T = 0$), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def random_directions(T: AttentionTensor, n: int, seed: int) -> list[Direction]:
 
 
 def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[int] = ()) -> list[Direction]:
-    """Directions towards other tokens: one position a direction, its token replaced by another of the same vocabulary.
+    """Directions towards other tokens: one position per direction, its token replaced by another of the vocabulary.
 
     Args:
         T: At an input given by token ids; for others there are none.
@@ -158,12 +158,4 @@ def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[s
 
 def as_record(direction: Direction, errors: Errors) -> dict[str, Any]:
     """Plain data of one direction."""
-    return {
-        "kind": direction.kind,
-        "name": direction.name,
-        "natural_size": direction.natural_size,
-        "sizes": errors.sizes,
-        "tensor": errors.tensor,
-        "jacobian": errors.jacobian,
-        "nothing": errors.nothing,
-    }
+    return {name: getattr(direction, name) for name in ("kind", "name", "natural_size")} | asdict(errors)

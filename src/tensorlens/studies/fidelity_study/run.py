@@ -93,10 +93,7 @@ def fidelity(
     described = [_described(lens, one) for one in several]
     run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": asdict(chosen)})
     run.work(len(several), lambda i: measure(lens, several[i], chosen), progress)
-    summary = run.complete(len(several), summarise)
-    if run.processes.is_first:
-        write_report(run, summary)
-    return StudyResult(folder=run.folder, summary=summary)
+    return run.finish(len(several), summarise, write_report)
 
 
 def _is_list_of_texts(inputs: Any) -> bool:

@@ -152,6 +152,9 @@ READS = {
 }
 """By program: the places that the output at place i reads."""
 
+OUTPUTS = {"first": "first_", "reverse": "reverse_", "sort_unique": "sort_", "hist": "hist_", "fraction_of_x": "frac_"}
+"""By program: how the names of the channels begin that hold its output."""
+
 
 def compiled_programs(folder: Path, *, limit: int | None = None) -> Judge:
     """The judge of a folder of compiled programs.
@@ -202,20 +205,10 @@ def _items(program: str, sizes: dict[str, Any]) -> list[Item]:
 
 
 def _channel(sizes: dict[str, Any], value: Any) -> int | None:
-    """The channel of the stream that holds an output; the output's name is the one that no input has."""
-    labels = sizes["residual_labels"]
-    inputs = ("indices", "one", "tokens")
-    names = {
-        "first": "first_",
-        "reverse": "reverse_",
-        "sort_unique": "sort_",
-        "hist": "hist_",
-        "fraction_of_x": "frac_",
-    }
-    wanted = names[sizes["program"]]
-    for channel, label in enumerate(labels):
+    """The channel of the stream that holds an output."""
+    for channel, label in enumerate(sizes["residual_labels"]):
         name, _, of = label.partition(":")
-        is_output = name.startswith(wanted) and name not in inputs and "selector_width" not in name
+        is_output = name.startswith(OUTPUTS[sizes["program"]]) and "selector_width" not in name
         if is_output and (not sizes["output_is_categorical"] or of == str(value)):
             return channel
     return None

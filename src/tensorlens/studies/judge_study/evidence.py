@@ -55,7 +55,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     for words in (part.strip() for part in wanted.split(";")):
         found = whole_words(prefix, words)
         if not words or not found:
-            raise InputError(f"The evidence {words!r} does not stand in the prefix {prefix!r:.80}.")
+            raise InputError(f"The evidence {words!r} is not in the prefix {prefix!r:.80}.")
         spans += found
     units, labels = prompt.groups("words")
     tokens = prompt.tokens_at(spans)

@@ -12,10 +12,8 @@ from tensorlens.studies.judge_study.items import Item, Judge
 from tensorlens.studies.judge_study.methods import default_methods
 from tensorlens.studies.judge_study.options import JudgeOptions
 from tensorlens.studies.judge_study.pairs import Patcher, members_of
-from tensorlens.studies.judge_study.scoring import Scorer, _short, last_logits
+from tensorlens.studies.judge_study.scoring import WRONG, Scorer, last_logits, short
 from tensorlens.studies.judge_study.single_tokens import true_effects
-
-WRONG = "the model is wrong"
 
 
 class Measurement:
@@ -57,7 +55,7 @@ class Measurement:
 
     def _effects(self, lens: Lens, item: Item, target: Target, logits: Any) -> list[float]:
         assert isinstance(target, int), "an effect is one of a token"
-        return [_short(one) for one in true_effects(lens, item, target, float(logits[target]))]
+        return [short(one) for one in true_effects(lens, item, target, float(logits[target]))]
 
     def _methods(self, item: Item) -> Sequence[str]:
         return default_methods(long=item.judge == "needles") if self.options.methods is None else self.options.methods

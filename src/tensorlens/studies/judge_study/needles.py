@@ -78,7 +78,7 @@ def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], leng
         raise InputError("Expected an object with `question`, `needles` and `gt_answers`.") from None
     found = whole_words(needle, answer)
     if not found:
-        raise InputError(f"The answer {answer!r} does not stand in its needle.")
+        raise InputError(f"The answer {answer!r} is not in its needle.")
     ending = f" Question: {question} Answer: {needle[: found[0][0]]}".rstrip()
     text, spans, n_context = _context(lens, hidden, hay, length - _n_tokens(lens, ending), row)
     prompt = Prompt(lens, text + ending)

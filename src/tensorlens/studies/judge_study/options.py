@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tensorlens.studies.judge_study import JUDGES
 from tensorlens.studies.judge_study.methods import check_methods
 from tensorlens.studies.judge_study.peers import PEERS
 from tensorlens.studies.options import check_positive, checked_names
-
-JUDGES = ("evidence", "tracr", "single_tokens", "needles", "patching", "perturbation")
-"""Every judge by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +17,7 @@ class JudgeOptions:
 
     Attributes:
         judges: Which of `JUDGES`.
-        methods: Names of maps, with the member of the family behind an @ (``tensor.in_class@attn_lrp``); all if None.
+        methods: Names of maps, with the member of the family after an @ (``tensor.in_class@attn_lrp``); all if None.
         peers: Which of `PEERS` are judged beside them, each in a process of its own.
         limit: Items of each set, at most.
         lengths: Of needles: about how many tokens a prompt has.

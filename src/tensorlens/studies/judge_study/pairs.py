@@ -19,9 +19,9 @@ from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
 from tensorlens.studies.judge_study.items import Item, Judge
 from tensorlens.studies.judge_study.prompts import Prompt
-from tensorlens.studies.judge_study.scoring import _now, _reason, _short
+from tensorlens.studies.judge_study.scoring import WRONG, now, reason_of, short
 from tensorlens.studies.judge_study.set_files import cell_of, items_of
-from tensorlens.studies.members import MEMBERS, rules_of
+from tensorlens.studies.members import MEMBERS, member_lens
 
 MEASURES = ("pearson", "spearman")
 
@@ -81,10 +81,7 @@ class Patcher:
     """Predicted effects by every member, and the true ones once."""
 
     def __init__(self, lens: Lens, members: Sequence[str]) -> None:
-        self.lenses = {
-            member: Lens(lens.model, lens.processor, rules=rules_of(member, lens.rules), name=lens.name)
-            for member in members
-        }
+        self.lenses = {member: member_lens(lens, member) for member in members}
 
     def record(self, item: Item) -> dict[str, Any]:
         """Predicted effects by member over the components whose true effect is known."""
@@ -93,34 +90,28 @@ class Patcher:
         for member, lens in self.lenses.items():
             name = f"patching@{member}"
             try:
-                began = _now()
-                made = self._patching(lens, item, verify=False)
-                found["seconds"][name] = _short(_now() - began)
-                truth = truth or self._patching(lens, item, verify=True)
+                began = now()
+                made = _patching(lens, item, verify=False)
+                found["seconds"][name] = short(now() - began)
+                truth = truth or _patching(lens, item, verify=True)
             except (TensorLensError, torch.OutOfMemoryError) as error:
-                found["missing"][name] = _reason(error)
+                found["missing"][name] = reason_of(error)
                 continue
-            known = _known(truth)
-            found["scores"][name] = [_short(one) for one in made.predicted[known].tolist()]
+            assert truth.true is not None, "asked for"
+            found["scores"][name] = [short(one) for one in made.predicted[~truth.true.isnan()].tolist()]
         if truth is None:
             return {"left_out": next(iter(found["missing"].values()))}
         if truth.clean <= 0:
-            return {"left_out": "the model is wrong"}
-        known = _known(truth)
+            return {"left_out": WRONG}
         assert truth.true is not None, "asked for"
-        found["truth"] = [_short(one) for one in truth.true[known].tolist()]
+        known = ~truth.true.isnan()
+        found["truth"] = [short(one) for one in truth.true[known].tolist()]
         found["labels"] = [str(truth.labels[k]) for k in np.flatnonzero(known.numpy())]
         return found
 
-    def _patching(self, lens: Lens, item: Item, *, verify: bool) -> Patching:
-        return patching(
-            lens, list(item.ids), list(item.extra["corrupted"]), item.extra["weights"], verify=verify
-        )  # fmt: skip
 
-
-def _known(truth: Patching) -> torch.Tensor:
-    assert truth.true is not None, "asked for"
-    return ~truth.true.isnan()
+def _patching(lens: Lens, item: Item, *, verify: bool) -> Patching:
+    return patching(lens, list(item.ids), list(item.extra["corrupted"]), item.extra["weights"], verify=verify)
 
 
 def members_of(methods: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from tensorlens.lens import Lens
 from tensorlens.studies.judge_study.methods import WORD_OVERLAP, default_methods
 from tensorlens.studies.judge_study.options import JudgeOptions
-from tensorlens.studies.members import rules_of, split
+from tensorlens.studies.members import member_lens, split
 from tensorlens.studies.perturbation_study.run import perturbation
 
 N_TOKENS = 128
@@ -30,7 +30,7 @@ def perturbed(lens: Lens, file: Path, out: Path, options: JudgeOptions, progress
     areas: dict[str, Any] = {}
     for member in dict.fromkeys(split(name)[1] for name in names):
         chosen = [name for name in names if split(name)[1] == member and name != WORD_OVERLAP]
-        other = Lens(lens.model, lens.processor, rules=rules_of(member, lens.rules), name=lens.name)
+        other = member_lens(lens, member)
         result = perturbation(
             other, file, out / f"perturbation-{member}", methods=[split(name)[0] for name in chosen], cut="windows",
             n_tokens=N_TOKENS, limit=options.limit, norm_probes=16, seed=options.seed, progress=progress,

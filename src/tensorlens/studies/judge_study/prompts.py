@@ -9,7 +9,7 @@ from typing import Any
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import find_groups
-from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.plain_text import check_unicode
 
 Span = tuple[int, int]
@@ -39,7 +39,7 @@ class Prompt:
         self.offsets = [None if pair is None or pair[0] == pair[1] else pair for pair in offsets]
         if self.offsets[-1] is None:
             raise InputError("Judges of the next word need a language model that reads from left to right.")
-        self.labels = _labels(lens, self.made, len(self.ids))
+        self.labels = self.made.labels(len(self.ids), lens.model, lens.processor)
 
     def groups(self, kind: str) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
         """The tokens of each word or sentence with its label; tokens that are no text belong to none."""
@@ -64,10 +64,6 @@ class Prompt:
         if tuple(whole[: len(self.ids)]) != self.ids or len(whole) <= len(self.ids):
             raise InputError(f"The prefix has other tokens in front of {continuation!r} than alone.")
         return int(whole[len(self.ids)])
-
-
-def _labels(lens: Lens, made: ModelInput, n_tokens: int) -> tuple[str, ...]:
-    return made.labels(n_tokens, lens.model, lens.processor)
 
 
 def whole_words(text: str, words: str) -> list[Span]:

@@ -9,9 +9,9 @@ from tensorlens.studies.pages import Section, as_markdown, write_page
 from tensorlens.studies.runs import Run
 
 
-def judge_table(found: dict[str, Any], measure: str | None = None) -> str:
+def judge_table(found: dict[str, Any]) -> str:
     """A Markdown table of one judge: what each method gets, its interval, its difference to the paper's T, its cost."""
-    measure = measure or next(iter(found["measures"]))
+    measure = next(iter(found["measures"]))  # the one that ranks
     compared = found["measures"][measure]
     rows = []
     for name, one in compared["methods"].items():
@@ -29,10 +29,9 @@ def judge_table(found: dict[str, Any], measure: str | None = None) -> str:
     return as_markdown(rows)
 
 
-def set_table(found: dict[str, Any], measure: str | None = None) -> str:
+def set_table(found: dict[str, Any]) -> str:
     """A Markdown table of one judge, by set."""
-    measure = measure or next(iter(found["measures"]))
-    compared = found["measures"][measure]
+    compared = next(iter(found["measures"].values()))
     sets = list(compared["random_by_set"])
     rows = [
         {"method": name} | {one: _number(method.get("sets", {}).get(one)) for one in sets}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tensorlens.studies.results import StudyResult
 from tensorlens.studies.runs import Run
 
 PERTURBATION = "perturbation"
+TEXT = Path("wikitext-2") / "valid.txt"
 REFERENCES = {"patching": "patching@paper"}
 """What differences are taken to, where it is not In+Class by the paper's rules."""
 
@@ -60,45 +60,37 @@ def judge(
     run = Run(out, "judge", _settings(lens, judges, chosen))
     measurement = Measurement(lens, judges, items, chosen)
     run.work_in_groups(groups_of(items, chosen.group_size), measurement.measure, progress)
-    peers: dict[str, Any] = {}
+    areas: dict[str, Any] = {}
 
     def with_peers(records: list[dict[str, Any]]) -> dict[str, Any]:
-        peers.update(ask_peers(lens, run, items, records, chosen))
+        peers = ask_peers(lens, run, items, records, chosen)  # puts their scores into the records
         return summarise(records, run.settings) | {"peers": peers} | areas
 
-    areas: dict[str, Any] = {}
     if PERTURBATION in chosen.judges:
-        areas[PERTURBATION] = perturbed(lens, _text(folder, PERTURBATION), run.folder, chosen, progress)
-    summary = run.complete(len(items), with_peers)
-    if run.processes.is_first:
-        write_report(run, summary)
-    return StudyResult(folder=run.folder, summary=summary)
+        areas[PERTURBATION] = perturbed(lens, _needed(PERTURBATION, folder / TEXT), run.folder, chosen, progress)
+    return run.finish(len(items), with_peers, write_report)
 
 
 def _judge(name: str, lens: Lens, folder: Path, options: JudgeOptions) -> Judge:
     if not folder.is_dir():
         raise InputError(f"Expected a folder of judges; there is none at {str(folder)!r}.")
-    hay = _text(folder, name) if name in ("needles", "single_tokens") else folder
-    make = {
-        "evidence": partial(evidence, lens, _evidence_folder(folder), limit=options.limit),
-        "tracr": partial(compiled_programs, folder / "tracr", limit=options.limit),
-        "needles": partial(needles, lens, folder / "needles", hay, limit=options.limit, lengths=options.lengths),
-        "patching": partial(patching_pairs, lens, folder / "pairs", limit=options.limit),
-        "single_tokens": partial(
-            single_tokens, lens, hay, limit=options.limit, n_tokens=options.n_tokens, seed=options.seed
-        ),
-    }
-    needed = {"tracr": folder / "tracr", "needles": folder / "needles", "patching": folder / "pairs"}
-    if name in needed and not needed[name].is_dir():
-        raise InputError(f"The judge {name!r} needs {str(needed[name])!r}, which is not there.")
-    return make[name]()
+    limit = options.limit
+    if name == "evidence":
+        return evidence(lens, _evidence_folder(folder), limit=limit)
+    if name == "tracr":
+        return compiled_programs(_needed(name, folder / "tracr"), limit=limit)
+    if name == "patching":
+        return patching_pairs(lens, _needed(name, folder / "pairs"), limit=limit)
+    text = _needed(name, folder / TEXT)
+    if name == "needles":
+        return needles(lens, _needed(name, folder / "needles"), text, limit=limit, lengths=options.lengths)
+    return single_tokens(lens, text, limit=limit, n_tokens=options.n_tokens, seed=options.seed)
 
 
-def _text(folder: Path, name: str) -> Path:
-    place = folder / "wikitext-2" / "valid.txt"
-    if not place.is_file():
-        raise InputError(f"The judge {name!r} needs {str(place)!r}, which is not there.")
-    return place
+def _needed(name: str, path: Path) -> Path:
+    if not path.exists():
+        raise InputError(f"The judge {name!r} needs {str(path)!r}, which is not there.")
+    return path
 
 
 def _evidence_folder(folder: Path) -> Path:

@@ -19,8 +19,10 @@ from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.plain_pass import evaluating
 from tensorlens.studies.judge_study.items import Item
 from tensorlens.studies.judge_study.methods import WORD_OVERLAP
-from tensorlens.studies.members import rules_of, split
+from tensorlens.studies.members import member_lens, split
 
+WRONG = "the model is wrong"
+"""Why an item is left out that the model does not know."""
 PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""
 
@@ -38,10 +40,7 @@ class Scorer:
 
     def __init__(self, lens: Lens, methods: Sequence[str]) -> None:
         members = dict.fromkeys(split(name)[1] for name in methods)
-        self.lenses = {
-            member: Lens(lens.model, lens.processor, rules=rules_of(member, lens.rules), name=lens.name)
-            for member in members
-        }
+        self.lenses = {member: member_lens(lens, member) for member in members}
         self.methods = {
             member: [name for name in methods if split(name)[1] == member and name != WORD_OVERLAP]
             for member in members
@@ -63,16 +62,16 @@ def _score_member(
     lens: Lens, items: Sequence[Item], targets: Sequence[Target], names: Sequence[str], found: list[Found]
 ) -> None:
     try:
-        began = _now()
+        began = now()
         batch = Batch(lens, [lens.prepare(list(item.ids)) for item in items])
-        recorded = _now() - began
+        recorded = now() - began
     except (TensorLensError, torch.OutOfMemoryError) as error:
         for one in found:
-            one["missing"] |= dict.fromkeys(names, _reason(error))
+            one["missing"] |= dict.fromkeys(names, reason_of(error))
         return
     tensors: list[Any] = []
     for name in names:
-        began, base = _now(), split(name)[0]
+        began, base = now(), split(name)[0]
         try:
             if base in BATCHED:
                 maps = batch.maps(
@@ -84,12 +83,12 @@ def _score_member(
                 maps = [_single(tensors[i], base, items[i].out_token, targets[i]) for i in range(len(items))]
         except (TensorLensError, torch.OutOfMemoryError) as error:
             for one in found:
-                one["missing"][name] = _reason(error)
+                one["missing"][name] = reason_of(error)
             continue
-        seconds = (recorded + _now() - began) / len(items)
+        seconds = (recorded + now() - began) / len(items)
         for item, one, made in zip(items, found, maps, strict=True):
             one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
-            one["seconds"][name] = _short(seconds)
+            one["seconds"][name] = short(seconds)
 
 
 def _single(tensor: Any, method: str, out_token: int, target: Target) -> Any:
@@ -98,7 +97,7 @@ def _single(tensor: Any, method: str, out_token: int, target: Target) -> Any:
 
 def unit_sums(item: Item, scores: Sequence[float]) -> list[float]:
     """The scores of the tokens of each unit, added up."""
-    return [_short(sum(scores[k] for k in unit)) for unit in item.units]
+    return [short(sum(scores[k] for k in unit)) for unit in item.units]
 
 
 def word_overlap(item: Item) -> list[float]:
@@ -116,20 +115,23 @@ def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -
     device = next(lens.model.parameters()).device
     _, arguments = lens.recording_arguments({"input_ids": torch.tensor(list(ids), device=device)})
     if out_token == -1 and "logits_to_keep" in forward_parameters(lens.model):
-        arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills a memory
+        arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills the memory
     with torch.no_grad(), evaluating(lens.model):
         return lens.model(**arguments).logits[:, out_token].float().cpu()
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds on a clock, when everything asked of a GPU so far is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
+    """Seven digits, as records hold them."""
     return float(f"{value:.7g}")

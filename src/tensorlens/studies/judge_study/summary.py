@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tensorlens.studies.judge_study.measures import MEASURES
+from tensorlens.studies.resampling import N_RESAMPLES
 
-N_RESAMPLES = 2000
 REFERENCE = "tensor.in_class"
 """The paper's operator: every other method has its difference to it beside it."""
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tensorlens.freezing.layouts import state_of
 from tensorlens.lens import Lens
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.plain_pass import evaluating, hooked
@@ -94,7 +95,7 @@ class PlainModel:
     def _states(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
         """The state after the final norm, and the model's output."""
         states: list[Tensor] = []
-        keep = hooked(after=[(self.body, lambda module, args, output: states.append(_state(output)))])
+        keep = hooked(after=[(self.body, lambda module, args, output: states.append(state_of(output)))])
         with keep, torch.inference_mode(), evaluating(self.model), _without_padding(self.model):
             output = self.model(**inputs, **self.options, **options)
         return states[0], output
@@ -128,11 +129,6 @@ def _without_padding(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         config.pad_token_id = found
-
-
-def _state(output: Any) -> Tensor:
-    found = getattr(output, "last_hidden_state", None)
-    return found if found is not None else output[0]
 
 
 def _join(parts: Sequence[Outputs]) -> Outputs:

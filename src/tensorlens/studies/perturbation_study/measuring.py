@@ -20,6 +20,7 @@ from tensorlens.studies.perturbation_study.measures import ORDERS, masks_along, 
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.sample_maps import Missing, SampleMaps
 from tensorlens.studies.perturbation_study.subjects import Sample, Subject, maskable
+from tensorlens.studies.resampling import short
 
 N_EXAMPLES = 3
 """Samples whose maps are kept for the report."""
@@ -166,7 +167,7 @@ class Measurement:
             for preset in self.options.presets
             for replacement, of_replacement in zip(self.options.replacements or (), cells, strict=True)
         }
-        power = _short(one.clean.states[0].square().mean())
+        power = short(one.clean.states[0].square().mean())
         return {"n_tokens": one.sample.n_tokens, "state_power": power, "conditions": conditions}
 
 
@@ -198,10 +199,6 @@ def _cell(orders: Sequence[str], rows: Tensor, changes: Changes) -> dict[str, An
     for order in ORDERS:
         chosen = rows[[i for i, one in enumerate(orders) if one == order]]
         cell[order] = {
-            metric: [0.0, *(_short(value) for value in values[chosen].mean(0))] for metric, values in changes.items()
+            metric: [0.0, *(short(value) for value in values[chosen].mean(0))] for metric, values in changes.items()
         }
     return cell
-
-
-def _short(value: Any) -> float:
-    return float(f"{float(value):.9g}")

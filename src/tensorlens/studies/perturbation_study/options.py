@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tensorlens.errors import InputError
 from tensorlens.maps.methods import METHODS
-from tensorlens.studies.members import MEMBERS, split
+from tensorlens.studies.members import check_member, split
 from tensorlens.studies.options import check_positive, checked_names
 from tensorlens.studies.perturbation_study.measures import GRID, check_grid
 from tensorlens.studies.perturbation_study.subjects import Cut
@@ -72,14 +72,9 @@ class PerturbationOptions:
 
 
 def _checked_methods(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of maps, each once, with the member behind an @."""
+    """Names of maps, each once, with the member after an @."""
     names = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     checked_names([split(name)[0] if isinstance(name, str) else name for name in names], METHODS, "methods")
     for name in names:
-        base, member = split(name)
-        if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
-            known = ", ".join(MEMBERS)
-            raise InputError(
-                f"Expected behind an @ one of {known}, and a method of the tensor before it; got {name!r}."
-            )
+        check_member(name)
     return names

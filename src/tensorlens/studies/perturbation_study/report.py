@@ -10,6 +10,8 @@ from typing import Any
 from tensorlens.errors import MissingExtraError
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.strict_json import to_json
+from tensorlens.studies.pages import html_table
+from tensorlens.studies.results import best_first
 from tensorlens.studies.runs import Run
 from tensorlens.views.page import page
 from tensorlens.views.study_figures.canvas import figure_svg
@@ -38,12 +40,11 @@ STYLE = """
 """
 
 
-def write_report(run: Run) -> Path:
+def write_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` and the curves as `figures/*.svg` from what the run's folder holds."""
-    summary = run.summary or {}
     sections = []
     for condition, order, metric, result in each_result(summary):
-        curves = {name: result["methods"][name]["curve"] for name in best_first(result, order)}
+        curves = {name: result["methods"][name]["curve"] for name in best_first(result["methods"], order)}
         title = f"{condition}: {TITLES[order, metric]}"
         try:
             svg = figure_svg(
@@ -58,7 +59,7 @@ def write_report(run: Run) -> Path:
     views = [TokenMap.load(path).view() for path in _examples(run.folder, summary)]
     document = page(views, title=f"Perturbation study of {run.settings['model']}")
     text = f"{STYLE}<main class='study'>{_head(run, summary)}{''.join(sections)}{_missing(summary)}{_again(run)}</main>"
-    return run.write_text("report.html", document.replace("<body>", f"<body>\n{text}", 1))
+    run.write_text("report.html", document.replace("<body>", f"<body>\n{text}", 1))
 
 
 def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
@@ -67,12 +68,6 @@ def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dic
         for order, metric in TITLES:
             if metric in found.get(order, {}):
                 yield condition, order, metric, found[order][metric]
-
-
-def best_first(result: Mapping[str, Any], order: str) -> list[str]:
-    """The methods by their area, the best at the top."""
-    methods = result["methods"]
-    return sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
 
 
 def _head(run: Run, summary: Mapping[str, Any]) -> str:
@@ -95,11 +90,8 @@ def _head(run: Run, summary: Mapping[str, Any]) -> str:
             found = f"{against['advantage']:+.4g} [{low:+.4g}, {high:+.4g}]"
             cells = [condition, METRICS[metric], against["first"], against["second"], found]
             rows.append([*cells, f"{against['probability']:.3f}"])
-    heads = "".join(
-        f"<th>{name}</th>" for name in ("condition", "metric", "tensor", "baseline", "difference", "ahead in")
-    )
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
-    return "".join(lines) + (f"<table><tr>{heads}</tr>{body}</table>" if rows else "")
+    heads = ("condition", "metric", "tensor", "baseline", "difference", "ahead in")
+    return "".join(lines) + (html_table(heads, rows) if rows else "")
 
 
 def _replaced(settings: Mapping[str, Any]) -> str:
@@ -110,24 +102,19 @@ def _replaced(settings: Mapping[str, Any]) -> str:
 
 
 def _few(n_measured: int) -> str:
-    return f" Of {n_measured} samples they say little." if n_measured < FEW else ""
+    return f" With {n_measured} samples they say little." if n_measured < FEW else ""
 
 
 def _table(result: Mapping[str, Any], order: str) -> str:
     rows = []
-    best = set(result["best"].values())
     each = result.get("tensor_against_each", {})
-    for name in best_first(result, order):
+    for name in best_first(result["methods"], order):
         found = result["methods"][name]
         low, high = found["interval"]
         behind = f"{each[name]['probability']:.3f}" if "probability" in each.get(name, {}) else ""
-        rows.append(
-            f"<tr{' class=best' if name in best else ''}><td>{html.escape(name)}</td><td>{found['auc']:.5g}</td>"
-            f"<td>[{low:.5g}, {high:.5g}]</td><td>{found['n']}</td><td>{behind}</td></tr>"
-        )
-    names = ("method", "AUC", "95 % interval", "samples", "best tensor method ahead in")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        rows.append([name, f"{found['auc']:.5g}", f"[{low:.5g}, {high:.5g}]", str(found["n"]), behind])
+    heads = ("method", "AUC", "95 % interval", "samples", "best tensor method ahead in")
+    return html_table(heads, rows, best=result["best"].values())
 
 
 def _missing(summary: Mapping[str, Any]) -> str:

@@ -61,10 +61,7 @@ def perturbation(
     chosen = _settled(asked, subject)
     run = Run(out, "perturbation", _describe(lens, dataset, subject, chosen))
     run.work_in_groups(_groups(subject, chosen), Measurement(lens, subject, chosen, run.folder).measure, progress)
-    summary = run.complete(len(subject), partial(summarise, settings=run.settings))
-    if run.processes.is_first:
-        write_report(run)
-    return StudyResult(folder=run.folder, summary=summary)
+    return run.finish(len(subject), partial(summarise, settings=run.settings), write_report)
 
 
 def _subject(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Subject:

@@ -20,7 +20,7 @@ from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
-from tensorlens.studies.members import rules_of, split
+from tensorlens.studies.members import member_lens, split
 from tensorlens.studies.perturbation_study.subjects import Sample
 from tensorlens.tensor import AttentionTensor
 
@@ -35,7 +35,7 @@ class SampleMaps:
 
     Args:
         lens: The model.
-        methods: Names in `METHODS`, those of T perhaps with a member behind an @.
+        methods: Names in `METHODS`, those of T perhaps with a member after an @.
         out_token: The output that is explained.
         norm_probes: Estimate `tensor.norm` by this many random probes; exact if None.
         seed: For the probes.
@@ -49,7 +49,8 @@ class SampleMaps:
         for name in methods:
             asked.setdefault(split(name)[1] if "@" in name else None, []).append(name)
         self.works = [
-            _Together(_member(lens, member), names, out_token, norm_probes, seed) for member, names in asked.items()
+            _Together(member_lens(lens, member) if member else lens, names, out_token, norm_probes, seed)
+            for member, names in asked.items()
         ]
 
     def of(self, samples: Sequence[Sample]) -> list[Maps | Missing]:
@@ -69,12 +70,6 @@ class SampleMaps:
             for i, maps in zip(prepared, work.window(list(prepared.values())), strict=True):
                 found[i] = _joined(found[i], maps)
         return [maps if isinstance(maps, str) else {name: maps[name] for name in self.methods} for maps in found]
-
-
-def _member(lens: Lens, member: str | None) -> Lens:
-    if member is None:
-        return lens
-    return Lens(lens.model, lens.processor, rules=rules_of(member, lens.rules), name=lens.name)
 
 
 def _joined(one: Maps | Missing, other: Maps | Missing) -> Maps | Missing:

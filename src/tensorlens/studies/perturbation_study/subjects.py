@@ -25,7 +25,7 @@ Cut = Literal["each", "windows"]
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
 Copies = list[tuple[Tensor, dict[str, Tensor]]]
-"""Inputs with tokens replaced, one a row of masks: groups that run together, each with the places of its rows."""
+"""Inputs with tokens replaced, one per row of masks: groups that run together, each with the places of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,6 @@ class Texts:
         self.min_tokens = min_tokens
         self.before, self.after = _wrapping(self.tokenizer)
         self.names, self.ids = self._samples(limit)
-        self.n_short = self._n_seen - len(self.ids)
         self.is_causal = _is_causal(lens, self.ids)
         self._mean: Tensor | None = None
 
@@ -156,7 +155,7 @@ class Texts:
             token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)
         except InputError:
             token = None
-        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self.n_short}
+        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self._n_seen - len(self.ids)}
         return lengths | {"cut": self.cut, "replacement_token": token}
 
     def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
@@ -266,7 +265,7 @@ def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
 
 def _check_something_is_left(masks: Tensor) -> None:
     if bool(masks.all(1).any()):
-        raise InputError("To delete every token leaves no input. End the grid below 1, or choose another replacement.")
+        raise InputError("Deleting every token leaves no input. End the grid below 1, or choose another replacement.")
 
 
 def _shortened(ids: Tensor, masks: Tensor) -> Copies:
@@ -292,7 +291,6 @@ class Images:
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
     is_causal = False
-    n_short = 0
 
     def __init__(self, lens: Lens, data: Dataset, *, limit: int | None = None) -> None:
         self.lens = lens

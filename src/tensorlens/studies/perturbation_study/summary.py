@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, auc
+from tensorlens.studies.resampling import interval, resampled_means, short
 
-N_RESAMPLES = 2000
 GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}
 
 
@@ -46,7 +46,7 @@ def summarise(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> di
 
 
 def _span(values: Sequence[int]) -> dict[str, Any]:
-    return {"min": min(values), "mean": _short(np.mean(values)), "max": max(values)} if values else {}
+    return {"min": min(values), "mean": short(np.mean(values)), "max": max(values)} if values else {}
 
 
 def _condition(records: Sequence[dict[str, Any]], condition: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -106,12 +106,11 @@ def _best(methods: dict[str, Any], wanted: str, order: str) -> str | None:
 
 def _method(areas: np.ndarray, curves: np.ndarray, seed: int) -> dict[str, Any]:
     present = np.isfinite(areas)
-    low, high = _interval(_resampled(areas[present], seed))
     return {
         "n": int(present.sum()),
-        "auc": _short(areas[present].mean()),
-        "interval": [low, high],
-        "curve": [_short(value) for value in curves[present].mean(0)],
+        "auc": short(areas[present].mean()),
+        "interval": [short(bound) for bound in interval(resampled_means(areas[present], seed))],
+        "curve": [short(value) for value in curves[present].mean(0)],
     }
 
 
@@ -121,32 +120,12 @@ def _against(areas: dict[str, np.ndarray], first: str, second: str, order: str, 
     difference = difference[np.isfinite(difference)] * (1.0 if order == "most" else -1.0)
     if not len(difference):
         return {"first": first, "second": second, "n": 0}
-    resampled = _resampled(difference, seed)
-    low, high = _interval(resampled)
+    resampled = resampled_means(difference, seed)
     return {
         "first": first,
         "second": second,
         "n": len(difference),
-        "advantage": _short(difference.mean()),
-        "interval": [low, high],
-        "probability": _short((resampled > 0).mean() + (resampled == 0).mean() / 2),
+        "advantage": short(difference.mean()),
+        "interval": [short(bound) for bound in interval(resampled)],
+        "probability": short((resampled > 0).mean() + (resampled == 0).mean() / 2),
     }
-
-
-def _resampled(values: np.ndarray, seed: int) -> np.ndarray:
-    """Means of bootstrap resamples. The same seed and number of samples give the same resamples: they are paired."""
-    generator = np.random.default_rng(seed)
-    parts = [
-        values[generator.integers(len(values), size=(100, len(values)))].mean(1) for _ in range(N_RESAMPLES // 100)
-    ]
-    return np.concatenate(parts)
-
-
-def _interval(resampled: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return _short(low), _short(high)
-
-
-def _short(value: Any) -> float:
-    """Nine digits: far more than the data carry, and not the last bits, which depend on the machine."""
-    return float(f"{float(value):.9g}")

@@ -1,4 +1,4 @@
-"""Relations from files: one JSON a relation, read so that a bad file never stops the good ones.
+"""Relations from files: one JSON file per relation, read so that a bad file never stops the good ones.
 
 The format is that of the relations data set (Hernandez et al. 2024): `name`, `prompt_templates` with ``{}`` for the
 subject, `samples` of `subject` and `object`. Tokens and models are the business of `prompts`.

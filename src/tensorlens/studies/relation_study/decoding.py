@@ -19,7 +19,7 @@ from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.operators.mean import MeanTensor
 from tensorlens.studies.plain_pass import plain_pass, read_out
-from tensorlens.studies.relation_study.lre import LinearRelation, LocalLinear
+from tensorlens.studies.relation_study.lre import LocalLinear
 from tensorlens.tensor import AttentionTensor
 
 FORWARD_CHUNK = 32
@@ -145,10 +145,10 @@ def lre_predictor(
     expansions: Sequence[LocalLinear], own: Float[Tensor, "example channel"], test: Float[Tensor, "sample channel"]
 ) -> Predictor:
     """LRE from one start, for the states of the subject's last token."""
-    relation = LinearRelation.mean(expansions)
+    weight = torch.stack([part.weight for part in expansions]).mean(0)
     across = torch.stack([own @ part.weight.T for part in expansions], dim=1)
     biases = torch.stack([part.bias for part in expansions])
-    return _predictor(test @ relation.weight.T, biases, across)
+    return _predictor(test @ weight.T, biases, across)
 
 
 def only_tokens(x: Float[Tensor, "sample token channel"], tokens: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.studies.plain_pass import PlainStates, plain_pass
+from tensorlens.studies.plain_pass import plain_pass
 
 EMBEDDING = "embedding"
 Start = int | str
@@ -38,35 +38,6 @@ class LocalLinear:
     bias: Float[Tensor, "out_channel"]  # noqa: UP037
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearRelation:
-    """The mean of expansions over examples."""
-
-    weight: Float[Tensor, "out_channel in_channel"]
-    bias: Float[Tensor, "out_channel"]  # noqa: UP037
-
-    @classmethod
-    def mean(cls, parts: Sequence[LocalLinear]) -> LinearRelation:
-        """The relation of some examples."""
-        return cls(
-            weight=torch.stack([part.weight for part in parts]).mean(0),
-            bias=torch.stack([part.bias for part in parts]).mean(0),
-        )
-
-    def predict(
-        self, subjects: Float[Tensor, "sample in_channel"], lre_scale: float
-    ) -> Float[Tensor, "sample out_channel"]:
-        r"""$\hat z = \beta \bar W h + \bar b$; the scale touches only the Jacobian's term."""
-        return lre_scale * subjects @ self.weight.T + self.bias
-
-
-def subject_state(states: PlainStates, start: Start, position: int) -> Float[Tensor, "sample in_channel"]:
-    """The subject's state h of each sample of a pass."""
-    state = states.embedded if isinstance(start, str) else states.entering[start]
-    assert state is not None, "a pass over token ids goes through their embedding"
-    return state[:, position]
-
-
 def expand(
     anatomy: Anatomy, ids: Sequence[int], position: int, starts: Sequence[Start]
 ) -> tuple[dict[Start, LocalLinear], dict[Start, Tensor]]:
@@ -85,11 +56,11 @@ def expand(
     inputs = {"input_ids": torch.tensor([list(ids)], device=device), "use_cache": False}
     blocks = [start for start in starts if not isinstance(start, str)]
     states = plain_pass(anatomy, inputs, read=blocks, grad=True)
-    assert states.leaving is not None, "a pass through the blocks leaves the last one"
+    assert states.leaving is not None and states.embedded is not None, "a pass over token ids meets both"
     z = states.leaving[0, -1]
-    sources = [states.embedded if isinstance(start, str) else states.entering[start] for start in starts]
-    jacobians = _jacobians(z, [source for source in sources if source is not None], position)
-    subjects = {start: subject_state(states, start, position)[0].detach() for start in starts}
+    sources = {start: states.embedded if isinstance(start, str) else states.entering[start] for start in starts}
+    jacobians = _jacobians(z, list(sources.values()), position)
+    subjects = {start: source[0, position].detach() for start, source in sources.items()}
     expansions = {
         start: LocalLinear(weight=weight, bias=z.detach() - weight @ subjects[start])
         for start, weight in zip(starts, jacobians, strict=True)

@@ -24,7 +24,7 @@ class Prompt:
     """A text that ends where the object is to be said.
 
     Attributes:
-        text: Examples, one a line, then the query.
+        text: Examples, one per line, then the query.
         ids: Its tokens, with what opens a document.
         subject_tokens: Positions of the query's subject among them; the last one is where LRE reads.
     """
@@ -45,23 +45,6 @@ class Split:
 
     train: tuple[Fact, ...]
     test: tuple[Fact, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aligned:
-    """The facts of a relation that share the most common token lengths.
-
-    Attributes:
-        facts: Those kept.
-        n_before: How many there were.
-        subject_length: Tokens of a subject.
-        line_length: Tokens of a whole example.
-    """
-
-    facts: tuple[Fact, ...]
-    n_before: int
-    subject_length: int
-    line_length: int
 
 
 class Tokens:
@@ -137,7 +120,7 @@ def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject
     )
 
 
-def align(relation: Relation, tokens: Tokens) -> Aligned:
+def align(relation: Relation, tokens: Tokens) -> tuple[Fact, ...]:
     """The facts of the most common (subject, query, line) length; of equally common ones the shortest."""
     by_length: dict[tuple[int, int, int], list[Fact]] = {}
     for fact in relation.facts:
@@ -145,12 +128,7 @@ def align(relation: Relation, tokens: Tokens) -> Aligned:
         line = tokens.encode(f"{prompt.text} {fact.object}")
         by_length.setdefault((len(prompt.subject_tokens), len(prompt.ids), len(line)), []).append(fact)
     lengths = min(by_length, key=lambda key: (-len(by_length[key]), key))
-    return Aligned(
-        facts=tuple(by_length[lengths]),
-        n_before=len(relation.facts),
-        subject_length=lengths[0],
-        line_length=lengths[2],
-    )
+    return tuple(by_length[lengths])
 
 
 def long_objects(relation: Relation, tokens: Tokens) -> list[Problem]:

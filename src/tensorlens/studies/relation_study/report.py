@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tensorlens.errors import MissingExtraError
-from tensorlens.studies.pages import Section, write_page
+from tensorlens.studies.pages import Section, markdown_table, write_page
 from tensorlens.studies.relation_study.summary import METRICS, method_names
 from tensorlens.studies.runs import Run
 from tensorlens.views.study_figures.canvas import figure_svg
@@ -41,7 +41,7 @@ def category_table(summary: dict[str, Any], metric: str = "agreement") -> str:
         rows.append([line, *(f"{found[line][metric]:.2f}" for found in categories.values())])
     if metric == "match":
         rows.append(["the model itself", *(f"{found['model_match']:.2f}" for found in categories.values())])
-    return _markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 def difference_table(summary: dict[str, Any], metric: str = "agreement") -> str:
@@ -56,16 +56,16 @@ def difference_table(summary: dict[str, Any], metric: str = "agreement") -> str:
         for pair in names
         for a, b in [pair.split(" - ")]
     ]
-    return _markdown(["difference", *categories], rows)
+    return markdown_table(["difference", *categories], rows)
 
 
-def start_table(summary: dict[str, Any], metric: str = "agreement") -> str:
-    """A Markdown table over the first block, all relations together."""
+def start_table(summary: dict[str, Any]) -> str:
+    """A Markdown table of agreement over the first block, all relations together."""
     methods = summary["categories"]["all"]["methods"]
-    columns = {family: {s: m for s, m, _, _ in start_points(methods, family, metric)} for family in CURVES}
+    columns = {family: {s: m for s, m, _, _ in start_points(methods, family)} for family in CURVES}
     starts = sorted({start for column in columns.values() for start in column})
     rows = [[str(s), *(f"{column[s]:.2f}" if s in column else "" for column in columns.values())] for s in starts]
-    return _markdown(["first block", *(label for label, _, _ in CURVES.values())], rows)
+    return markdown_table(["first block", *(label for label, _, _ in CURVES.values())], rows)
 
 
 def relation_table(summary: dict[str, Any], metric: str = "agreement") -> str:
@@ -80,12 +80,12 @@ def relation_table(summary: dict[str, Any], metric: str = "agreement") -> str:
             *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in scores),
             f"{relation['majority'][metric]:.2f}", f"{relation['chance'][metric]:.2f}",
         ])  # fmt: skip
-    return _markdown(["relation", "aligned", "tested", *map(_name, shown), "majority", "chance"], rows)
+    return markdown_table(["relation", "aligned", "tested", *map(_name, shown), "majority", "chance"], rows)
 
 
 def left_out_table(summary: dict[str, Any]) -> str:
     """A Markdown table of the relations that do not survive, and why."""
-    return _markdown(["relation", "why"], [[key, reason] for key, reason in summary["left_out"].items()])
+    return markdown_table(["relation", "why"], [[key, reason] for key, reason in summary["left_out"].items()])
 
 
 def survival(summary: dict[str, Any]) -> str:
@@ -135,8 +135,3 @@ def _name(method: str) -> str:
 
 def _with_interval(score: dict[str, float], sign: str = "") -> str:
     return f"{score['mean']:{sign}.2f} [{score['low']:{sign}.2f}, {score['high']:{sign}.2f}]"
-
-
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines)

@@ -35,7 +35,6 @@ from tensorlens.studies.relation_study.decoding import (
 )
 from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand
 from tensorlens.studies.relation_study.prompts import (
-    Aligned,
     Prompt,
     Split,
     Tokens,
@@ -124,12 +123,9 @@ def relations(
     run = Run(out, "relations", _describe(decoder.lens, found, chosen))
     plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
     run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
-    summary = run.complete(
-        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test)
+    return run.finish(
+        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test), write_report
     )
-    if run.processes.is_first:
-        write_report(run, summary)
-    return StudyResult(folder=run.folder, summary=summary)
 
 
 def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> dict[str, Any]:
@@ -158,7 +154,7 @@ class _Decoder:
         self.lens = Lens(lens.model, lens.processor, rules=rules, blocks=lens.anatomy.stack, name=lens.name)
         self.anatomy, self.options = self.lens.anatomy, options
         self.tokens = Tokens(tokenizer_of(lens.processor), options.opening)
-        self._aligned: dict[str, Aligned] = {}
+        self._aligned: dict[str, tuple[Fact, ...]] = {}
         self._is_separable: bool | None = None
         n_blocks = len(self.anatomy.blocks)
         if max(options.starts) >= n_blocks or min(options.starts) < 0:
@@ -175,7 +171,7 @@ class _Decoder:
             self._aligned[relation.key] = align(relation, self.tokens)
         aligned = self._aligned[relation.key]
         head = {"relation": relation.key, "category": relation.category, "split": split}
-        head |= {"n_facts": aligned.n_before, "n_aligned": len(aligned.facts)}
+        head |= {"n_facts": len(relation.facts), "n_aligned": len(aligned)}
         try:
             return head | self._decode(relation, aligned, split)
         except _Skip as skip:
@@ -183,12 +179,12 @@ class _Decoder:
         except TensorLensError as error:
             return head | {"skipped": f"{type(error).__name__}: {error}"}
 
-    def _decode(self, relation: Relation, aligned: Aligned, split: int) -> dict[str, Any]:
+    def _decode(self, relation: Relation, aligned: tuple[Fact, ...], split: int) -> dict[str, Any]:
         options = self.options
         needed = options.n_train + options.min_test
-        if len(aligned.facts) < needed:
-            raise _Skip(f"{len(aligned.facts)} facts of one token length; {needed} are needed")
-        facts = split_facts(aligned.facts, options.n_train, options.seed + split)
+        if len(aligned) < needed:
+            raise _Skip(f"{len(aligned)} facts of one token length; {needed} are needed")
+        facts = split_facts(aligned, options.n_train, options.seed + split)
         train = training_prompts(self.tokens, relation.template, facts.train)
         if len({prompt.layout for prompt in train}) > 1:
             raise _Skip("the training prompts have different token lengths")

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.studies.resampling import interval, resampled_means
+
 METRICS = ("agreement", "match")
-N_DRAWS = 2000
 
 COMPARISONS = (
     ("tensor.full.beta1@0", "lre.fixed@embedding"),
@@ -94,9 +95,9 @@ def _category(relations: list[dict[str, Any]]) -> dict[str, Any]:
         "chance": {metric: _mean([r["chance"][metric] for r in relations]) for metric in METRICS},
         "majority": {metric: _mean([r["majority"][metric] for r in relations]) for metric in METRICS},
         "model_match": _mean([r["model_match"] for r in relations]),
-        "methods": {name: {metric: interval(scores[metric][name]) for metric in METRICS} for name in methods},
+        "methods": {name: {metric: with_interval(scores[metric][name]) for metric in METRICS} for name in methods},
         "differences": {
-            f"{a} - {b}": {metric: interval(scores[metric][a] - scores[metric][b]) for metric in METRICS}
+            f"{a} - {b}": {metric: with_interval(scores[metric][a] - scores[metric][b]) for metric in METRICS}
             for a, b in COMPARISONS
             if a in methods and b in methods
         },
@@ -108,11 +109,10 @@ def share(bits: str) -> float:
     return bits.count("1") / max(len(bits), 1)
 
 
-def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Mean and 95% bootstrap interval of it; the same draws for every method, so that differences are paired."""
-    draws = np.random.default_rng(seed).integers(0, len(values), (N_DRAWS, len(values)))
-    low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
-    return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
+def with_interval(values: np.ndarray) -> dict[str, float]:
+    """Mean and 95% bootstrap interval of it."""
+    low, high = interval(resampled_means(values, seed=0))
+    return {"mean": float(values.mean()), "low": low, "high": high}
 
 
 def _mean(values: Sequence[float]) -> float:

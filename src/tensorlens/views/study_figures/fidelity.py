@@ -34,7 +34,7 @@ KIND_STYLES = {
 
 
 def error_curves(summary: dict[str, Any]) -> Figure:
-    """Error over size on log axes, one panel a kind of direction; then how large each value for the norm is."""
+    """Error over size on log axes, one panel per kind of direction; then how large each value for the norm is."""
     kinds = summary["kinds"]
     figure = new_figure(3.4 * len(kinds) + 3.4, 3.8)
     *axes, last = figure.subplots(1, len(kinds) + 1)

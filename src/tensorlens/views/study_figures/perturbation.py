@@ -1,4 +1,4 @@
-"""Curves of a perturbation run: how far the output moves as more and more tokens go, one line a method."""
+"""Curves of a perturbation run: how far the output moves as more and more tokens go, one line per method."""
 
 from __future__ import annotations
 
