@@ -166,8 +166,8 @@ def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
     before = (
         "T[i] is of an input that is recorded and folded, as every slice after the first; the first one also folds the "
         "blocks. The recording comes before both, once for each input; the Jacobian way has its forward pass inside. "
-        "Recording and first slice are by a new lens, which finds the model's parts first and takes about twice as long: "
-        "by one that knows BERT, a whole In+Out map takes 38 ms with its recording (see *What trust costs*)."
+        "Recording and first slice are by a new lens, which finds the model's parts first and takes twice as long: by "
+        "one that knows BERT, a whole In+Out map takes 38 ms with its recording (see *What trust costs*)."
     )
     return _table("One slice T[i], 128 tokens", heads, rows, before)
 
