@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source, difference, has_sample_axis, length_of, map_of
+from tensorlens.batch import Batch, Source, difference, map_of
 from tensorlens.device_work import aside, beside
 from tensorlens.errors import InputError, NotLinearError, TensorLensError
 from tensorlens.freezing.interception import left_alone
@@ -29,6 +29,7 @@ from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
+from tensorlens.models.collated import has_sample_axis, length_of
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.module_tree import parameters
