@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.freezing import recorder
-from tensorlens.models.plain_pass import containers_of, empty_again
+from tensorlens.models.plain_pass import containers_of, empty_again, own_attributes
 
 
 class MemoryOfOutputs(Plain):
@@ -85,7 +85,7 @@ def test_a_recording_is_compared_with_the_model_once(monkeypatch: pytest.MonkeyP
 def test_a_key_put_in_the_place_of_another_is_noticed() -> None:
     module = nn.Module()
     module.seen = {"before": True}  # type: ignore[assignment]
-    kept = containers_of(module)
+    kept = containers_of(own_attributes(module))
     module.seen.clear()
     module.seen["after"] = True
     empty_again(kept)
