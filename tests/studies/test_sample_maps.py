@@ -13,7 +13,7 @@ from tiny_study import TEXTS, study, tokenizer
 import tensorlens as tl
 from tensorlens import batch as batches
 from tensorlens.batch import difference
-from tensorlens.errors import MethodError
+from tensorlens.errors import InputError
 from tensorlens.folding import pull
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
@@ -109,5 +109,5 @@ def test_members_in_a_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["tensor.in_class@attn_lrb", "rollout.attn@attn_lrp", "tensor.in_clas@jacobian"])
 def test_members_that_do_not_exist(name):
-    with pytest.raises(MethodError, match="@|Did you mean"):
+    with pytest.raises(InputError, match="@|Did you mean"):
         PerturbationOptions(methods=[name])

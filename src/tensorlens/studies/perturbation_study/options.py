@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import METHODS
 from tensorlens.studies.members import check_member, split
 from tensorlens.studies.options import check_positive, checked_names
@@ -76,5 +76,8 @@ def _checked_methods(names: Iterable[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     checked_names([split(name)[0] if isinstance(name, str) else name for name in names], METHODS, "methods")
     for name in names:
-        check_member(name)
+        try:
+            check_member(name)
+        except MethodError as error:
+            raise InputError(f"Expected `methods` that exist. {error}") from None
     return names
