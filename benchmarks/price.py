@@ -35,6 +35,7 @@ once = cache(current_fingerprint)
 
 MODELS: dict[str, Callable[[], Any]] = {
     "bert-base": lambda: hf.BertForMaskedLM(hf.BertConfig()),
+    "minilm": lambda: hf.BertForMaskedLM(hf.BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)),
     "smollm2": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMOLLM2)),  # type: ignore[arg-type]
 }
 
