@@ -35,8 +35,9 @@ def data_set_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]], st
         "batches under way were kept too long, so that memory could run out, batches were halved and Python collected "
         "its garbage for 0.2 s; from run 8 on they are let go, the sample that proves a batch goes beside the next "
         "one, and norms and GELU take fewer kernels. Contributions go by folded blocks from run 4 on, in bands of 32 "
-        "tokens there and of 16 since, from run 7 on by weights laid out for the matrix units."
-        + _peers(found.get("peers", {}))
+        "tokens there and of 16 since, from run 7 on by weights laid out for the matrix units. In "
+        "run 8 smollm2's batches could still be halved on the way; run 9, which the clock ended after two rows, plans "
+        "them with less memory than their graphs may take." + _peers(found.get("peers", {}))
     )
     return heads, rows, before
 
