@@ -113,5 +113,6 @@ def check_several(values: Any) -> None:
 def row_error(row: int, error: TensorLensError) -> InputError:
     """The error of a row, with its number."""
     return InputError(
-        f"Row {row}: {error} To leave such rows out pass `on_error='skip'`; to cut long texts, `truncate=True`."
+        f"Row {row}: {error} To leave such rows out pass `on_error='skip'` (--on-error skip); to cut long "
+        "texts, `truncate=True` (--truncate)."
     )
