@@ -286,11 +286,12 @@ class Work(ABC, Generic[Found]):
         if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way:
             return []
         lengths = [length_of(one) for one in prepared]
-        padded = [i for i, length in enumerate(lengths) if length < max(lengths)]
+        longest = max(lengths)
+        padded = [i for i, length in enumerate(lengths) if length < longest]
         first = self._random.choice(padded or range(len(prepared)))
         if not was_cut and len(padded or prepared) >= MANY:
             return [first]
-        full = [i for i, length in enumerate(lengths) if length == max(lengths)]
+        full = [i for i, length in enumerate(lengths) if length == longest]
         return [*dict.fromkeys((first, full[0], full[-1]))]
 
     def _agree_strictly(self, prepared: list[ModelInput], checked: list[int]) -> bool:
