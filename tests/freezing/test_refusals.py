@@ -186,3 +186,25 @@ def test_a_rule_that_gives_other_numbers_than_the_model_is_noticed_at_once(monke
     monkeypatch.setitem(RULES, "layer_norm", lambda run, function, args, kwargs: linear(run, torch.neg, args[:1], {}))
     with pytest.raises(tl.NotLinearError, match="gave other numbers than by itself"):
         tl.Lens(build("vit"))(sample("vit"))
+
+
+def test_rounding_that_a_model_magnifies_is_not_taken_for_a_missed_step():
+    class Chaotic(nn.Module):
+        def forward(self, x):
+            for _ in range(5):
+                x = torch.sin(200 * x)
+            return x
+
+    T = tl.Lens(with_activation(Chaotic()))([3, 4, 5])
+    certificate = T.certificate()
+    assert not certificate.passed and certificate.errors["value"] > certificate.tolerance
+    assert any("magnifies rounding" in one for one in certificate.reservations)
+
+
+def test_numbers_that_are_not_finite_are_said():
+    class Overflow(nn.Module):
+        def forward(self, x):
+            return x * 1e200 * 1e200
+
+    certificate = tl.Lens(with_activation(Overflow()))([3, 4, 5]).certificate()
+    assert not certificate.passed and any("not finite" in one for one in certificate.reservations)

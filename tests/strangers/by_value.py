@@ -125,7 +125,8 @@ class Watch:
             if read is not None:
                 is_head = isinstance(module, nn.Linear) and module.in_features != module.out_features
                 self.from_head = is_head if self.y is None else self.from_head
-                self.y, self.read_y, self.norm_after = state, read, ""
+                # A copy: an activation that works in place may write into the state.
+                self.y, self.read_y, self.norm_after = state.clone(), read, ""
         return None
 
 
@@ -196,7 +197,8 @@ def _against(
     bad = sorted(((k, e) for k, e in errors.items() if not e <= tolerance), key=lambda item: -item[1])
     if bad:
         return Verdict("wrong", ", ".join(f"{k} {e:.2g}" for k, e in bad), passed)
-    if float(answers["apply"].norm()) < 1e-6 * float(v.norm()):
+    scale = float(T.output.norm() / T.input.norm())
+    if float(answers["apply"].norm()) < 1e-6 * scale * float(v.norm()):
         return Verdict("wrong", "passes nothing of a random state on", passed)
     within = watch.used_within / max(1, watch.used)
     if within < share:

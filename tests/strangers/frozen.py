@@ -31,7 +31,7 @@ MIXERS = {"softmax"}
 MATRIX_PRODUCTS = {"matmul", "__matmul__", "bmm", "mm"}
 SHAPES = {
     "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "__getitem__",
-    "interpolate",
+    "interpolate", "expand", "expand_as", "unsqueeze", "squeeze", "contiguous",
 }  # fmt: skip
 """After which what came out of an activation still did."""
 ARITHMETIC = {
@@ -89,9 +89,12 @@ class Frozen(TorchFunctionMode):
 
     def _activation(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
         z, rest = args[0], args[1:]
+        writes = kwargs.get("inplace", False) or True in rest or func.__name__.endswith("_")
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
         rest = tuple(value for value in rest if value is not True and value is not False)
         result, at_zero = _by_ratio(lambda v: func(v, *rest, **kwargs), z)
+        if writes and not z.is_leaf:  # what reads z again reads what was written
+            result = z.copy_(result)
         self.gates[id(result)] = result, 1 + bool(at_zero.any())
         return result
 
@@ -122,12 +125,14 @@ def _detached(value: Any) -> Any:
 
 
 def _by_ratio(function: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
-    """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held, and its limit where z is 0; and φ(0)."""
+    """φ(z) = φ(0) + ((φ(z) - φ(0))/z)·z with the ratio held, and the derivative where z is 0; and φ(0)."""
     with torch.no_grad():
         at_zero = function(torch.zeros_like(z))
         ratio = (function(z.detach().clone()) - at_zero) / z
-        near = [function(torch.full_like(z, step)) for step in (1e-6, -1e-6)]
-        ratio = torch.where(z == 0, (near[0] - near[1]) / 2e-6, ratio)
+    with torch.enable_grad():
+        zero = torch.zeros_like(z, requires_grad=True)
+        (slope,) = torch.autograd.grad(function(zero * 1).sum(), zero, allow_unused=True)  # times 1: some write
+    ratio = torch.where(z == 0, 0.0 if slope is None else slope, ratio).detach()
     return at_zero + ratio * z, at_zero
 
 

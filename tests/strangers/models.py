@@ -27,7 +27,8 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.dim() > 1:
-                parameter.copy_(noise / math.sqrt(parameter.shape[-1]) if "embed" not in name else noise)
+                n_in = parameter[0].numel() if parameter.dim() == 4 else parameter.shape[-1]  # 4: of a convolution
+                parameter.copy_(noise / math.sqrt(n_in) if "embed" not in name else noise)
             else:
                 parameter.copy_((0.0 if name.endswith("bias") else 1.0) + noise / 3)
     return model

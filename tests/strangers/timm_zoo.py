@@ -83,6 +83,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "convolutions": ("ghostnetv2_100", "densenet121", "botnet26t_256", "hgnetv2_b0", "regnetz_005",
                      "res2net50_14w_8s", "resnetv2_18", "skresnet18", "test_byobnet", "test_efficientnet",
                      "test_nfnet"),
+    "convolutions, other": ("eca_botnext26ts_256", "eca_nfnet_l0", "lambda_resnet50ts", "rexnetr_100", "xception41",
+                            "dla46x_c", "dpn68", "hardcorenas_c", "repghostnet_058", "selecsls42", "ghostnet_050",
+                            "lcnetv2_small", "mobilenetv3_small_100", "cs3darknet_s", "resnest26d"),
+    "blocks, other": ("naflexvit_base_patch16_parfac_gap", "qwen3_vit_88m_enc", "iformer_s", "hiera_small_224",
+                      "mambaout_small", "lowformer_b1", "swiftformer_s", "maxvit_rmlp_tiny_rw_256", "pit_s_224",
+                      "vit_base_patch16_rpn_224", "vit_relpos_medium_patch16_cls_224", "vit_small_resnet26d_224"),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tensorlens.freezing.observe import plain_output
+from tensorlens.freezing.observe import MANY_ROUNDINGS, magnified, plain_output
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.models.around import said_of
@@ -32,7 +32,7 @@ FLOAT32 = TOLERANCES[torch.float32]
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
-TOLERANCE_OF_ONE_CAST = 1e-6
+TOLERANCE_OF_ONE_CAST = 5e-6
 """The same for a float64 model whose own code casts its state to float32 once."""
 
 
@@ -196,7 +196,9 @@ def certify(
         silent=silent,
         held=held_by_module(operator),
         rounded=rounded,
-        reservations=reservations + _reservations(operator, moves, silent),
+        reservations=reservations
+        + _of_numbers(operator, expected, errors["value"], moves)
+        + _reservations(operator, silent),
     )
 
 
@@ -223,8 +225,24 @@ def _without_rounding(
     return errors | {f"{law}, float32": error for law, error in exact.items()}, rounded, (said,) if left_out else ()
 
 
-def _reservations(operator: FrozenOperator, moves: float, silent: tuple[int, ...]) -> tuple[str, ...]:
-    found = [] if moves else ["T V is zero at a random V: everything is held, and B is all of F(X)"]
+def _of_numbers(operator: FrozenOperator, expected: Tensor, error: float, moves: float) -> tuple[str, ...]:
+    """What must be known of the numbers themselves."""
+    if not expected.isfinite().all():
+        return ("the model's own output is not finite at this input: nothing can be proved of it",)
+    if not moves:
+        return ("T V is zero at a random V: everything is held, and B is all of F(X)",)
+    if error <= tolerance(operator.recording) or operator.heads:
+        return ()
+    moved = magnified(operator.recording)
+    said = (
+        "this model magnifies rounding: a change of its first state in the last digit changes its output by "
+        f"{moved:.1e}. A wider type, such as float64, may help"
+    )
+    return (said,) if error <= MANY_ROUNDINGS * moved else ()
+
+
+def _reservations(operator: FrozenOperator, silent: tuple[int, ...]) -> tuple[str, ...]:
+    found: list[str] = []
     anatomy = operator.recording.anatomy
     if anatomy.beside:
         found.append(said_of(anatomy.stack, anatomy.beside))
