@@ -37,3 +37,9 @@ def test_what_comes_around_the_first_state_is_said(is_late: bool):
     model, ids = TwoTowers(is_late), torch.tensor([[3, 5]])
     assert at(model, x=STATE, ids=ids).around == ("other.embed",)
     assert at(model, x=STATE).around == ()
+
+
+def test_what_holds_the_blocks_did_not_run_beside_them():
+    last = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+    anatomy = at(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), last)), input=STATE)
+    assert nn.Sequential in [type(block) for block in anatomy.blocks] and anatomy.beside == ()

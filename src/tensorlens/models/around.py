@@ -46,7 +46,7 @@ def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str
     """
     if not evidence.is_flow_known:
         return ()
-    own = {inner.number for call in (*chain, *encoder) for inner in call.walk()}
+    own = {one.number for call in (*chain, *encoder) for one in (*call.walk(), *call.holders())}
     kinds = {type(call.module) for call in chain}
     before = _before({entering(chain[0]).node}, set(), evidence)
     behind = _after({seen.node for call in chain for seen in call.given}, evidence)
@@ -118,7 +118,8 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
             if is_state and any(sources & evidence.roots(first.node) for first in firsts):
                 raise AnatomyError(
                     f"`{b.path}` takes two states that blocks before it gave, of shapes {entering(b).shape} and "
-                    f"{seen.shape}, both made of the same input; expected one state that goes from block to block."
+                    f"{seen.shape}, both made of the same input; expected one state that goes from block to block. "
+                    "To look at a part in which one of them goes on alone, pass the path of its list as `blocks=`."
                 )
 
 
