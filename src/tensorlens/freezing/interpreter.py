@@ -17,6 +17,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.places import Place, Site
+from tensorlens.freezing.rules.coarse import call_on_coarse
 from tensorlens.freezing.rules.in_place import write_back, write_out
 from tensorlens.freezing.rules.linear import describe, dropout, linear
 from tensorlens.freezing.rules.modules import find_adapter
@@ -223,6 +224,10 @@ class Interpreter:
                 sources = traced_in(args, kwargs)
                 break
             self.n_reads += source.role == "embedding" and rule is not dropout
+        if any([source.role == "coarse" for source in sources]):
+            result = call_on_coarse(self, rule, function, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if kwargs:
             args, kwargs = spelled_alike(name, args, kwargs)
             if kwargs.get("out") is not None:
