@@ -72,6 +72,27 @@ def test_lists_and_dictionaries_of_a_model_are_left_as_they_were(build: Any) -> 
             tl.Lens(model)(ids())
 
 
+class ScaledBlock(Block):
+    """Multiplies by a buffer, and by a tensor that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(1))
+        self.other = torch.ones((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain * self.other
+
+
+@pytest.mark.parametrize("name", ["gain", "other"])
+def test_a_tensor_written_through_data_makes_an_operator_stale(name: str) -> None:
+    model = randomised(Plain(ScaledBlock))
+    T = tl.Lens(model)(ids())
+    getattr(model.blocks[1], name).data.fill_(3.0)  # type: ignore[index]
+    with pytest.raises(tl.TensorLensError, match=name):
+        T.apply(T.input)
+
+
 def test_a_recording_is_compared_with_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
     monkeypatch.setattr(recorder, "refuse_other_numbers", compared.append)

@@ -55,9 +55,19 @@ def comparable(value: Any, objects: Objects, depth: int = 0, within: tuple[int, 
     return id(value)
 
 
-def of_tensor(tensor: Tensor) -> tuple[int, int]:
-    """A tensor: which one, and how often it was written to."""
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+def of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor: which one, how often it was written to, and a few of its numbers, since `.data` counts no writes."""
+    return id(tensor), -1 if tensor.is_inference() else tensor._version, _sampled(tensor)
+
+
+def _sampled(tensor: Tensor) -> bytes | None:
+    """Some numbers of a plain tensor on the CPU; to read a few of a GPU would wait for all its work."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_quantized or tensor.is_conj():
+        return None
+    flat = tensor.detach().view(-1)
+    return flat[:: max(1, flat.numel() // MOST_ITEMS)].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def of_callable(value: Any, objects: Objects, depth: int = 0) -> Any:

@@ -139,6 +139,8 @@ def _is_most(given: Seen, state: Seen) -> bool:
     Or all of them, from a state with several streams that were joined.
     """
     streams = [state.shape[:n] + state.shape[n + 1 :] for n in (1, 2)] if len(state.shape) == 4 else []
+    if len(state.shape) == 3 and state.shape[1] > 1:
+        streams.append((1, *state.shape[1:]))  # they took the place of samples
     if given.shape in streams:
         return True
     tokens = [math.prod(seen.shape[:-1]) for seen in (given, state)]
