@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
-from tensorlens.models.module_tree import named_modules
+from tensorlens.models.fingerprint import fingerprint
 
 
 class Anatomies:
@@ -27,24 +27,12 @@ class Anatomies:
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
-        key = structure_of(self._model), kind_of(arguments)
+        # All but the weights: which parts a model has is for its code, flags and hooks to say.
+        key = fingerprint(self._model, weights=False), kind_of(arguments)
         if key not in self._known:
             found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
             self._known = {known: value for known, value in self._known.items() if known[0] == key[0]} | {key: found}
         return self._known[key]
-
-
-def structure_of(model: nn.Module) -> tuple[Any, ...]:
-    """What an anatomy depends on in a model: its modules, their hooks and their modes of work."""
-    return tuple(
-        (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
-         tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
-        for path, module in named_modules(model).items()
-    )  # fmt: skip
-
-
-def _hooks(module: nn.Module) -> tuple[Any, Any]:
-    return module._forward_pre_hooks, module._forward_hooks
 
 
 def kind_of(value: Any) -> Any:

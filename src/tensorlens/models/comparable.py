@@ -99,7 +99,22 @@ def of_function(function: FunctionType, objects: Objects, depth: int) -> tuple[A
             found.append((name, comparable(value, objects, depth + 1)))
         elif type(value) is FunctionType and value is not function:
             found.append((name, of_callable(value, objects, depth + 1)))
+        elif value is not found and not _is_of_library(getattr(value, "__name__", None) or type(value).__module__):
+            found += _attributes(value, _attribute_names(function.__code__), objects, depth + 1)
     return tuple(found)
+
+
+def _attributes(value: Any, names: tuple[str, ...], objects: Objects, depth: int) -> Iterator[Any]:
+    """Simple values of a global object, class or module, of the names that code asks it for, and of parts of it."""
+    inside = getattr(value, "__dict__", None)
+    if depth > DEEPEST or inside is None or isinstance(value, nn.Module):
+        return
+    for name in names:
+        item = inside.get(name, type(value).__dict__.get(name))
+        if type(item) in SIMPLE or isinstance(item, (*_CONTAINERS, np.ndarray, Tensor)):
+            yield name, comparable(item, objects, depth + 1)
+        elif item is not None and not callable(item):
+            yield from _attributes(item, names, objects, depth + 1)
 
 
 def of_class(kind: type, objects: Objects) -> tuple[Any, ...]:
@@ -147,6 +162,12 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+@functools.cache
+def _attribute_names(code: CodeType) -> tuple[str, ...]:
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _attribute_names(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 @functools.cache
