@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
-from tensorlens.models.fingerprint import fingerprint
+from tensorlens.models.fingerprint import Fingerprint, fingerprint, moved
 
 
 class Anatomies:
@@ -24,15 +24,23 @@ class Anatomies:
     def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
         self._model, self._blocks = model, blocks
         self._known: dict[Any, Anatomy] = {}
+        self._moving: frozenset[tuple[int, str]] = frozenset()
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
-        # All but the weights: which parts a model has is for its code, flags and hooks to say.
-        key = fingerprint(self._model, weights=False), kind_of(arguments)
-        if key not in self._known:
+        state, kind = self._state(), kind_of(arguments)
+        if (state, kind) not in self._known:
             found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
-            self._known = {known: value for known, value in self._known.items() if known[0] == key[0]} | {key: found}
-        return self._known[key]
+            # What the pass changed by itself, such as a list that a hook appends to, says nothing of the model.
+            self._moving |= moved(state, self._state(), self._model)
+            now = self._state()
+            self._known = {key: value for key, value in self._known.items() if key[0] == now} | {(now, kind): found}
+            return found
+        return self._known[state, kind]
+
+    def _state(self) -> Fingerprint | None:
+        """All but the weights: which parts a model has is for its code, flags and hooks to say."""
+        return fingerprint(self._model, self._moving, weights=False)
 
 
 def kind_of(value: Any) -> Any:
