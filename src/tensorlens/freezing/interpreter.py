@@ -124,6 +124,7 @@ class Interpreter:
         self._hooked: set[int] = set()
         self._parents: dict[int, str] = {}
         self._counts: Counter[tuple[Place, str, str]] = Counter()
+        self._left: dict[int, tuple[int, Any]] = {}
 
     # Where it is ------------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,14 @@ class Interpreter:
         """Before a write: a factor that was kept of `target` is in its memory, and gets its own."""
         if self.recording:
             self.factors.protect(target)
+
+    def count_left(self, value: Tensor) -> tuple[int, int]:
+        """How many single values have left the memory of `value` for Python, with this one, and how many there are."""
+        memory = raw(Tensor.untyped_storage, value)
+        # It is kept, for another would be given the same address.
+        n_left = self._left.get(memory.data_ptr(), (0, memory))[0] + 1
+        self._left[memory.data_ptr()] = n_left, memory
+        return n_left, memory.nbytes() // type_of(value).itemsize
 
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""

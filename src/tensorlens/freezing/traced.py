@@ -35,6 +35,10 @@ class Interpreter(Protocol):
         """Why `operation` cannot be made linear, where, and what to do."""
         ...
 
+    def count_left(self, value: Tensor) -> tuple[int, int]:
+        """How many single values have left the memory of `value` for Python, with this one, and how many there are."""
+        ...
+
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
 

@@ -104,7 +104,7 @@ def fingerprint(
         if not _add_state(row, module, objects, ignoring, weights):
             return None
         kind = type(module)
-        if kind not in kinds:  # said once, at the first of its modules
+        if kind not in kinds and not issubclass(kind, torch.jit.ScriptModule):  # said once, at the first of its modules
             kinds[kind] = None
             read = of_class(kind, objects)
             if read and not (ignoring and (id(module), _READ[1]) in ignoring):
@@ -148,6 +148,11 @@ def _add_state(
 ) -> bool:
     """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
     inside = module.__dict__
+    if isinstance(module, torch.jit.ScriptModule):  # its code cannot be changed
+        row += [weakref.ref(module), type(module), module.training, ()]
+        for name, p in module.named_parameters(recurse=False):
+            row += (name, of_tensor(p) if weights else True)
+        return True
     hooks = _hooks(inside)
     row += [weakref.ref(module), type(module), module.training, hooks]
     if (hooks[0] or hooks[1]) and not (ignoring and (id(module), _READ[0]) in ignoring):

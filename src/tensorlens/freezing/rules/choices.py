@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,10 +45,18 @@ def direction(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
     return args[0] / torch.where(size == 0, 1, size)
 
 
+FEW = 8
+"""So many values of one tensor may decide something one by one; more, and most of it, are the tensor itself."""
+
+
 @rules_for("item python_value")
 def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One value that leaves for Python, to decide something: always the recorded one."""
     run.note_rule(f"held: {name_of(function)}")
+    if run.recording and type_of(args[0]).is_floating_point:
+        n_left, n_values = run.count_left(args[0])
+        if n_left >= FEW and 2 * n_left > n_values >= FEW:
+            _refuse_leaving(name_of(function), n_left)
     return raw(function, run.keep_factor(name_of(function), lambda: constant(args[0])), *args[1:], **kwargs)
 
 
@@ -56,12 +64,16 @@ def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
 def leave(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values that leave torch: what comes back from there would be taken for constants."""
     if type_of(args[0]).is_floating_point and args[0].numel() > 1:
-        raise NotLinearError(
-            f"`{name_of(function)}` takes {args[0].numel()} values that depend on the input out of torch, where no "
-            "rule sees what becomes of them. Expected torch functions all the way; write the step in torch, or "
-            "register an adapter for the module's class with `tensorlens.adapter`."
-        )
+        _refuse_leaving(name_of(function), args[0].numel())
     return escape(run, function, args, kwargs)
+
+
+def _refuse_leaving(name: str, n_values: int) -> NoReturn:
+    raise NotLinearError(
+        f"`{name}` takes {n_values} values that depend on the input out of torch, where no rule sees what becomes of "
+        "them. Expected torch functions all the way; write the step in torch, or register an adapter for the module's "
+        "class with `tensorlens.adapter`."
+    )
 
 
 @rules_for("format", also_held=True)
