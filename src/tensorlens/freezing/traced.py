@@ -81,9 +81,10 @@ class Traced(Tensor):
     `live`: it depends on the input, linearly. Otherwise it was computed from the input and then held fixed.
     `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation),
     ``"attention"`` (out of a softmax), ``"gate"`` (straight out of a sigmoid), ``"factor"`` (made of activations with
-    φ(0) ≠ 0 alone: what gates in a product), ``"statistic"`` (of a norm), ``"size"`` (|x|), ``"scale"`` (made of sizes, or
-    a denominator: what others are divided by and multiplied with), ``"step"`` (a sign), ``"entry"`` (stands for the operator's input
-    wherever the model's code still has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
+    φ(0) ≠ 0 alone: what gates in a product), ``"statistic"`` (of a norm), ``"size"`` (|x|),
+    ``"scale"`` (made of sizes, or a denominator: what others are divided by and multiplied with), ``"step"`` (a sign),
+    ``"coarse"`` (cast to whole numbers), ``"entry"`` (stands for the operator's input wherever the model's code still
+    has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
     `generation`: how many blocks had been left when it was made; an older one that is read later went past a block.
     `owner`: identity of the interpreter it belongs to.
     `fine`: of a ``"coarse"`` one, which holds what was cast to whole numbers, the live tensor of the same values.

@@ -69,7 +69,7 @@ def activate_from(run: Interpreter, name: str, z: Tensor, value: Elementwise, ro
 
 
 def coarsened(run: Interpreter, name: str, z: Tensor, result: Tensor) -> Traced:
-    """A cast to whole numbers or 8-bit floats, held, with the live tensor of the same values beside it: see `coarse`."""
+    """A cast to whole numbers or 8-bit floats, held, with the live tensor of its values beside it: see `coarse`."""
     dtype, role = result.dtype, "factor" if is_factor(run, z) else "activated"
 
     def rounded(v: Tensor) -> Tensor:

@@ -54,9 +54,7 @@ def call_on_coarse(
     if rule in (frozen, escape, write):
         return NotImplemented
     place = _PLACES.get(name.removesuffix("_"))
-    numbers = tuple(
-        value if i == place or (i and name in FIRST_ONLY) else _fine(value) for i, value in enumerate(args)
-    )
+    numbers = tuple(value if i == place or (i and name in FIRST_ONLY) else _fine(value) for i, value in enumerate(args))
     named = {key: value if key in _NAMED_PLACES else _fine(value) for key, value in kwargs.items()}
     if all(a is b for a, b in zip((*args, *kwargs.values()), (*numbers, *named.values()), strict=True)):
         return NotImplemented

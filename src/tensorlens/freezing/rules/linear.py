@@ -158,7 +158,7 @@ def role_of_factors(run: Interpreter, *sources: Any) -> str | None:
     return "statistic" if "statistic" in roles else "attention" if roles == {"attention"} else "factor"
 
 
-def role_of_reduced(run: Interpreter, x: Traced) -> str | None:
+def role_of_reduced(run: Interpreter, x: Any) -> str | None:
     """The mean or the largest of sizes |x| is a norm: a number by which others are scaled."""
     return "scale" if x.role == "size" else role_of_factors(run, x)
 
