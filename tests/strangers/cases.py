@@ -137,6 +137,8 @@ SAMPLE = {
     "end: by weights of a gate", "beginning: residuals outside of modules", "state: behind positions",
     "layers: attention adapted", "layers: adapted side by side", "end: a norm by a function",
     "end: a norm that blocks share", "lists: an encoder's and a decoder's",
+    "rounded: to whole numbers and back", "rounded: by the largest, in int8", "rounded: to 8-bit floats",
+    "streams: in the place of samples",
     "gradients: a hook of a tensor", "gradients: backward hooks of blocks", "blocks by torch.jit.trace",
 }  # fmt: skip
 """Those that are tried every time; the others take their turn in the long run."""

@@ -102,6 +102,10 @@ def copied(x: Tensor) -> Tensor:
     return torch.tensor(x.tolist(), dtype=x.dtype)
 
 
+def by_numbers(x: Tensor) -> Tensor:
+    return torch.tensor([[[float(value) for value in row] for row in rows] for rows in x], dtype=x.dtype)
+
+
 def made_again(x: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -247,6 +251,7 @@ STRANGERS = [
     feed_forward("squared relu", lambda x: F.relu(x).square(), lambda x: F.relu(x) * F.relu(x).detach()),
     feed_forward("through numpy", through_numpy, torch.tanh, expect="either"),
     feed_forward("a trip through a list", copied, lambda x: x, expect="either"),
+    feed_forward("number by number", by_numbers, lambda x: x, expect="refused"),
     feed_forward("torch.tensor", made_again, lambda x: x, expect="either"),
     feed_forward("a factor by float()", own_rms, expect="either"),
     feed_forward("detach", lambda x: F.gelu(x.detach()), F.gelu, expect="either"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from strangers.cases import Stranger, plainly
 from strangers.frozen import held
-from strangers.models import LENGTH, Attention, Block, D, H, Plain, WithHead
+from strangers.models import LENGTH, Attention, Block, D, FeedForward, H, Plain, WithHead
 from strangers.oracle import Places
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -180,6 +180,33 @@ class StridedBatchNorm(nn.Module):
         return self.proj(picture.flatten(2).transpose(1, 2))
 
 
+class Halves(nn.Module):
+    """A reversible block: each half of the state is changed by the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(D), Attention(), nn.LayerNorm(D), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2)
+        first = first + self.attn(self.ln_1(second))
+        return torch.cat([first, second + self.mlp(self.ln_2(first))])
+
+
+class StreamsAsSamples(WithHead):
+    """Two streams in the place of samples, joined before the final norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.blocks = nn.Identity(), nn.ModuleList([Halves() for _ in range(3)])
+
+    def body(self, input_ids: Tensor) -> Tensor:
+        x = self.begin(self.embedded(input_ids)).repeat(2, 1, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(sum(x.chunk(2)))
+
+
 def of_blocks(name: str, kind: Callable[[], nn.Module], twin: Any = None, **more: Any) -> Stranger:
     return Stranger(name=name, build=lambda: Plain(kind), twin=twin, **more)
 
@@ -193,6 +220,13 @@ STRANGERS = [
         build=HyperConnections,
         places=FROM_START,
         other_places=(Places(blocks=(), start="embed"),),
+        has_ranges=False,
+    ),
+    Stranger(
+        name="streams: in the place of samples",
+        build=StreamsAsSamples,
+        places=Places(blocks=(), start="begin", head="head"),
+        other_places=(Places(blocks=(), start="embed", head="head"),),
         has_ranges=False,
     ),
     Stranger(name="memory: learned", build=lambda: Reading(of_embedding=False), places=HEAD),

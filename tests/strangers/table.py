@@ -56,6 +56,7 @@ def cases() -> Iterator[Case]:
         odd_operations,
         odd_streams,
         odd_structures,
+        odd_types,
         timm_zoo,
     )
     from strangers.cases import judge
@@ -67,7 +68,7 @@ def cases() -> Iterator[Case]:
     groups = {
         "put together otherwise": known_layouts, "code around blocks": odd_structures, "unusual steps": odd_operations,
         "hooks and heads": odd_hooks, "streams and writes": odd_streams, "beginning, end and state": odd_arrangements,
-        "written to mislead": adversary,
+        "roundings": odd_types, "written to mislead": adversary,
     }  # fmt: skip
     for group, module in groups.items():
         yield from (Case(f"by hand: {group}", one.name, lambda one=one: judge(one)) for one in module.STRANGERS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from strangers.cases import ids
-from strangers.models import Block, Plain, randomised
-from strangers.oracle import gap
+from strangers.cases import Stranger, ids, judge_tensor
+from strangers.models import Block, D, Plain, WithHead, randomised
+from strangers.oracle import Places, Witness, gap
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import tensorlens as tl
 from tensorlens.freezing import recorder
@@ -70,6 +72,86 @@ def test_lists_and_dictionaries_of_a_model_are_left_as_they_were(build: Any) -> 
     if build is MemoryOfOutputs:
         with pytest.raises(tl.AnatomyError, match="no answer from memory"):
             tl.Lens(model)(ids())
+
+
+class ScaledBlock(Block):
+    """Multiplies by a buffer, and by a tensor that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(1))
+        self.other = torch.ones((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain * self.other
+
+
+@pytest.mark.parametrize("name", ["gain", "other"])
+def test_a_tensor_written_through_data_makes_an_operator_stale(name: str) -> None:
+    model = randomised(Plain(ScaledBlock))
+    T = tl.Lens(model)(ids())
+    getattr(model.blocks[1], name).data.fill_(3.0)  # type: ignore[index]
+    with pytest.raises(tl.TensorLensError, match=name):
+        T.apply(T.input)
+
+
+class Switched(WithHead):
+    """Ends in another norm and head, by a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_norm, self.other_head, self.ending = nn.LayerNorm(D), nn.Linear(D, 7), "first"
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedded(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.ending == "first" else self.other_head(self.other_norm(x))
+
+
+def replace_head(model: Any) -> None:
+    layer = model.head
+    layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight) + x.sum(-1, keepdim=True)
+
+
+def end_otherwise(model: Any) -> None:
+    model.ending = "second"
+
+
+def hook_all_layers(_: Any) -> Any:
+    return register_module_forward_hook(lambda module, args, y: 1.5 * y if isinstance(module, nn.Linear) else None)
+
+
+@pytest.mark.parametrize("change", [replace_head, end_otherwise, hook_all_layers])
+def test_parts_are_found_again_when_the_model_changed(change: Any) -> None:
+    model = randomised(Switched())
+    lens = tl.Lens(model)
+    lens(ids()).map("tensor.in_class", out_token=-1, target=2)
+    hook = change(model)
+    places = Places(end="other_norm", head="other_head") if model.ending != "first" else Places(head="head")
+    try:
+        witness = Witness(model, lambda model: model(ids()), places)
+        found = judge_tensor(lambda: lens(ids()), [witness], Stranger(name="changed", places=places))
+    finally:
+        if hook is not None:
+            hook.remove()
+    assert found.outcome == "exact", found
+
+
+SETTINGS = SimpleNamespace(gain=SimpleNamespace(of_blocks=1.0))
+
+
+class ConfiguredBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SETTINGS.gain.of_blocks
+
+
+def test_a_setting_of_a_global_object_makes_an_operator_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    T = tl.Lens(randomised(Plain(ConfiguredBlock)))(ids())
+    T.apply(T.input)
+    monkeypatch.setattr(SETTINGS.gain, "of_blocks", 3.0)
+    with pytest.raises(tl.TensorLensError, match="changed"):
+        T.apply(T.input)
 
 
 def test_a_recording_is_compared_with_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from strangers import adversary, odd_arrangements, odd_hooks, odd_operations, odd_streams, odd_structures
+from strangers import adversary, odd_arrangements, odd_hooks, odd_operations, odd_streams, odd_structures, odd_types
 from strangers.cases import Stranger, as_parameters, check, judge
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # strangers may warn of what they do
@@ -26,6 +26,11 @@ def test_hooks_and_heads(stranger: Stranger):
 
 @pytest.mark.parametrize("stranger", as_parameters(odd_streams.STRANGERS))
 def test_odd_streams(stranger: Stranger):
+    check(stranger, judge(stranger))
+
+
+@pytest.mark.parametrize("stranger", as_parameters(odd_types.STRANGERS))
+def test_roundings(stranger: Stranger):
     check(stranger, judge(stranger))
 
 

@@ -17,6 +17,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.freezing.audit import LeakAudit
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.places import Place, Site
+from tensorlens.freezing.rules.coarse import call_on_coarse
 from tensorlens.freezing.rules.in_place import write_back, write_out
 from tensorlens.freezing.rules.linear import describe, dropout, linear
 from tensorlens.freezing.rules.modules import find_adapter
@@ -123,6 +124,7 @@ class Interpreter:
         self._hooked: set[int] = set()
         self._parents: dict[int, str] = {}
         self._counts: Counter[tuple[Place, str, str]] = Counter()
+        self._left: dict[int, tuple[int, Any]] = {}
 
     # Where it is ------------------------------------------------------------------------------------------------------
 
@@ -149,6 +151,14 @@ class Interpreter:
         """Before a write: a factor that was kept of `target` is in its memory, and gets its own."""
         if self.recording:
             self.factors.protect(target)
+
+    def count_left(self, value: Tensor) -> tuple[int, int]:
+        """How many single values have left the memory of `value` for Python, with this one, and how many there are."""
+        memory = raw(Tensor.untyped_storage, value)
+        # It is kept, for another would be given the same address.
+        n_left = self._left.get(memory.data_ptr(), (0, memory))[0] + 1
+        self._left[memory.data_ptr()] = n_left, memory
+        return n_left, memory.nbytes() // type_of(value).itemsize
 
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
@@ -223,6 +233,10 @@ class Interpreter:
                 sources = traced_in(args, kwargs)
                 break
             self.n_reads += source.role == "embedding" and rule is not dropout
+        if any([source.role == "coarse" for source in sources]):
+            result = call_on_coarse(self, rule, function, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if kwargs:
             args, kwargs = spelled_alike(name, args, kwargs)
             if kwargs.get("out") is not None:

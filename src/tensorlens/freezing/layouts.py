@@ -60,8 +60,8 @@ def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None,
     Args:
         state: What enters a block, or leaves the body.
         channel: The axis that the weights read as channels, from `Anatomy.channels`; the last one if None.
-        n_tokens: The number of tokens of a text, where it is known: in a state of four axes or more, axes of other
-            sizes are then streams, which are channels.
+        n_tokens: The number of tokens of a text, where it is known: in a state of four axes or more, or without an
+            axis of samples, axes of other sizes are then streams, which are channels.
         n_samples: How many samples there are.
     """
     shape = tuple(state.shape)
@@ -72,7 +72,9 @@ def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None,
         # One vector for the whole input, or a sequence without a batch axis.
         return AxisLayout(shape, 0 if shape[0] == n_samples else None, (1,))
     batch = next((axis for axis in (0, 1) if shape[axis] == n_samples and axis != channel), None)
-    token = _text_axis(shape, batch, channel, n_tokens) if len(shape) > 3 or channel is None else None
+    # An axis that counts neither samples nor tokens nor channels counts streams, which many put in place of samples.
+    has_more = len(shape) > 3 or channel is None or batch is None
+    token = _text_axis(shape, batch, channel, n_tokens) if has_more else None
     if token is not None:
         return AxisLayout(shape, batch, tuple(axis for axis in range(len(shape)) if axis not in (batch, token)))
     return AxisLayout(shape, batch, (last if channel is None else channel,))

@@ -35,6 +35,10 @@ class Interpreter(Protocol):
         """Why `operation` cannot be made linear, where, and what to do."""
         ...
 
+    def count_left(self, value: Tensor) -> tuple[int, int]:
+        """How many single values have left the memory of `value` for Python, with this one, and how many there are."""
+        ...
+
     def note_rule(self, rule: str) -> None:
         """Note that `rule` was applied in the current module."""
 
@@ -46,7 +50,7 @@ class Interpreter(Protocol):
         """Told of a product of two live tensors whose roles are a convention and not a consequence."""
 
 
-FACTORS = frozenset(["gate", "factor", "statistic"])
+FACTORS = frozenset(["gate", "factor", "statistic", "scale", "step"])
 """Roles of what multiplies other live tensors and is held, or not, as the rules say."""
 
 _threads = threading.local()
@@ -77,10 +81,13 @@ class Traced(Tensor):
     `live`: it depends on the input, linearly. Otherwise it was computed from the input and then held fixed.
     `role`: where it comes from, as far as a rule needs to know: ``"activated"`` (out of an activation),
     ``"attention"`` (out of a softmax), ``"gate"`` (straight out of a sigmoid), ``"factor"`` (made of activations with
-    φ(0) ≠ 0 alone: what gates in a product), ``"statistic"`` (of a norm), ``"entry"`` (stands for the operator's input
-    wherever the model's code still has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
+    φ(0) ≠ 0 alone: what gates in a product), ``"statistic"`` (of a norm), ``"size"`` (|x|),
+    ``"scale"`` (made of sizes, or a denominator: what others are divided by and multiplied with), ``"step"`` (a sign),
+    ``"coarse"`` (cast to whole numbers), ``"entry"`` (stands for the operator's input wherever the model's code still
+    has it) or ``"embedding"`` (watched, to learn whether it is used more than once).
     `generation`: how many blocks had been left when it was made; an older one that is read later went past a block.
     `owner`: identity of the interpreter it belongs to.
+    `fine`: of a ``"coarse"`` one, which holds what was cast to whole numbers, the live tensor of the same values.
 
     Being a subclass, it takes its rules along wherever the model's code carries it: no mode and no flag on
     the parameters is needed, other threads see nothing, and `torch.no_grad` inside a model loses nothing.
@@ -90,6 +97,7 @@ class Traced(Tensor):
     role: str | None
     generation: float
     owner: int
+    fine: Traced
 
     @classmethod
     def __torch_function__(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
-from tensorlens.models.module_tree import named_modules
+from tensorlens.models.fingerprint import Fingerprint, fingerprint, moved
 
 
 class Anatomies:
@@ -24,27 +24,23 @@ class Anatomies:
     def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
         self._model, self._blocks = model, blocks
         self._known: dict[Any, Anatomy] = {}
+        self._moving: frozenset[tuple[int, str]] = frozenset()
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
-        key = structure_of(self._model), kind_of(arguments)
-        if key not in self._known:
+        state, kind = self._state(), kind_of(arguments)
+        if (state, kind) not in self._known:
             found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
-            self._known = {known: value for known, value in self._known.items() if known[0] == key[0]} | {key: found}
-        return self._known[key]
+            # What the pass changed by itself, such as a list that a hook appends to, says nothing of the model.
+            self._moving |= moved(state, self._state(), self._model)
+            now = self._state()
+            self._known = {key: value for key, value in self._known.items() if key[0] == now} | {(now, kind): found}
+            return found
+        return self._known[state, kind]
 
-
-def structure_of(model: nn.Module) -> tuple[Any, ...]:
-    """What an anatomy depends on in a model: its modules, their hooks and their modes of work."""
-    return tuple(
-        (path, id(module), type(module), *(tuple(map(id, hooks.values())) for hooks in _hooks(module)),
-         tuple((name, flag) for name, flag in vars(module).items() if isinstance(flag, bool) and name != "training"))
-        for path, module in named_modules(model).items()
-    )  # fmt: skip
-
-
-def _hooks(module: nn.Module) -> tuple[Any, Any]:
-    return module._forward_pre_hooks, module._forward_hooks
+    def _state(self) -> Fingerprint | None:
+        """All but the weights: which parts a model has is for its code, flags and hooks to say."""
+        return fingerprint(self._model, self._moving, weights=False)
 
 
 def kind_of(value: Any) -> Any:

@@ -55,9 +55,19 @@ def comparable(value: Any, objects: Objects, depth: int = 0, within: tuple[int, 
     return id(value)
 
 
-def of_tensor(tensor: Tensor) -> tuple[int, int]:
-    """A tensor: which one, and how often it was written to."""
-    return id(tensor), -1 if tensor.is_inference() else tensor._version
+def of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor: which one, how often it was written to, and a few of its numbers, since `.data` counts no writes."""
+    return id(tensor), -1 if tensor.is_inference() else tensor._version, _sampled(tensor)
+
+
+def _sampled(tensor: Tensor) -> bytes | None:
+    """Some numbers of a plain tensor on the CPU; to read a few of a GPU would wait for all its work."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_quantized or tensor.is_conj():
+        return None
+    flat = tensor.detach().view(-1)
+    return flat[:: max(1, flat.numel() // MOST_ITEMS)].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def of_callable(value: Any, objects: Objects, depth: int = 0) -> Any:
@@ -89,7 +99,22 @@ def of_function(function: FunctionType, objects: Objects, depth: int) -> tuple[A
             found.append((name, comparable(value, objects, depth + 1)))
         elif type(value) is FunctionType and value is not function:
             found.append((name, of_callable(value, objects, depth + 1)))
+        elif value is not found and not _is_of_library(getattr(value, "__name__", None) or type(value).__module__):
+            found += _attributes(value, _attribute_names(function.__code__), objects, depth + 1)
     return tuple(found)
+
+
+def _attributes(value: Any, names: tuple[str, ...], objects: Objects, depth: int) -> Iterator[Any]:
+    """Simple values of a global object, class or module, of the names that code asks it for, and of parts of it."""
+    inside = getattr(value, "__dict__", None)
+    if depth > DEEPEST or inside is None or isinstance(value, nn.Module):
+        return
+    for name in names:
+        item = inside.get(name, type(value).__dict__.get(name))
+        if type(item) in SIMPLE or isinstance(item, (*_CONTAINERS, np.ndarray, Tensor)):
+            yield name, comparable(item, objects, depth + 1)
+        elif item is not None and not callable(item):
+            yield from _attributes(item, names, objects, depth + 1)
 
 
 def of_class(kind: type, objects: Objects) -> tuple[Any, ...]:
@@ -137,6 +162,12 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+@functools.cache
+def _attribute_names(code: CodeType) -> tuple[str, ...]:
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _attribute_names(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
 @functools.cache

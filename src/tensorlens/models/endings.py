@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorlens.models.chains import Chain, is_in_list, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
-from tensorlens.models.fingerprint import looks_on
+from tensorlens.models.fingerprint import global_hooks, looks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,8 @@ def _is_most(given: Seen, state: Seen) -> bool:
     Or all of them, from a state with several streams that were joined.
     """
     streams = [state.shape[:n] + state.shape[n + 1 :] for n in (1, 2)] if len(state.shape) == 4 else []
+    if len(state.shape) == 3 and state.shape[1] > 1:
+        streams.append((1, *state.shape[1:]))  # they took the place of samples
     if given.shape in streams:
         return True
     tokens = [math.prod(seen.shape[:-1]) for seen in (given, state)]
@@ -203,7 +205,7 @@ def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) 
     assert call is not None
     module, output = call.module, evidence.output
     is_replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate calls what it found
-    has_hooks = any(
+    has_hooks = any(global_hooks()) or any(
         not looks_on(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     )
     if type(module).forward is not nn.Linear.forward or is_replaced or has_hooks:

@@ -84,13 +84,16 @@ class Fingerprint:
             yield head | dict(zip(row[len(_HEAD) :: 2], row[len(_HEAD) + 1 :: 2], strict=True))
 
 
-def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozenset()) -> Fingerprint | None:
+def fingerprint(
+    model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozenset(), *, weights: bool = True
+) -> Fingerprint | None:
     """The model's state; None where parameters come and go with off-loading.
 
     Args:
         model: The model.
         ignoring: Attributes and buffers, by identity of the module and name, that a pass changes by itself: see
             `moved`.
+        weights: Whether parameters count by what they hold; otherwise only their names do.
     """
     row: list[Any] = []
     starts: list[int] = []
@@ -98,16 +101,16 @@ def fingerprint(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozens
     objects: Objects = {}
     for module in walk(model):
         starts.append(len(row))
-        if not _add_state(row, module, objects, ignoring):
+        if not _add_state(row, module, objects, ignoring, weights):
             return None
         kind = type(module)
-        if kind not in kinds:  # said once, at the first of its modules
+        if kind not in kinds and not issubclass(kind, torch.jit.ScriptModule):  # said once, at the first of its modules
             kinds[kind] = None
             read = of_class(kind, objects)
             if read and not (ignoring and (id(module), _READ[1]) in ignoring):
                 row += (_READ[1], read)
     code = tuple([(kind, reference(kind.forward)) for kind in kinds])
-    hooks = tuple([tuple([n for n, hook in list(hooks.items()) if not looks_on(hook)]) for hooks in _GLOBAL_HOOKS])
+    hooks = global_hooks()
     return Fingerprint(tuple(row), starts, (hooks, code, of_objects(objects)))
 
 
@@ -140,15 +143,24 @@ def what_changed(before: Fingerprint | None, after: Fingerprint | None, model: n
     return next(changed, "nothing that a fingerprint sees changed")
 
 
-def _add_state(row: list[Any], module: nn.Module, objects: Objects, ignoring: frozenset[tuple[int, str]]) -> bool:
+def _add_state(
+    row: list[Any], module: nn.Module, objects: Objects, ignoring: frozenset[tuple[int, str]], weights: bool
+) -> bool:
     """Append what one module's behaviour depends on; False where its parameters are elsewhere."""
     inside = module.__dict__
+    if isinstance(module, torch.jit.ScriptModule):  # its code cannot be changed
+        row += [weakref.ref(module), type(module), module.training, ()]
+        for name, p in module.named_parameters(recurse=False):
+            row += (name, of_tensor(p) if weights else True)
+        return True
     hooks = _hooks(inside)
     row += [weakref.ref(module), type(module), module.training, hooks]
     if (hooks[0] or hooks[1]) and not (ignoring and (id(module), _READ[0]) in ignoring):
         row += (_READ[0], _read_by_hooks(inside, objects))
     for name, p in inside["_parameters"].items():
-        if p is not None:
+        if not weights:
+            row += (name, p is not None)
+        elif p is not None:
             if p.is_meta:
                 return False
             row += (
@@ -184,6 +196,11 @@ def _hooks(inside: dict[str, Any]) -> tuple[Any, ...]:
     if inside["_forward_hooks"] or inside["_forward_pre_hooks"] or inside["_backward_hooks"]:
         return tuple([tuple([n for n, hook in inside[name].items() if not looks_on(hook)]) for name in _HOOKS])
     return (*_NO_HOOKS[:-1], tuple(inside["_backward_pre_hooks"])) if inside["_backward_pre_hooks"] else _NO_HOOKS
+
+
+def global_hooks() -> tuple[Any, ...]:
+    """The numbers of the hooks that torch runs for every module."""
+    return tuple([tuple([n for n, hook in list(hooks.items()) if not looks_on(hook)]) for hooks in _GLOBAL_HOOKS])
 
 
 def _read_by_hooks(inside: dict[str, Any], objects: Objects) -> tuple[Any, ...]:

@@ -68,6 +68,21 @@ def activate_from(run: Interpreter, name: str, z: Tensor, value: Elementwise, ro
     return mark(y.to(y0.dtype), live=True, role=role)
 
 
+def coarsened(run: Interpreter, name: str, z: Tensor, result: Tensor) -> Traced:
+    """A cast to whole numbers or 8-bit floats, held, with the live tensor of its values beside it: see `coarse`."""
+    dtype, role = result.dtype, "factor" if is_factor(run, z) else "activated"
+
+    def rounded(v: Tensor) -> Tensor:
+        value = v.detach().to(dtype).to(v.dtype)
+        return v + (value - v.detach()) if dtype.is_floating_point else value  # torch's derivative would be rounded too
+
+    fine = activate_from(run, f"{name} {str(dtype).removeprefix('torch.')}", z, rounded, role)
+    kept = run.keep_factor(name, lambda: constant(result))
+    found = mark(kept.view_as(kept), live=False, role="coarse")
+    found.fine = fine
+    return found
+
+
 @rules_for(" ".join(gains.CLOSED_FORMS))
 def closed_form_activation(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Activations with φ(0) = 0 whose gain has a closed form."""

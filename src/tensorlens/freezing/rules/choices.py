@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.freezing.rules.activations import scale
-from tensorlens.freezing.rules.linear import held, role_of_factors
+from tensorlens.freezing.rules.activations import activate_from, scale
+from tensorlens.freezing.rules.linear import held, role_of_factors, role_of_reduced
 from tensorlens.freezing.rules.table import name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, constant, is_live, mark, plain, raw, type_of
 
 
 @rules_for(
-    "sign floor ceil floor_divide heaviside signbit "
+    "heaviside signbit "
     "eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and logical_or "
     "logical_xor "
-    "bitwise_not bitwise_and bitwise_or bool int long argmax argmin argsort nonzero count_nonzero unique bincount "
+    "bitwise_not bitwise_and bitwise_or bool argmax argmin argsort nonzero count_nonzero unique bincount "
     "histc bucketize searchsorted multinomial one_hot isin isreal linalg_matrix_rank"
 )
 def frozen(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,19 +36,27 @@ def constants(value: Any) -> Any:
     return constant(value) if isinstance(value, Tensor) else value
 
 
-@rules_for("sgn")
+@rules_for("sign sgn")
 def direction(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A decision of real numbers, and z/|z| of complex ones."""
+    """z/|z|: of real numbers an activation, which is what is held in a product."""
     if not type_of(args[0]).is_complex:
-        return frozen(run, function, args, kwargs)
+        return activate_from(run, "sign", args[0], torch.sign, "step")
     size = args[0].abs()
     return args[0] / torch.where(size == 0, 1, size)
+
+
+FEW = 8
+"""So many values of one tensor may decide something one by one; more, and most of it, are the tensor itself."""
 
 
 @rules_for("item python_value")
 def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One value that leaves for Python, to decide something: always the recorded one."""
     run.note_rule(f"held: {name_of(function)}")
+    if run.recording and type_of(args[0]).is_floating_point:
+        n_left, n_values = run.count_left(args[0])
+        if n_left >= FEW and 2 * n_left > n_values >= FEW:
+            _refuse_leaving(name_of(function), n_left)
     return raw(function, run.keep_factor(name_of(function), lambda: constant(args[0])), *args[1:], **kwargs)
 
 
@@ -56,12 +64,16 @@ def escape(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
 def leave(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values that leave torch: what comes back from there would be taken for constants."""
     if type_of(args[0]).is_floating_point and args[0].numel() > 1:
-        raise NotLinearError(
-            f"`{name_of(function)}` takes {args[0].numel()} values that depend on the input out of torch, where no "
-            "rule sees what becomes of them. Expected torch functions all the way; write the step in torch, or "
-            "register an adapter for the module's class with `tensorlens.adapter`."
-        )
+        _refuse_leaving(name_of(function), args[0].numel())
     return escape(run, function, args, kwargs)
+
+
+def _refuse_leaving(name: str, n_values: int) -> NoReturn:
+    raise NotLinearError(
+        f"`{name}` takes {n_values} values that depend on the input out of torch, where no rule sees what becomes of "
+        "them. Expected torch functions all the way; write the step in torch, or register an adapter for the module's "
+        "class with `tensorlens.adapter`."
+    )
 
 
 @rules_for("format", also_held=True)
@@ -77,7 +89,9 @@ def absolute(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
     run.note_rule("sign: abs")
     aligned = scale(args[0], run.keep_factor("abs", lambda: constant(args[0]).sgn().conj().resolve_conj()))
     return mark(
-        aligned.real.clone() if aligned.is_complex() else aligned, live=True, role=role_of_factors(run, args[0])
+        aligned.real.clone() if aligned.is_complex() else aligned,
+        live=True,
+        role=role_of_factors(run, args[0]) or "size",
     )
 
 
@@ -133,7 +147,7 @@ def select(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
     keeps_dim = places.dim() == x.dim()
     values = raw(torch.take_along_dim, x, places if keeps_dim else places.unsqueeze(dim), dim)
     values = values if keeps_dim else values.squeeze(dim)
-    return type(result)((mark(values, live=True, role=role_of_factors(run, x)), places))
+    return type(result)((mark(values, live=True, role=role_of_reduced(run, x)), places))
 
 
 def _dimension(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -151,7 +165,7 @@ def _of_all(run: Interpreter, function: Any, x: Tensor) -> Traced:
     samples = plain(x).reshape(-1, size)[:, place]
     # Of a batch of states each has its own, which must meet the others sample by sample.
     shape = () if len(samples) == 1 else (-1,) + (1,) * (x.dim() - 1)
-    return mark(samples.reshape(shape), live=True, role=role_of_factors(run, x))
+    return mark(samples.reshape(shape), live=True, role=role_of_reduced(run, x))
 
 
 @rules_for("amax amin aminmax")
@@ -176,7 +190,7 @@ def extreme(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict
     values = torch.take_along_dim(rows, places, -1)[..., 0]
     for dim in chosen if keepdim else ():
         values = values.unsqueeze(dim)
-    return mark(values, live=True, role=role_of_factors(run, x))
+    return mark(values, live=True, role=role_of_reduced(run, x))
 
 
 @rules_for("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")

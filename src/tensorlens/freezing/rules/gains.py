@@ -78,7 +78,8 @@ def secant(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     with torch.enable_grad():
         zero = torch.zeros_like(z, requires_grad=True)
-        return torch.autograd.grad(activation(zero).sum(), zero)[0]
+        found = activation(zero).sum()
+        return torch.autograd.grad(found, zero)[0] if found.requires_grad else zero.detach()  # a cast has no slope
 
 
 CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {
@@ -118,6 +119,8 @@ ODD_ACTIVATIONS = frozenset(
         "log1p",
         "round",
         "trunc",
+        "floor",
+        "ceil",
         "tan",
         "asin",
         "arcsin",
@@ -130,7 +133,7 @@ ODD_ACTIVATIONS = frozenset(
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 
-STEPS = frozenset(["round", "trunc", "hardtanh", "relu6"])
+STEPS = frozenset(["round", "trunc", "floor", "ceil", "hardtanh", "relu6"])
 """Those of them that decisions are taken by (`x.round() == 1`): z times its gain may miss the value by a rounding."""
 
 FACTORS = frozenset([

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.freezing.rules.linear import linear
+from tensorlens.freezing.rules.linear import COARSE, linear
 from tensorlens.freezing.rules.table import IN_PLACE, RULES, Rule, find_rule, name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, address_of, is_live, mark, raw, traced_in
 
@@ -18,7 +18,9 @@ from tensorlens.freezing.traced import Interpreter, Traced, address_of, is_live,
 @rules_for("setitem", also_held=True)
 def assign(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`x[index] = y`: linear in x and y together."""
-    _own(run, args[0])
+    if is_live(args[-1]):
+        refuse_coarse(run, "setitem", args[0])
+    own(run, args[0])
     _write(function, *args, **kwargs)
     _spread(args[0], live=any(is_live(value) for value in (args[0], args[-1])))
 
@@ -27,8 +29,10 @@ def assign(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
 def in_place(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`x.f_(y)`: linear functions as they are; the rest as `x.copy_(f(x, y))` by the rule of f."""
     name = name_of(function)[:-1]
-    target = _own(run, args[0])
+    target = own(run, args[0])
     live = any(source.live for source in traced_in(args, kwargs))
+    if live:
+        refuse_coarse(run, name, target)
     if RULES[name] in (linear, overwrite):
         _write(function, *args, **kwargs)
         live = live and name != "zero"
@@ -40,7 +44,7 @@ def in_place(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dic
 
 def write_back(run: Interpreter, rule: Rule, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`f(x, inplace=True)` as `x.copy_(f(x))` by the rule of f: others may look at x."""
-    target = _own(run, args[0])
+    target = own(run, args[0])
     # Of a copy: what the rule keeps of the target must not be written over.
     result = rule(
         run, function, (_copy(target), *args[1:]), {key: value for key, value in kwargs.items() if key != "inplace"}
@@ -79,11 +83,23 @@ def write_out(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: di
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     live = any(source.live for source in traced_in(args, rest))
     result = rule(run, function, args, rest) if live else raw(function, *args, **rest)
-    _own(run, target)
+    if is_live(result):
+        refuse_coarse(run, name_of(function), target)
+    own(run, target)
     if target.shape != result.shape:
         raw(Tensor.resize_, target, result.shape)
     _write(Tensor.copy_, target, result)
     return _spread(target, live=is_live(result))
+
+
+def refuse_coarse(run: Interpreter, name: str, target: Tensor) -> None:
+    """Whole numbers and 8-bit floats that live values are written into: nothing written there is linear."""
+    dtype = raw(getattr, target, "dtype")
+    if dtype in COARSE or dtype == torch.bool:
+        raise NotLinearError(
+            f"`{name}` writes live values into a tensor of {dtype} in `{getattr(run, 'module', '')}`, which rounds "
+            "them unseen. Make the tensor by a cast of what it is to hold, `x.to(dtype)`, which has a rule."
+        )
 
 
 def _write(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +119,7 @@ def _copy(target: Tensor) -> Tensor:
     return mark(copied, live=target.live, role=target.role) if isinstance(target, Traced) else copied
 
 
-def _own(run: Interpreter, target: Tensor) -> Tensor:
+def own(run: Interpreter, target: Tensor) -> Tensor:
     """Before a write, the target gets memory apart from factors on the tape, and so does all that looks at it."""
     if is_live(target):
         if _n_sharing(target) > 1:

@@ -6,10 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
+from tensorlens.freezing.rules.activations import coarsened
 from tensorlens.freezing.rules.table import ATTRIBUTE, name_of, rules_for
 from tensorlens.freezing.traced import Interpreter, Traced, constant, is_factor, is_live, mark, raw, traced_in
 
@@ -85,6 +87,14 @@ CONTRACTIONS = frozenset([
 ])  # fmt: skip
 """Functions by which a weight reads a factor as the input of another layer."""
 
+COARSE = frozenset([
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+])  # fmt: skip
+"""Types in which nothing is linear."""
+
+CASTS = frozenset(["to", "type", "type_as", "int", "long", "short", "char", "byte"])
+
 FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
 """Functions that take from a second tensor its shape or type alone."""
 
@@ -98,7 +108,7 @@ FIRST_ONLY = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
     "cat stack hstack vstack dstack column_stack pad where masked_fill masked_scatter masked_select "
     "block_diag nansum nanmean alias "
     "index_add index_copy index_fill index_put slice_scatter select_scatter diagonal_scatter "
-    "to type type_as float double half bfloat16 cpu cuda "
+    "to type type_as float double half bfloat16 int long short char byte cpu cuda "
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate upsample "
     "fold pixel_shuffle pixel_unshuffle channel_shuffle view_as_real view_as_complex real imag complex "
     "conj conj_physical resolve_conj resolve_neg "
@@ -143,13 +153,22 @@ def role_of_factors(run: Interpreter, *sources: Any) -> str | None:
     if not live or not all(is_factor(run, source) for source in live):
         return None
     roles = {source.role for source in live}
+    if roles in ({"scale"}, {"step"}):
+        return roles.pop()
     return "statistic" if "statistic" in roles else "attention" if roles == {"attention"} else "factor"
+
+
+def role_of_reduced(run: Interpreter, x: Any) -> str | None:
+    """The mean or the largest of sizes |x| is a norm: a number by which others are scaled."""
+    return "scale" if x.role == "size" else role_of_factors(run, x)
 
 
 def _role(run: Interpreter, name: str, sources: list[Traced], args: tuple[Any, ...]) -> str | None:
     """What the result of a linear function is: a factor, if it is made of nothing else, until a weight reads it."""
     if not any([source.role for source in sources]):
         return None
+    if len(sources) == 1 and sources[0].role == "size":
+        return "scale" if name in ("mean", "sum") else "size" if name in KEEPS_ROLE else None
     role = role_of_factors(run, *sources)
     if role is not None and not (name in CONTRACTIONS and any(_is_weight(value) for value in args)):
         return role
@@ -167,9 +186,12 @@ def _label(run: Interpreter, name: str, result: Any, sources: list[Traced], *, l
         return type(result)([_label(run, name, part, sources, live=live, role=role) for part in result])
     if not isinstance(result, Tensor) or isinstance(result, Traced) or not sources:
         return result
-    if live and not (result.is_floating_point() or result.is_complex()):
-        # Cast to whole numbers: an index or a mask, and so a decision taken at X.
-        return held(run, name, lambda: constant(result))
+    if live and result.dtype in COARSE:
+        if name not in CASTS:
+            raise NotLinearError(run.refusal(f"{name} to {result.dtype}"))
+        return coarsened(run, name, sources[0], result)
+    if live and result.dtype == torch.bool:
+        return held(run, name, lambda: constant(result))  # a mask, and so a decision taken at X
     # What is made of held tensors is held, and no way for a gradient to reach a parameter in a gate.
     return mark(result if live else constant(result), live=live, role=role)
 

@@ -45,6 +45,9 @@ def _choice(run: Interpreter, first: Traced, second: Traced) -> str | None:
         return "taylor"  # alive only where `norm` says so
     if not (is_factor(run, first) or is_factor(run, second)):
         return None
+    for role, is_held in (("scale", run.rules.gate not in ("half", "taylor")), ("step", True)):
+        if is_held and role in roles and roles != (role, role):
+            return "first held" if first.role == role else "second held"
     if run.rules.gate in ("half", "taylor"):
         return run.rules.gate
     return (
@@ -275,16 +278,30 @@ def divide(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[
     """A live denominator is a statistic: held, or by its derivative where norms are."""
     numerator, denominator = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if kwargs.get("rounding_mode"):
-        return frozen(run, function, args, kwargs)
+        return whole_quotient(run, function, args, kwargs)
     if not is_live(denominator):
         return linear(run, function, (numerator, denominator), {})
     if run.rules.norm == "taylor":
         return _live_quotient(run, numerator, denominator)
     run.note_rule("quotient: denominator held")
+    denominator.role = denominator.role or "scale"
     denominator = hold_value(run, "div.denominator", denominator)
     if not is_live(numerator):
         return mark(raw(function, numerator, denominator), live=False)
     return linear(run, function, (numerator, denominator), {})
+
+
+@rules_for("floor_divide")
+def whole_quotient(run: Interpreter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A quotient rounded to a whole number: an activation of the numerator, as `floor` is."""
+    numerator, denominator = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    options = {key: value for key, value in kwargs.items() if key != "other"}
+    if not is_live(numerator):
+        return frozen(run, function, args, kwargs)
+    if is_live(denominator):
+        denominator = hold_value(run, "div.denominator", denominator)
+    role = "factor" if is_factor(run, numerator) else "activated"
+    return activate_from(run, name_of(function), numerator, lambda v: function(v, denominator, **options), role)
 
 
 def _live_quotient(run: Interpreter, numerator: Any, denominator: Traced) -> Traced:

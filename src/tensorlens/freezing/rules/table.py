@@ -28,7 +28,7 @@ _ALIASES = dict(
     true_divide="div", divide="div", multiply="mul", subtract="sub", rsub="sub", clip="clamp", absolute="abs",
     concat="cat", concatenate="cat", negative="neg", swapaxes="transpose", _softmax="softmax", greater="gt", less="lt",
     greater_equal="ge", less_equal="le", not_equal="ne", expit="sigmoid", max_pool1d_with_indices="max_pool1d",
-    max_pool2d_with_indices="max_pool2d", max_pool3d_with_indices="max_pool3d", inv="linalg_inv",
+    max_pool2d_with_indices="max_pool2d", max_pool3d_with_indices="max_pool3d", inv="linalg_inv", fix="trunc",
 )  # fmt: skip
 
 
