@@ -90,6 +90,7 @@ class Batch(Sequence[AttentionTensor]):
         anatomy, arguments = lens.recording_arguments(collated.arguments)
         sketched = {"tensor.norm"} if probes is not None else frozenset()
         keeps_factors = not methods or not (PULLS_ONLY | sketched).issuperset(methods)
+        keeps_factors |= not lens.rules.include_final_norm  # the graph does not end there: pulls go by factors
         self.replay = FactorReplay(
             record_samples(anatomy, arguments, lens.rules, len(prepared), keeps_factors=keeps_factors)
         )
