@@ -2,8 +2,8 @@
 
 Samples of similar length go together, padded at their end where the model's padding is exactly silent. That is checked
 and not believed: of the first batch, of every fiftieth and of each that takes another way through the model one sample
-is mapped alone and compared, and of all the shortest, padded to the longest. Where padding is heard only samples of one length go together, and where a model mixes
-samples they go one by one; the maps say so.
+is mapped alone and compared, and of all the shortest, padded to the longest. Where padding is heard only samples of one
+length go together, and where a model mixes samples they go one by one; the maps say so.
 """
 
 from __future__ import annotations
