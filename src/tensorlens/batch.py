@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tensorlens.errors import InputError, MethodError, TensorLensError
+from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.places import Span
@@ -20,7 +20,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Replay, logits_at
 from tensorlens.maps.batch_question import BatchQuestion, predictions
 from tensorlens.maps.batched import BATCHED, PULLS_ONLY, record_samples
-from tensorlens.maps.methods import Answer
+from tensorlens.maps.methods import Answer, check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomy
@@ -238,6 +238,9 @@ class Batch(Sequence[AttentionTensor]):
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
+        check_question(method, target, probes=probes, seed=seed)
+        probes, seed = probes and int(probes), int(seed)  # numpy's as plain ones
+        targets = None if targets is None else check_iterable(targets, "targets", "a target for each sample")
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         pending = self.begin_together(method, out_token, target, targets=targets, probes=probes, seed=seed)

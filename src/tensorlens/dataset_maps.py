@@ -73,7 +73,7 @@ class Asked:
 
     def check(self) -> None:
         """Refuse a question that no sample could answer, before any work."""
-        check_question(self.method, self.target, probes=self.probes)
+        check_question(self.method, self.target, probes=self.probes, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

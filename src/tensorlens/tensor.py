@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TensorSlice
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_iterable, check_whole
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
@@ -147,7 +147,8 @@ class AttentionTensor(InsideQuestions):
 
         `T.blocks(a, c)` is `T.blocks(b, c)` after `T.blocks(a, b)`.
         """
-        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= self.n_blocks):
+        start, stop = (check_whole(edge, name, 0, self.n_blocks) for edge, name in ((start, "start"), (stop, "stop")))
+        if start >= stop:
             raise InputError(
                 f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
             )
@@ -176,7 +177,7 @@ class AttentionTensor(InsideQuestions):
             if type(block) is not int or not 0 <= block < self.n_blocks:
                 raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
             index = self.operator.span.start + block
-            multiplier = self._head_multiplier(index, list(heads), keep=keep)
+            multiplier = self._head_multiplier(index, check_iterable(heads, "heads", "heads of a block"), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
         return self._part(self._operator(self.operator.span, multipliers))
 

@@ -248,8 +248,9 @@ def _data(model: nn.Module, ignoring: frozenset[tuple[int, str]]) -> Iterator[Te
     for module in walk(model):
         found = [pair for pair in module.__dict__.items() if type(pair[1]) is Tensor]
         for name, value in (*module._buffers.items(), *found) if found or module._buffers else ():
-            is_own = value is not None and value.device.type == "cpu" and not hasattr(value, "stands_in")
-            if is_own and (id(module), name) not in ignoring:
+            if value is None or value.device.type != "cpu" or hasattr(value, "stands_in"):
+                continue
+            if (id(module), name) not in ignoring:
                 yield value
 
 
