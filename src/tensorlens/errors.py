@@ -43,10 +43,14 @@ class MethodError(TensorLensError, ValueError):
     """A map was asked for by an unknown name, or does not apply to this model."""
 
 
-def check_whole(value: Any, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
+LARGE = 2**31 - 1
+
+
+def check_whole(value: Any, name: str, least: int = 0, most: int = LARGE) -> int:
     """A whole number within bounds, numpy's too; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise InputError(f"`{name}` must be a whole number from {least} to {most}; got {value!r:.60}.")
+        bounds = f"of at least {least}" if most == LARGE else f"from {least} to {most}"
+        raise InputError(f"`{name}` must be a whole number {bounds}; got {value!r:.60}.")
     return int(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TensorSlice
-from tensorlens.errors import InputError, MethodError, check_iterable, check_whole
+from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
@@ -147,13 +148,13 @@ class AttentionTensor(InsideQuestions):
 
         `T.blocks(a, c)` is `T.blocks(b, c)` after `T.blocks(a, b)`.
         """
-        start, stop = (check_whole(edge, name, 0, self.n_blocks) for edge, name in ((start, "start"), (stop, "stop")))
-        if start >= stop:
+        is_whole = all(isinstance(edge, Integral) and not isinstance(edge, bool) for edge in (start, stop))
+        if not is_whole or not 0 <= start < stop <= self.n_blocks:
             raise InputError(
                 f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
             )
         first = self.operator.span.start
-        return self._part(self._operator(Span(first + start, first + stop), self.operator.heads))
+        return self._part(self._operator(Span(first + int(start), first + int(stop)), self.operator.heads))
 
     @own_modes
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:

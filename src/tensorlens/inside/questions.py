@@ -52,11 +52,11 @@ class InsideQuestions(TensorOperator):
                 mixture of experts is one feed-forward.
         """
         start, stop = self.operator.span
-        named = [
-            frozenset(start + check_whole(n, name, 0, stop - start - 1) for n in check_iterable(some, name, "blocks"))
-            for name, some in (("neurons", neurons), ("experts", experts))
-        ]
-        finer = Finer(*named)
+        named = [check_iterable(some, name, "blocks") for name, some in (("neurons", neurons), ("experts", experts))]
+        wrong = [n for some in named for n in some if type(n) is not int or not 0 <= n < stop - start]
+        if wrong:
+            raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
+        finer = Finer(*(frozenset(start + n for n in blocks) for blocks in named))
         return component_map(self._explained(out_token, target), effect, finer)
 
     @own_modes
