@@ -209,7 +209,7 @@ def test_a_batch_is_proved_once(monkeypatch: Patch) -> None:
     calls.clear()
     for _ in range(3):
         made.maps("tensor.in_out")
-    assert len(calls) == 1
+    assert len(calls) == 2, "the shortest, and a longest"
 
 
 def test_rounding_by_tf32_is_no_fault_if_a_few_samples_agree_without_it(monkeypatch):
@@ -224,3 +224,38 @@ def test_rounding_by_tf32_is_no_fault_if_a_few_samples_agree_without_it(monkeypa
     with tf32(True):
         found = list(lens("gpt2").maps(inputs, "tensor.in_class", batch_size=15))
     assert sizes == [15, 8] and not any("batches" in one.meta for one in found)
+
+
+def wrong_beyond_five_tokens(whole: Any) -> Any:
+    return lambda *a: torch.cat([(found := whole(*a))[:, :5], 2 * found[:, 5:]], 1)
+
+
+def first_output_for_others(whole: Any) -> Any:
+    return lambda self, state: whole(self, state if int(self.out_tokens[0]) > 2 else state.roll(1, 1))
+
+
+def filled_with_ones(whole: Any) -> Any:
+    def targets(question: BatchQuestion) -> tuple[Tensor, Tensor]:
+        ids, weights = whole(question)
+        return ids, weights.masked_fill(weights == 0, 1)
+
+    return targets
+
+
+@pytest.mark.parametrize(
+    ("patch", "asked", "options"),
+    [
+        (function("push_each_token", wrong_beyond_five_tokens), "tensor.contribution", {}),
+        (method(BatchQuestion, "rows", first_output_for_others), "tensor.in_out", {"out_token": 1}),
+        (function("targets_of", filled_with_ones), "tensor.in_class", {"targets": [(3, 4), 5, (6, 7)]}),
+    ],
+)
+def test_every_kind_of_question_of_a_batch_is_proved(patch: Any, asked: str, options: Any, monkeypatch: Patch) -> None:
+    made = lens("gpt2").batch(INPUTS)
+    expected = [one.scores for one in made.maps(asked, **options)]
+    proof._proofs.clear()
+    patch(monkeypatch)
+    made = lens("gpt2").batch(INPUTS)
+    made.maps(asked)  # which the fault may leave alone
+    for one, right in zip(made.maps(asked, **options), expected, strict=True):
+        torch.testing.assert_close(one.scores, right, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tensorlens.errors import InputError, MethodError, TensorLensError
+from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
 from tensorlens.folding.search import state_of
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.places import Span
@@ -20,7 +20,7 @@ from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay, Replay, logits_at
 from tensorlens.maps.batch_question import BatchQuestion, predictions
 from tensorlens.maps.batched import BATCHED, PULLS_ONLY, record_samples
-from tensorlens.maps.methods import Answer
+from tensorlens.maps.methods import Answer, check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomy import Anatomy
@@ -90,6 +90,7 @@ class Batch(Sequence[AttentionTensor]):
         anatomy, arguments = lens.recording_arguments(collated.arguments)
         sketched = {"tensor.norm"} if probes is not None else frozenset()
         keeps_factors = not methods or not (PULLS_ONLY | sketched).issuperset(methods)
+        keeps_factors |= not lens.rules.include_final_norm  # the graph does not end there: pulls go by factors
         self.replay = FactorReplay(
             record_samples(anatomy, arguments, lens.rules, len(prepared), keeps_factors=keeps_factors)
         )
@@ -120,7 +121,8 @@ class Batch(Sequence[AttentionTensor]):
     def _is_as_alone(self, i: int) -> bool:
         alone = self.lens(self.prepared[i]).output
         state = self.replay.recording.states[-1][i, : len(alone)]
-        tolerance = 100 * torch.finfo(alone.dtype).eps ** 0.75
+        # Code may cast its norms to float32, whatever the type of the states.
+        tolerance = max(TOLERANCES[torch.float64], 100 * torch.finfo(alone.dtype).eps ** 0.75)
         tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and alone.is_cuda else tolerance
         return bool((state - alone).norm() <= tolerance * alone.norm())
 
@@ -180,8 +182,8 @@ class Batch(Sequence[AttentionTensor]):
     ) -> list[TokenMap]:  # fmt: skip
         """A map of one output of each sample; what these are is said at `AttentionTensor.map`.
 
-        The first time a model answers so, one sample is mapped alone and compared; if they differ all are, and the maps
-        say so.
+        The first time a model answers so, two samples are mapped alone and compared; if they differ all are, and the
+        maps say so.
 
         Args:
             method: A name in `METHODS`.
@@ -199,19 +201,25 @@ class Batch(Sequence[AttentionTensor]):
             its = target if targets is None else targets[i]
             return map_of(self.lens(self.prepared[i]), method, out_token, its, probes=probes, seed=seed)
 
-        if self._is_proved(method, made, alone):
+        kinds = tuple(sorted({type(one).__name__ for one in (target, *(targets or ()))}))
+        if self._is_proved((method, out_token < 0, kinds, probes is None), made, alone):
             return made
         said = {"fallback": "samples of this batch gave other numbers together than alone; each was mapped alone"}
         return [replace(found, meta=found.meta | said) for found in map(alone, range(len(self)))]
 
-    def _is_proved(self, method: str, made: list[TokenMap], alone: Callable[[int], TokenMap]) -> bool:
-        """Whether the shortest sample's map is what it is alone; found out once for a state of the model."""
+    def _is_proved(self, asked: tuple[Any, ...], made: list[TokenMap], alone: Callable[[int], TokenMap]) -> bool:
+        """Whether the maps of the shortest and of a longest sample are what they are alone.
+
+        Found out once for a state of the model, a kind of question, and as many samples and tokens to a power of two.
+        """
         recording = self.replay.recording
-        key = ("batched", method, self.is_padded, *state_of(recording))
+        sizes = [size.bit_length() for size in recording.states[0].shape[:2]]
+        key = ("batched", *asked, *sizes, self.is_padded, *state_of(recording))
         proof = None if recording.fingerprint is None else known_proof(recording.model, key)
         if proof is None:
-            i = self._shortest
-            error, tolerance = difference(made[i], alone(i), recording.states[0].dtype)
+            longest = max(range(len(self)), key=lambda i: (self.lengths[i], i))
+            found = [difference(made[i], alone(i), recording.states[0].dtype) for i in {self._shortest, longest}]
+            error, tolerance = max(error for error, _ in found), found[0][1]
             tolerance = max(tolerance, TOLERANCE_TF32) if tf32_allowed() and recording.states[0].is_cuda else tolerance
             proof = remember_proof(recording.model, key, Proof(error, tolerance))
         return proof.holds
@@ -230,6 +238,9 @@ class Batch(Sequence[AttentionTensor]):
             probes: For `tensor.norm`.
             seed: Seed for the probes.
         """
+        check_question(method, target, probes=probes, seed=seed)
+        probes, seed = probes and int(probes), int(seed)  # numpy's as plain ones
+        targets = None if targets is None else check_iterable(targets, "targets", "a target for each sample")
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         pending = self.begin_together(method, out_token, target, targets=targets, probes=probes, seed=seed)

@@ -2,8 +2,8 @@
 
 Samples of similar length go together, padded at their end where the model's padding is exactly silent. That is checked
 and not believed: of the first batch, of every fiftieth and of each that takes another way through the model one sample
-is mapped alone and compared. Where padding is heard only samples of one length go together, and where a model mixes
-samples they go one by one; the maps say so.
+is mapped alone and compared, and of all the shortest, padded to the longest. Where padding is heard only samples of one
+length go together, and where a model mixes samples they go one by one; the maps say so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Asked:
 
     def check(self) -> None:
         """Refuse a question that no sample could answer, before any work."""
-        check_question(self.method, self.target, probes=self.probes)
+        check_question(self.method, self.target, probes=self.probes, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +145,7 @@ class Work(ABC, Generic[Found]):
         self._cuts: Callable[[], bool] = lambda: False
         self.reason = ""
         self._free: int | None = None
+        self._covered: dict[tuple[str, ...], tuple[int, int]] = {}
         self._random = random.Random(seed)
 
     @property
@@ -177,7 +178,6 @@ class Work(ABC, Generic[Found]):
         """What is found of some samples, in their order; `done` is told how many at a time."""
         found: dict[int, Found] = {}
         waiting = list(self._batches(prepared))
-        waiting = [*waiting[-1:], *waiting[:-1]]  # longest, shortest, then sizes between: a size between needs no audit
         begun: list[tuple[list[int], Pending[Found]]] = []
         while waiting:
             cancel.check()
@@ -202,21 +202,34 @@ class Work(ABC, Generic[Found]):
         return [found[i] for i in range(len(prepared))]
 
     def _batches(self, prepared: Sequence[ModelInput]) -> Iterator[list[int]]:
-        """Samples that go together: of one kind, and near in length, the shortest first."""
+        """Samples of one kind and near in length; the longest first, then sizes that need no audit for that."""
         kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
         order = sorted(range(len(prepared)), key=kinds.__getitem__)
-        for _, group in groupby(order, key=lambda i: kinds[i][0]):
-            some: list[int] = []
-            most, most_tokens = self.most, self._most_tokens
-            for i in group:
-                length = kinds[i][1]  # the longest so far, and so that of the batch when padded
-                is_full = len(some) == most or (len(some) + 1) * length > most_tokens
-                is_other = some and self.together == "by length" and length != kinds[some[0]][1]
-                if some and (is_full or is_other or self.together == "one by one"):
-                    yield some
-                    some = []
-                some.append(i)
-            yield some
+        for kind, group in groupby(order, key=lambda i: kinds[i][0]):
+            made = list(self._of_one_kind(group, [length for _, length in kinds]))
+            shortest, longest = kinds[made[0][0]][1], kinds[made[-1][-1]][1]
+            if self.together == "padded" and self.most > 1 and not self._is_covered(kind, shortest, longest):
+                made = _widened(made)
+            yield from (*made[-1:], *made[:-1])
+
+    def _of_one_kind(self, group: Iterable[int], lengths: list[int]) -> Iterator[list[int]]:
+        """Samples of one kind, which come sorted by length, in batches."""
+        some: list[int] = []
+        most, most_tokens = self.most, self._most_tokens
+        for i in group:
+            length = lengths[i]  # the longest so far, and so that of the batch when padded
+            is_full = len(some) == most or (len(some) + 1) * length > most_tokens
+            is_other = some and self.together == "by length" and length != lengths[some[0]]
+            if some and (is_full or is_other or self.together == "one by one"):
+                yield some
+                some = []
+            some.append(i)
+        yield some
+
+    def _is_covered(self, kind: tuple[str, ...], shortest: int, longest: int) -> bool:
+        """Whether a sample as short was padded to such a length and compared with what it is alone."""
+        first, last = self._covered.get(kind, (longest, longest))
+        return first <= shortest and longest <= last
 
     @property
     def _most_tokens(self) -> float:
@@ -239,6 +252,9 @@ class Work(ABC, Generic[Found]):
         stream = aside(self.device)
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             found = [self.noted(self.alone(one)) for one in prepared]
+            return lambda: found
+        if self.together == "by length" and len(set(map(length_of, prepared))) > 1:  # planned before that was known
+            found = self._regrouped(prepared)
             return lambda: found
         try:
             pending = self.begin_batch(prepared)
@@ -277,22 +293,26 @@ class Work(ABC, Generic[Found]):
     def _checked(self, prepared: list[ModelInput]) -> list[int]:
         """The samples to check this batch with; none for most batches.
 
-        One that is padded if there is one. Where samples were cut out of the batch two more, since those that are
-        padded are mapped alone in any case; and where it was one of few, since what a model takes from one sample for
-        all is right for that one.
+        One that is padded if there is one, and the shortest where none as short was padded so far: code may branch by
+        length, as rotary embeddings do that stretch. Where samples were cut out of the batch two more, since those that
+        are padded are mapped alone in any case; and where it was one of few, since what a model takes from one sample
+        for all is right for that one.
         """
         was_cut, self._cuts = self._cuts(), lambda: False
         self.n_batches += 1
-        if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way:
+        lengths, kind = [length_of(one) for one in prepared], _kind(prepared[0])
+        shortest, longest = min(lengths), max(lengths)
+        is_wide = not self._is_covered(kind, shortest, longest)
+        if (self.n_batches - 1) % CHECK_EVERY and not self._is_new_way and not is_wide:
             return []
-        lengths = [length_of(one) for one in prepared]
-        longest = max(lengths)
+        widest = [lengths.index(shortest)] if is_wide else []
+        self._covered[kind] = (shortest, longest) if is_wide else self._covered.get(kind, (longest, longest))
         padded = [i for i, length in enumerate(lengths) if length < longest]
         first = self._random.choice(padded or range(len(prepared)))
         if not was_cut and len(padded or prepared) >= MANY:
-            return [first]
+            return [*dict.fromkeys((*widest, first))]
         full = [i for i, length in enumerate(lengths) if length == longest]
-        return [*dict.fromkeys((first, full[0], full[-1]))]
+        return [*dict.fromkeys((*widest, first, full[0], full[-1]))]
 
     def _agree_strictly(self, prepared: list[ModelInput], checked: list[int]) -> bool:
         """Compare samples with a few others, without tf32, whose rounding differs with the size of a batch."""
@@ -347,6 +367,16 @@ class _Maps(Work[TokenMap]):
     def noted(self, found: TokenMap) -> TokenMap:
         """In the map's `meta`."""
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found
+
+
+def _widened(batches: list[list[int]]) -> list[list[int]]:
+    """The same with the very shortest sample in the batch of the longest, in place of the shortest of these."""
+    if len(batches) < 2:
+        return batches
+    (shortest, *others), *between, last = batches
+    first, *longer = last if len(last) > 1 else (None, *last)
+    rest = [some for some in (others, *between, [] if first is None else [first]) if some]
+    return [*rest, [shortest, *longer]]
 
 
 def _finished(rows: list[int], pending: Pending[Found]) -> dict[int, Found]:

@@ -6,6 +6,10 @@ specific class; callers who do not care catch `TensorLensError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
 
 class TensorLensError(Exception):
     """Base of every error this package raises on purpose."""
@@ -37,6 +41,25 @@ class SizeError(TensorLensError, MemoryError):
 
 class MethodError(TensorLensError, ValueError):
     """A map was asked for by an unknown name, or does not apply to this model."""
+
+
+LARGE = 2**31 - 1
+
+
+def check_whole(value: Any, name: str, least: int = 0, most: int = LARGE) -> int:
+    """A whole number within bounds, numpy's too; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        bounds = f"of at least {least}" if most == LARGE else f"from {least} to {most}"
+        raise InputError(f"`{name}` must be a whole number {bounds}; got {value!r:.60}.")
+    return int(value)
+
+
+def check_iterable(value: Any, name: str, expected: str) -> list[Any]:
+    """The items of a list or the like."""
+    is_single = isinstance(value, (str, bytes)) or getattr(value, "ndim", 1) == 0
+    if is_single or not isinstance(value, Iterable):
+        raise InputError(f"`{name}` must be a list of {expected}; got {value!r:.60}.")
+    return list(value)
 
 
 def missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:

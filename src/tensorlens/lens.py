@@ -56,6 +56,10 @@ class Lens:
             )
         if rules is not None and not isinstance(rules, Rules):
             raise InputError(f"`rules` must be a `tensorlens.Rules`, such as `Rules.attn_lrp()`; got {rules!r}.")
+        if blocks is not None and not isinstance(blocks, str):
+            raise InputError(
+                f"`blocks` must be the path of a list of blocks, such as 'model.layers'; got {blocks!r:.60}."
+            )
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         self.model, self.processor, self.rules = model, processor, rules or Rules()
         self.anatomies, self._blocks = Anatomies(model, blocks), blocks

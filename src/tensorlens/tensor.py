@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TensorSlice
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.freezing.interpreter import Heads
 from tensorlens.freezing.observe import plain_logits
 from tensorlens.freezing.places import Span
@@ -147,12 +148,13 @@ class AttentionTensor(InsideQuestions):
 
         `T.blocks(a, c)` is `T.blocks(b, c)` after `T.blocks(a, b)`.
         """
-        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= self.n_blocks):
+        is_whole = all(isinstance(edge, Integral) and not isinstance(edge, bool) for edge in (start, stop))
+        if not is_whole or not 0 <= start < stop <= self.n_blocks:
             raise InputError(
                 f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
             )
         first = self.operator.span.start
-        return self._part(self._operator(Span(first + start, first + stop), self.operator.heads))
+        return self._part(self._operator(Span(first + int(start), first + int(stop)), self.operator.heads))
 
     @own_modes
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
@@ -176,7 +178,7 @@ class AttentionTensor(InsideQuestions):
             if type(block) is not int or not 0 <= block < self.n_blocks:
                 raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
             index = self.operator.span.start + block
-            multiplier = self._head_multiplier(index, list(heads), keep=keep)
+            multiplier = self._head_multiplier(index, check_iterable(heads, "heads", "heads of a block"), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
         return self._part(self._operator(self.operator.span, multipliers))
 

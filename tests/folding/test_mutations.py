@@ -16,6 +16,7 @@ import tensorlens as tl
 from tensorlens.folding import fold, pull, pull_few, rebuild
 from tensorlens.folding.fold import FoldedBlock
 from tensorlens.freezing import proof
+from tensorlens.operators.matrix_free import FrozenOperator
 
 Patch = pytest.MonkeyPatch
 
@@ -190,3 +191,80 @@ def test_heads_are_certified_by_the_weights(monkeypatch: Patch) -> None:
     monkeypatch.setattr(type(T.operator.replay), "push", wrong)
     again = tensor("gpt2").heads({1: [0, 2]})
     assert "value" in again.certificate().failures
+
+
+# Faults in ways that the first answer does not go ---------------------------------------------------------------------
+
+
+def gathered(monkeypatch: Patch) -> None:
+    """Outputs that do not follow each other are taken from the wrong places."""
+    whole = pull._positions
+
+    def positions(tokens: Any, device: Any) -> Any:
+        found = whole(tokens, device)
+        return found if isinstance(found, slice) else found - 1
+
+    monkeypatch.setattr(pull, "_positions", positions)
+
+
+def several_outputs(monkeypatch: Patch) -> None:
+    whole = pull.FoldedRows._leave_last
+
+    def leave(self: Any, n: int, out_tokens: Any, starts: Tensor) -> Any:
+        found = whole(self, n, out_tokens, starts)
+        return found._replace(values=1.1 * found.values) if len(out_tokens) > 1 else found
+
+    monkeypatch.setattr(pull.FoldedRows, "_leave_last", leave)
+
+
+def many_cotangents(monkeypatch: Patch) -> None:
+    whole = FrozenOperator.adjoint_folded
+    monkeypatch.setattr(FrozenOperator, "adjoint_folded", lambda self, u: whole(self, u.flip(0) if len(u) > 16 else u))
+
+
+def part_of_the_tokens(monkeypatch: Patch) -> None:
+    whole = pull_few._Buffers.step
+
+    def step(self: Any, block: FoldedBlock) -> None:
+        whole(self, block if self.is_all else replace(block, mix=block.mix.mT))
+
+    monkeypatch.setattr(pull_few._Buffers, "step", step)
+
+
+def stale_heads(monkeypatch: Patch) -> None:
+    whole, kept = fold._mixing, []
+
+    def mixing(factors: Any, in_norm: str, out_norm: str, heads: Tensor | None) -> Tensor:
+        kept.extend([] if heads is None or kept else [heads])
+        return whole(factors, in_norm, out_norm, None if heads is None else kept[0])
+
+    monkeypatch.setattr(fold, "_mixing", mixing)
+
+
+LATER: dict[str, tuple[Callable[[Patch], None], Callable[[Any], Tensor], Callable[[Any], Tensor]]] = {
+    "gathered outputs": (
+        gathered, lambda T: T.rows(3), lambda T: T.map("tensor.norm", out_token=[5, 1, 2]).scores
+    ),
+    "several outputs": (
+        several_outputs, lambda T: T.rows(3), lambda T: T.map("tensor.norm", out_token=range(2, 5)).scores
+    ),
+    "many cotangents": (
+        many_cotangents, lambda T: T.adjoint(T.output.expand(9, -1, -1)),
+        lambda T: T.adjoint(torch.arange(40, dtype=T.dtype)[:, None, None] * T.output),
+    ),
+    "part of the tokens": (part_of_the_tokens, lambda T: T.rows(-1), lambda T: T.rows(3)),
+    "heads of another question": (
+        stale_heads, lambda T: T.heads({1: [0]}).rows(3), lambda T: T.heads({1: [2]}).rows(3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LATER)
+def test_another_kind_of_question_is_proved_by_itself(fault: str, monkeypatch: Patch) -> None:
+    patch, first, then = LATER[fault]
+    expected = then(tensor("gpt2"))
+    proof._proofs.clear()
+    patch(monkeypatch)
+    T = tensor("gpt2")
+    first(T)
+    torch.testing.assert_close(then(T), expected, rtol=1e-6, atol=1e-9)

@@ -76,8 +76,8 @@ def another_state(whole: Any) -> Any:
 
 
 def stale_graph(whole: Any) -> Any:
-    kept: dict[int, Tensor] = {}
-    return lambda self, n, cs, heads: kept.setdefault(n, whole(self, n, torch.ones_like(cs), heads))
+    kept: dict[Any, Tensor] = {}
+    return lambda self, n, cs, heads: kept.setdefault((n, cs.shape), whole(self, n, torch.ones_like(cs), heads))
 
 
 def other_rules(whole: Any) -> Any:
@@ -136,7 +136,29 @@ def one_cotangent_for_all(monkeypatch: Patch) -> None:
     monkeypatch.setattr(long_inputs, "_gradients", lambda y, x, us: whole(y, x, us.flip(-1)))
 
 
+def second_wrong(whole: Any) -> Any:
+    """Of several at once only the first is right."""
+
+    def run(self: Any, x: Tensor, *args: Any) -> Tensor:
+        found = whole(self, x, *args)
+        return torch.cat([found[:1], 1.01 * found[1:]]) if len(x) > 1 else found
+
+    return run
+
+
+def range_wrong(whole: Any) -> Any:
+    """A range of blocks is pulled wrongly, and all of them rightly."""
+
+    def pull(self: Any, us: Tensor, span: Any, *args: Any) -> Tensor:
+        found = whole(self, us, span, *args)
+        return found if span == (0, self.recording.n_blocks) else 1.01 * found
+
+    return pull
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
+    "the second of two cotangents": ("gpt2", method("_pull_some", second_wrong), "streamed"),
+    "the second of two states": ("llama", method("push", second_wrong), "linearity"),
     "the graph of another block": ("gpt2", method("_pull_block", graph_of_another_block), "streamed"),
     "a block left out of the pull": ("llama", method("_pull_block", block_left_out), "streamed"),
     "a residual dropped": ("gpt2", method("_pull_block", without_residual), "streamed"),
@@ -175,6 +197,12 @@ def test_a_fault_is_noticed_where_the_engine_answers(fault: str, monkeypatch: Pa
     name, patch, _ = MUTATIONS[fault]
     patch(monkeypatch)
     found = tensor(name).map("tensor.in_out", out_token=-1)
+    assert "differed from a replay" in found.meta["fallback"]
+
+
+def test_a_range_is_proved_too(monkeypatch: Patch) -> None:
+    method("_pull_some", range_wrong)(monkeypatch)
+    found = tensor("gpt2").blocks(1, 2).map("tensor.in_out", out_token=-1)
     assert "differed from a replay" in found.meta["fallback"]
 
 

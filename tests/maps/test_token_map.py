@@ -123,7 +123,7 @@ def test_top_keeps_the_order_of_equals():
 
 
 def test_top_needs_a_count():
-    with pytest.raises(InputError, match="at least 1, got 0"):
+    with pytest.raises(InputError, match="at least 1; got 0"):
         make(torch.ones(1, 1)).top(0)
 
 

@@ -50,6 +50,8 @@ class Rules:
         for field, kind in (("attention", Attention), ("gate", Gate), ("norm", Norm), ("activation", Activation)):
             if getattr(self, field) not in get_args(kind):
                 raise InputError(f"`{field}` must be one of {', '.join(get_args(kind))}; got {getattr(self, field)!r}.")
+        if not isinstance(self.include_final_norm, bool):
+            raise InputError(f"`include_final_norm` must be True or False; got {self.include_final_norm!r:.60}.")
 
     @classmethod
     def paper(cls, *, include_final_norm: bool = True) -> Rules:

@@ -177,7 +177,8 @@ class Recorder:
             side_channels=tuple(self.side_channels), readout=constant(readout) if self.anatomy.has_head else None,
             n_heads=run.n_heads, rules_applied=run.rules_applied, signature=run.signature, graph=graph,
             fingerprint=fingerprint(self.anatomy.model, ignored) if ignored else now, ignored=ignored,
-            samples=samples_of(self.anatomy.model) if self.options.keeps_factors and self.found is not None else None,
+            samples=samples_of(self.anatomy.model, ignored)
+            if self.options.keeps_factors and self.found is not None else None,
         )  # fmt: skip
 
     # The route --------------------------------------------------------------------------------------------------------

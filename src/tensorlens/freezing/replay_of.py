@@ -90,17 +90,21 @@ def _cut(value: Tensor, length: int, n: int) -> Tensor:
 
 
 def _difference(streamed: LongInput, whole: FactorReplay) -> float:
-    """The largest relative difference of pulls, from the output and from what the head reads, and of pushes."""
+    """The largest relative difference of pushes, and of pulls from the output, from what the head reads, of a range."""
     for n in list(streamed.edges)[::2]:
         del streamed.edges[n]  # so that blocks of both kinds answer: by their graph, and run again
     span, generator = Span(0, streamed.recording.n_blocks), torch.Generator().manual_seed(0)
-    x = _normal(whole.recording.states[0], generator)
-    differences = [_relative(streamed.push(one, span), whole.push(one, span)) for one in (x, 0 * x)]
-    for to_logits in (False, True):
-        with whole.graph(span, to_logits=to_logits) as (start, end, _):
-            u = _normal(end, generator)
-            expected = torch.autograd.grad(end, start, u)[0]
-        differences.append(_relative(streamed.pull(u, span, to_logits=to_logits), expected))
+    x, differences = _normal(whole.recording.states[0], generator), list[float]()
+    states = (0 * x, x)
+    alone = [whole.push(one, span) for one in states]
+    for found in ([streamed.push(one, span) for one in states], streamed.push(torch.cat(states), span).split(1)):
+        differences += [_relative(one, other) for one, other in zip(found, alone, strict=True)]
+    inner = Span(1, span.stop - 1) if span.stop > 2 else span  # which begins and ends elsewhere
+    for part, to_logits in ((span, False), (span, True), (inner, False)):
+        with whole.graph(part, to_logits=to_logits) as (start, end, _):
+            u = torch.cat([_normal(end, generator), _normal(end, generator)])  # two at once
+            expected = torch.cat([torch.autograd.grad(end, start, one[None], retain_graph=True)[0] for one in u])
+        differences.append(_relative(streamed.pull(u, part, to_logits=to_logits), expected))
     return max(differences)
 
 

@@ -200,6 +200,6 @@ def check_unchanged(recording: Recording) -> None:
         )
     if recording.samples is not None and not recording.samples.same():
         raise InputError(
-            "The weights of the model were written to through `.data` since this pass was recorded. What was held "
-            "belongs to the weights as they were. Ask the lens for the input again."
+            "Weights, buffers or other tensors of the model were written to through `.data` since this pass was "
+            "recorded. What was held belongs to them as they were. Ask the lens for the input again."
         )

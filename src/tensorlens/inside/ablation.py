@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -149,7 +149,8 @@ def _chosen(run: Pass, components: Any) -> list[Part]:
     single = isinstance(components, (str, Component)) or _is_pair(components)
     found: list[Part] = []
     for one in [components] if single else _listed(components):
-        part = heads.get(one) if _is_pair(one) else known.get(one) if isinstance(one, Component) else by_name.get(one)
+        by = heads if _is_pair(one) else known if isinstance(one, Component) else by_name
+        part = by.get(one) if isinstance(one, Hashable) else None
         if part is None:
             some = ", ".join(repr(name) for name in list(by_name)[:3])
             raise InputError(

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
 from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.strict_json import from_json, to_json
 
@@ -144,8 +144,7 @@ class ComponentMap:
 
     def top(self, k: int = 10) -> list[TopComponent]:
         """The components with the largest scores over all tokens, of either sign."""
-        if k < 1:
-            raise InputError(f"Expected k of at least 1, got {k}. Ask for one or more components.")
+        k = check_whole(k, "k", 1)
         sums = self.scores.sum(1)
         best = sums.abs().topk(min(k, len(sums))).indices.tolist()
         return [TopComponent(self.labels[i], float(sums[i]), int(self.scores[i].abs().argmax())) for i in best]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.inside.component_graph import ComponentGraph, Edge, Node
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import Cotangents, from_target
@@ -34,12 +35,16 @@ MOST_EDGES = 8192
 Key = tuple[Component, int]
 
 
+def check_growth(share: float, max_nodes: int) -> None:
+    """Refuse what no graph can grow to."""
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+        raise InputError(f"`share` must be above 0 and at most 1; got {share!r:.60}.")
+    check_whole(max_nodes, "max_nodes", 1)
+
+
 def component_graph(asked: Explained, share: float, max_nodes: int) -> ComponentGraph:
     """The graph of a target, as a record."""
-    if not 0 < share <= 1:
-        raise InputError(f"`share` must be above 0 and at most 1; got {share!r}.")
-    if max_nodes < 1:
-        raise InputError(f"`max_nodes` must be at least 1; got {max_nodes!r}.")
+    check_growth(share, max_nodes)
     n_encoder = asked.operator.recording.n_encoder_blocks
     if n_encoder and asked.operator.span.start >= n_encoder:
         raise MethodError("The graph of a decoder needs its encoder; got a range of blocks that begins after it.")

@@ -20,7 +20,7 @@ from tensorlens.freezing.observe import mixings
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import Component, ComponentMap
 from tensorlens.inside.components import Cotangents, Effect, find
-from tensorlens.inside.graph import Growth
+from tensorlens.inside.graph import Growth, check_growth
 from tensorlens.inside.looks import Look, Why, strongest, why
 from tensorlens.inside.record_files import save_record
 from tensorlens.inside.stream import by_head
@@ -125,6 +125,7 @@ def _columns(found: ComponentMap) -> list[str]:
 
 def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> Inside:
     """Everything about one target, from one replay, and why the strongest heads looked where they did."""
+    check_growth(share, max_nodes)
     with pass_to(asked.operator, asked.weights, asked.out_token) as run:
         totals, directs = (find(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
         graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)

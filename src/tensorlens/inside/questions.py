@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import ComponentMap
@@ -52,10 +52,11 @@ class InsideQuestions(TensorOperator):
                 mixture of experts is one feed-forward.
         """
         start, stop = self.operator.span
-        wrong = [n for n in (*neurons, *experts) if not 0 <= n < stop - start]
+        named = [check_iterable(some, name, "blocks") for name, some in (("neurons", neurons), ("experts", experts))]
+        wrong = [n for some in named for n in some if type(n) is not int or not 0 <= n < stop - start]
         if wrong:
             raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
-        finer = Finer(*(frozenset(start + n for n in blocks) for blocks in (neurons, experts)))
+        finer = Finer(*(frozenset(start + n for n in blocks) for blocks in named))
         return component_map(self._explained(out_token, target), effect, finer)
 
     @own_modes
@@ -90,6 +91,7 @@ class InsideQuestions(TensorOperator):
             max_nodes: Of the graph.
             n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
         """
+        check_whole(n_whys, "n_whys")
         return look_inside(self._explained(out_token, target), share, max_nodes, n_whys)
 
     @own_modes
@@ -135,7 +137,10 @@ class InsideQuestions(TensorOperator):
             to: What stands in their place at every token: ``"zero"``, or their ``"mean"`` over tokens.
             over: Attention tensors of other inputs, over which the mean is taken instead of this one's.
         """
-        return ablation(self._explained(out_token, target), components, to, [one.operator for one in over])
+        others = check_iterable(over, "over", "attention tensors")
+        if not all(isinstance(one, InsideQuestions) for one in others):
+            raise InputError(f"`over` must be a list of attention tensors; got {over!r:.60}.")
+        return ablation(self._explained(out_token, target), components, to, [one.operator for one in others])
 
     def _explained(self, out_token: int, target: Target | Weights | None) -> Explained:
         return Explained.at(self.operator, self.context, self.meta(), out_token, target)

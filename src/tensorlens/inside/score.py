@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.freezing.interception import own_precision
 from tensorlens.freezing.interpreter import Interpreter
 from tensorlens.freezing.places import Span
@@ -153,8 +153,9 @@ def score_map(
     if by not in ("token", "component"):
         raise InputError(f"`by` must be 'token' or 'component'; got {by!r}.")
     start, stop = operator.span
-    if not (isinstance(block, int) and 0 <= block < stop - start):
+    if type(block) is not int or not 0 <= block < stop - start:
         raise InputError(f"There is no block {block!r}; expected one of 0 to {stop - start - 1}.")
+    attention = attention if attention is None else check_whole(attention, "attention")
     if operator.is_streamed:
         raise MethodError("The input is so long that no factors are kept; scores need them. Expected a shorter input.")
     asked = Asked(start + block, head, query, keys, attention)
@@ -203,7 +204,7 @@ def _by_component(operator: FrozenOperator, asked: Asked) -> Pairs:
 def _vectors(met: Meeting, asked: Asked) -> list[Tensor]:
     """The query and the keys."""
     n_heads, n_queries = met.query.shape[:2]
-    if not (isinstance(asked.head, int) and 0 <= asked.head < n_heads):
+    if type(asked.head) is not int or not 0 <= asked.head < n_heads:
         raise InputError(f"Block {asked.block} has heads 0 to {n_heads - 1}; got {asked.head!r}.")
     of_key = asked.head // (n_heads // met.key.shape[0])
     i = check_token(asked.query, n_queries)

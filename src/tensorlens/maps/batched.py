@@ -17,6 +17,7 @@ from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recording import Recording, RecordOptions
 from tensorlens.freezing.replay import FactorReplay
+from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.maps.batch_question import (
     BatchQuestion,
     Notes,
@@ -168,6 +169,7 @@ def times_input(question: BatchQuestion) -> Pending:
     recording = question.recording
     rules = jacobian_rules(recording.rules)
     if rules != recording.rules:
+        check_unchanged(recording)
         made = record_samples(recording.anatomy, recording.inputs, rules, len(question.lengths), keeps_factors=False)
         question = replace(question, replay=FactorReplay(made), shared={})
     if not question.has_classes:

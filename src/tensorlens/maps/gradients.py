@@ -21,6 +21,7 @@ from tensorlens.freezing.layouts import put_state, state_of
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
 from tensorlens.freezing.replay_of import replay_of
+from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.maps.methods import METHODS, Answer, Question, method
 from tensorlens.memory import in_parts
 from tensorlens.models.plain_pass import evaluating, hooked
@@ -41,6 +42,7 @@ def _times_input(question: Question) -> Answer:
     operator = _whole(question)
     recording, rules = operator.recording, jacobian_rules(operator.recording.rules)
     if rules != recording.rules:
+        check_unchanged(recording)
         operator = FrozenOperator(replay_of(recording.anatomy, recording.inputs, rules))
     explains = "tensor.in_class" if _has_classes(question) else "tensor.in_out"
     found = METHODS[explains].compute(replace(question, operator=operator))
@@ -80,6 +82,7 @@ def integrated_gradients(
             other.
         n_steps: Points of the path.
     """
+    check_unchanged(recording)  # the path ends at the states of the model as it was
     x = recording.states[0].detach()
     points, weights = np.polynomial.legendre.leggauss(n_steps)
     path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)

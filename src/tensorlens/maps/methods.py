@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import logits_at
 from tensorlens.maps import collapse
@@ -105,14 +105,17 @@ def method(
 
 def answer(name: str, question: Question) -> Answer:
     """Ask one method."""
-    check_question(name, question.target, question.norm, question.probes)
+    check_question(name, question.target, question.norm, question.probes, question.seed)
+    question = replace(question, probes=question.probes and int(question.probes), seed=int(question.seed))
     found = METHODS[name].compute(question)
     return (
         replace(found, notes=question.operator.engines.notes() | found.notes) if name.startswith("tensor.") else found
     )
 
 
-def check_question(name: str, target: Target | None = None, norm: str = "frobenius", probes: int | None = None) -> None:
+def check_question(
+    name: str, target: Target | None = None, norm: str = "frobenius", probes: int | None = None, seed: int = 0
+) -> None:  # fmt: skip
     """Refuse a method that does not exist, and options that it does not take."""
     if not isinstance(name, str) or name not in METHODS:
         near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
@@ -124,6 +127,9 @@ def check_question(name: str, target: Target | None = None, norm: str = "frobeni
         )
     if name != "tensor.norm" and (norm != "frobenius" or probes is not None):
         raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
+    if probes is not None:
+        check_whole(probes, "probes", 1)
+    check_whole(seed, "seed", -(2**63), 2**63 - 1)
 
 
 BY_COMPLETENESS = "by completeness"

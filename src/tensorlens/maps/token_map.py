@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
 from tensorlens.maps import files
 from tensorlens.maps.groups import Groups, find_groups, group_sums, grouped_meta
 from tensorlens.maps.methods import METHODS
@@ -177,8 +177,7 @@ class TokenMap:
         Raises:
             InputError: `k` is below 1, or there is no such output.
         """
-        if k < 1:
-            raise InputError(f"Expected k of at least 1, got {k}. Ask for one or more inputs.")
+        k = check_whole(k, "k", 1)
         row = self.scores[self._position(out_token)]
         strength = row.abs().nan_to_num(nan=-1.0, posinf=torch.inf)
         order = strength.argsort(descending=True, stable=True)[:k].tolist()

@@ -9,8 +9,11 @@ from __future__ import annotations
 import dis
 import functools
 import weakref
+from array import array
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType
+from contextvars import ContextVar
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,18 +21,23 @@ import torch
 from torch import Tensor, nn
 
 MOST_ITEMS = 64
-"""Containers of at most so many items are compared by what is in them, longer ones by their length and identity."""
+"""Containers of at most so many items are compared by what is in them, and what is in that; of longer ones and of
+arrays the items alone."""
+
+MOST_HASHED = 2**14
+"""Items of a long container that are compared; of more the first ones, and of an array some all over it."""
 
 DEEPEST = 3
 """How far functions are followed that functions call."""
 
 SIMPLE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
+_BYTES = (bytearray, memoryview, array)
 _LIBRARIES = ("torch", "transformers", "timm", "diffusers", "tensorlens")
 """Packages whose functions and classes read nothing that a user switches behind a model's back."""
 
 Objects = dict[int, Any]
-"""Things with attributes that were met on the way, to be looked into later."""
+"""Things with attributes that were met on the way, to be looked into later; None for what is compared in any case."""
 
 
 def comparable(value: Any, objects: Objects, depth: int = 0, within: tuple[int, ...] = ()) -> Any:
@@ -46,28 +54,33 @@ def comparable(value: Any, objects: Objects, depth: int = 0, within: tuple[int, 
         if issubclass(kind, dict):
             return tuple([(comparable(key, *inside), comparable(item, *inside)) for key, item in value.items()])
         return kind, tuple([comparable(item, *inside) for item in value])
+    if issubclass(kind, _CONTAINERS):
+        return id(value), len(value), _of_many(value)
     if issubclass(kind, np.ndarray) and value.dtype != object:
-        return id(value), value.ravel()[:: max(1, value.size // MOST_ITEMS)].tobytes()
-    if callable(value):
+        return id(value), hash(value.ravel()[:: max(1, value.size // MOST_HASHED)].tobytes())
+    if issubclass(kind, _BYTES):
+        return id(value), hash(bytes(value))
+    if kind is ContextVar:
+        return id(value), comparable(value.get(None), objects, depth + 1, within)
+    if callable(value) and not issubclass(kind, nn.Module):
         return of_callable(value, objects, depth)
-    if hasattr(value, "__dict__"):
+    if has_attributes(value):
         objects[id(value)] = value
     return id(value)
 
 
-def of_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor: which one, how often it was written to, and a few of its numbers, since `.data` counts no writes."""
-    return id(tensor), -1 if tensor.is_inference() else tensor._version, _sampled(tensor)
+def _of_many(value: Any) -> int:
+    """A long container by its items, which are small or known by their identity; if they are neither, by their ids."""
+    some = tuple(islice(value.items() if isinstance(value, dict) else value, MOST_HASHED))
+    try:
+        return hash(some)
+    except TypeError:
+        return hash(tuple(map(id, value.values() if isinstance(value, dict) else some)))
 
 
-def _sampled(tensor: Tensor) -> bytes | None:
-    """Some numbers of a plain tensor on the CPU; to read a few of a GPU would wait for all its work."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.numel():
-        return None
-    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_quantized or tensor.is_conj():
-        return None
-    flat = tensor.detach().view(-1)
-    return flat[:: max(1, flat.numel() // MOST_ITEMS)].contiguous().view(torch.uint8).numpy().tobytes()
+def of_tensor(tensor: Tensor) -> tuple[int, int]:
+    """A tensor: which one, and how often it was written to."""
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
 def of_callable(value: Any, objects: Objects, depth: int = 0) -> Any:
@@ -93,28 +106,17 @@ def of_function(function: FunctionType, objects: Objects, depth: int) -> tuple[A
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     read = [cells, function.__defaults__, function.__kwdefaults__]
     found = [comparable(value, objects, depth + 1) for value in read]
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name, found)
-        if type(value) in SIMPLE or isinstance(value, (*_CONTAINERS, np.ndarray, Tensor)) and value is not found:
-            found.append((name, comparable(value, objects, depth + 1)))
-        elif type(value) is FunctionType and value is not function:
-            found.append((name, of_callable(value, objects, depth + 1)))
-        elif value is not found and not _is_of_library(getattr(value, "__name__", None) or type(value).__module__):
-            found += _attributes(value, _attribute_names(function.__code__), objects, depth + 1)
+    for name, attribute in _names(function.__code__):
+        value = function.__globals__.get(name, function)
+        if isinstance(value, (type, ModuleType)):  # of which the code reads what it names, and no more
+            value = vars(value).get(attribute, function)
+        if value is function or isinstance(value, (type, ModuleType)):
+            continue
+        if type(value) is FunctionType:
+            found.append((name, attribute, of_callable(value, objects, depth + 1)))
+        elif not callable(value) or isinstance(value, nn.Module):
+            found.append((name, attribute, comparable(value, objects, depth + 1)))
     return tuple(found)
-
-
-def _attributes(value: Any, names: tuple[str, ...], objects: Objects, depth: int) -> Iterator[Any]:
-    """Simple values of a global object, class or module, of the names that code asks it for, and of parts of it."""
-    inside = getattr(value, "__dict__", None)
-    if depth > DEEPEST or inside is None or isinstance(value, nn.Module):
-        return
-    for name in names:
-        item = inside.get(name, type(value).__dict__.get(name))
-        if type(item) in SIMPLE or isinstance(item, (*_CONTAINERS, np.ndarray, Tensor)):
-            yield name, comparable(item, objects, depth + 1)
-        elif item is not None and not callable(item):
-            yield from _attributes(item, names, objects, depth + 1)
 
 
 def of_class(kind: type, objects: Objects) -> tuple[Any, ...]:
@@ -140,13 +142,34 @@ def reference(value: Any) -> Any:
     return found
 
 
-def of_objects(objects: Objects) -> tuple[Any, ...]:
+def has_attributes(value: Any) -> bool:
+    """Whether there is something to look into."""
+    return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, of a module those that its behaviour depends on."""
+    found = dict(getattr(value, "__dict__", ()))
+    if isinstance(value, nn.Module):
+        found = {name: item for name, item in found.items() if not name.endswith("_hooks") and name != "forward"}
+    return found | {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    each = [vars(one).get("__slots__", ()) for one in kind.__mro__]
+    names = [name for some in each for name in ((some,) if isinstance(some, str) else some)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def of_objects(objects: Objects, ignoring: frozenset[tuple[int, str]] = frozenset()) -> tuple[Any, ...]:
     """Simple values of each object that modules refer to, such as a configuration, and of those inside it."""
-    found, waiting, seen = [], list(objects.values()), set(objects)
+    found, waiting, seen = [], [value for value in objects.values() if value is not None], set(objects)
     while waiting and len(found) < MOST_ITEMS:
         inner: Objects = {}
         value = waiting.pop()
-        found.append(tuple((name, comparable(item, inner, DEEPEST)) for name, item in value.__dict__.items()))
+        items = [pair for pair in attributes_of(value).items() if (id(value), pair[0]) not in ignoring]
+        found.append((id(value), tuple([(name, comparable(item, inner, DEEPEST)) for name, item in items])))
         waiting += [item for key, item in inner.items() if key not in seen]
         seen |= inner.keys()
     return tuple(found)
@@ -165,19 +188,18 @@ def _is_filled(cell: Any) -> bool:
 
 
 @functools.cache
-def _attribute_names(code: CodeType) -> tuple[str, ...]:
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _attribute_names(part)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-@functools.cache
-def _names(code: CodeType) -> tuple[str, ...]:
+def _names(code: CodeType) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys(_names_in(code)))
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Globals that code reads, each with the attribute of it that is read at once, if one is."""
     # Not `co_names`, which has attributes too: a global `T` is nothing to code that reads `x.T`.
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    steps = list(dis.get_instructions(code))
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            is_read = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            yield step.argval, following.argval if is_read and following is not None else ""
     for part in code.co_consts:
         if isinstance(part, CodeType):
             yield from _names_in(part)

@@ -59,7 +59,7 @@ class Fingerprint:
         modules: For each module in order its identity, class, training mode and hooks, then names and values of
             parameters, buffers, parts and attributes in turn. In one row, which is faster to make than a tree.
         starts: Where each module begins in it.
-        shared: What belongs to no single module: global hooks, the code of classes, configurations.
+        shared: What belongs to no single module: global hooks, the code of classes, configurations and other objects.
     """
 
     __slots__ = ("_hash", "modules", "shared", "starts")
@@ -98,8 +98,9 @@ def fingerprint(
     row: list[Any] = []
     starts: list[int] = []
     kinds: dict[type, None] = {}
-    objects: Objects = {}
-    for module in walk(model):
+    modules = list(walk(model))
+    objects: Objects = dict.fromkeys(map(id, modules))
+    for module in modules:
         starts.append(len(row))
         if not _add_state(row, module, objects, ignoring, weights):
             return None
@@ -110,8 +111,7 @@ def fingerprint(
             if read and not (ignoring and (id(module), _READ[1]) in ignoring):
                 row += (_READ[1], read)
     code = tuple([(kind, reference(kind.forward)) for kind in kinds])
-    hooks = global_hooks()
-    return Fingerprint(tuple(row), starts, (hooks, code, of_objects(objects)))
+    return Fingerprint(tuple(row), starts, (global_hooks(), code, of_objects(objects, ignoring)))
 
 
 def moved(before: Fingerprint | None, after: Fingerprint | None, model: nn.Module) -> frozenset[tuple[int, str]]:
@@ -123,6 +123,10 @@ def moved(before: Fingerprint | None, after: Fingerprint | None, model: nn.Modul
         kept = module._parameters.keys() | module._modules.keys() | set(_HEAD)
         names = (was.keys() | now.keys()) - kept
         found += [(id(module), name) for name in names if was.get(name) != now.get(name)]
+    known = dict(before.shared[-1])
+    for key, items in after.shared[-1]:  # an object that a pass counts or collects in
+        was = dict(known.get(key, ()))
+        found += [(key, name) for name, value in items if was.get(name) != value]
     return frozenset(found)
 
 
@@ -228,18 +232,19 @@ def looks_on(hook: Any) -> bool:
 
 
 class Samples:
-    """A checksum of a few elements of each parameter: notices most writes through `.data`, which leave no version.
+    """A checksum of a few elements of each weight and buffer: notices most writes through `.data`, without a version.
 
     Args:
-        model: Whose parameters; views of them are kept, so that a reading is one copy of a few thousand numbers.
+        model: Whose tensors; views of them are kept, so that a reading is one copy of a few thousand numbers.
+        ignoring: Buffers, by identity of the module and name, that a pass writes to itself.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozenset()) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         few = sum(parameter.numel() for parameter in model.parameters()) <= ALL
-        for parameter in model.parameters():
-            flat = parameter.detach()
-            if not flat.is_meta and flat.numel() and flat.is_contiguous():
+        for tensor in (*model.parameters(), *_data(model, ignoring)):
+            flat = tensor.detach()
+            if not flat.is_meta and flat.numel() and flat.layout is torch.strided and flat.is_contiguous():
                 flat = flat.view(-1)
                 step = 1 if few else max(1, -(-flat.numel() // SAMPLED))
                 by_kind.setdefault((flat.device, flat.dtype), []).append(flat[::step])
@@ -247,13 +252,24 @@ class Samples:
         self._before = self._read()
 
     def _read(self) -> list[Tensor]:
-        return [torch.cat(views) for views in self._views]
+        return [torch.cat(views).view(torch.uint8) for views in self._views]  # as bytes: NaN is no change
 
     def same(self) -> bool:
         """Whether the elements are what they were."""
         return all(map(torch.equal, self._before, self._read()))
 
 
-def samples_of(model: nn.Module) -> Samples | None:
+def _data(model: nn.Module, ignoring: frozenset[tuple[int, str]]) -> Iterator[Tensor]:
+    """Buffers, and other tensors that modules hold; not the copies that a pass in another thread works with."""
+    for module in walk(model):
+        found = [pair for pair in module.__dict__.items() if type(pair[1]) is Tensor]
+        for name, value in (*module._buffers.items(), *found) if found or module._buffers else ():
+            if value is None or value.device.type != "cpu" or hasattr(value, "stands_in"):
+                continue
+            if (id(module), name) not in ignoring:
+                yield value
+
+
+def samples_of(model: nn.Module, ignoring: frozenset[tuple[int, str]] = frozenset()) -> Samples | None:
     """A checksum of a model whose parameters are all on the CPU; to read a few of a GPU would wait for all its work."""
-    return Samples(model) if all(weight.device.type == "cpu" for weight in parameters(model)) else None
+    return Samples(model, ignoring) if all(weight.device.type == "cpu" for weight in parameters(model)) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,8 @@ def check_several(values: Any) -> None:
         raise InputError(
             f"Expected several inputs in a list; got one, of type {type(values).__name__}. Put it into a list."
         )
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        raise InputError(f"Expected several inputs in a list; got {values!r:.60}.")
 
 
 def row_error(row: int, error: TensorLensError) -> InputError:

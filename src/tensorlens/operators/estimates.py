@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
 from tensorlens.folding.pull import folding_pays
 from tensorlens.models.precision import Precision, matmul_mode
 from tensorlens.operators.engines import inner_width_by_sizes
@@ -64,6 +64,8 @@ def estimate(
     if work not in get_args(Work):
         raise InputError(f"`estimate` knows {', '.join(get_args(Work))}; got {work!r}.")
     n_out, d_out = operator.shape[:2]
+    n_outputs = None if n_outputs is None else check_whole(n_outputs, "n_outputs", 1)
+    probes = check_whole(probes, "probes", 1)
     n_outputs = 1 if work == "rows" else n_out if n_outputs is None or work == "dense" else n_outputs
     each = {"sketch": probes, "in_out": 1}.get(work, d_out)
     stored = {"rows": 1, "dense": n_out}.get(work, 0) * d_out * operator.n_tokens * operator.n_channels

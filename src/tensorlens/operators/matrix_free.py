@@ -159,7 +159,7 @@ class FrozenOperator(TensorOperator):
     def _adjoint(self, u: Tensor) -> Tensor:
         if len(u) >= ENOUGH_TO_FOLD and self.folded is not None:
             found = self.adjoint_folded(u)
-            if self._is_proved("states", lambda: (found, u)):
+            if self._is_proved("states", lambda: (found, u), len(u)):
                 return found.to(self.dtype)
         self.engines.note(self.engines.slow)
         return self.replay.pull(u, self.span, self.heads, chunk=CHUNK)
@@ -258,7 +258,9 @@ class FrozenOperator(TensorOperator):
     ) -> tuple[Tensor, Range]:
         """By matrix products, if they prove right; else by backward passes."""
         rows, seen, way = folded.pull(out_tokens, starts, keep_matrices=keep_matrices)
-        if self._is_proved(way, lambda: self.as_states(rows, seen, out_tokens, starts)):
+        in_a_row = out_tokens[-1] - out_tokens[0] == len(out_tokens) - 1  # others are gathered
+        asked = (*starts.shape[:2], in_a_row, seen.size == self.n_tokens)
+        if self._is_proved(way, lambda: self.as_states(rows, seen, out_tokens, starts), *asked):
             return rows, seen
         return self._pull_back(out_tokens, starts)
 
@@ -274,14 +276,18 @@ class FrozenOperator(TensorOperator):
             u[0, i] += some @ start
         return whole, u
 
-    def _is_proved(self, way: Way, answer: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    def _is_proved(self, way: Way, answer: Callable[[], tuple[Tensor, Tensor]], *asked: int) -> bool:
         """Whether folded answers of this kind agree with the replay; found out the first time one is given.
 
         Args:
             way: How the cotangents went.
             answer: What was pulled and from which cotangents, as (cotangent, token, channel).
+            asked: How many outputs and cotangents, which counts by powers of two: work is cut otherwise for few than
+                for many. And whether the outputs follow each other, and see every token.
         """
-        key = (*state_of(self.recording), way, self.span, tuple(self.heads), self.precision, self.device.type)
+        magnitudes = tuple([int(size).bit_length() for size in (self.n_tokens, *asked)])
+        heads = tuple([(n, tuple(multiplier.tolist())) for n, multiplier in self.heads.items()])
+        key = (*state_of(self.recording), way, magnitudes, self.span, heads, self.precision, self.device.type)
         proof = None if self.recording.fingerprint is None else known_proof(self.recording.model, key)
         if proof is None:
             proof = self.prove(*answer())

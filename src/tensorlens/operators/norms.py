@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
-from tensorlens.errors import InputError
+from tensorlens.errors import check_whole
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import Pulled, TensorOperator
 
@@ -47,8 +47,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
         n_probes: How many probes for each output; the error goes down with the root.
         seed: Of the probes.
     """
-    if not isinstance(n_probes, int) or n_probes < 1:
-        raise InputError(f"`probes` must be a whole number of at least 1; got {n_probes!r}. 16 is a good start.")
+    n_probes = check_whole(n_probes, "probes", 1)
     probes = probe_vectors(n_probes, T.shape[1], seed, T.device, T.dtype)
     squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1))
     if n_probes == 1:
@@ -61,7 +60,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
 @lru_cache(maxsize=8)
 def probe_vectors(n: int, n_channels: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Drawn on the CPU, so that a seed means the same everywhere; kept, since the copy would wait for the device."""
-    return torch.randn(n, n_channels, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(n, n_channels, generator=torch.Generator().manual_seed(int(seed))).to(device, dtype)
 
 
 def _squares(

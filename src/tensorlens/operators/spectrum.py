@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import TensorOperator, check_token
 
@@ -58,8 +59,11 @@ def spectrum(
         tolerance: Relative change of the values at which to stop.
         most: Iterations at which to stop all the same.
     """
-    if not isinstance(k, int) or k < 1:
-        raise InputError(f"`k` must be a whole number of at least 1; got {k!r}.")
+    if not isinstance(T, TensorOperator):
+        raise InputError(f"`spectrum` expected an attention tensor; got {type(T).__name__}. Call a lens on an input.")
+    k = min(check_whole(k, "k", 1), T.shape[0] * T.shape[1], T.n_tokens * T.n_channels)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, Real) or not 0 < tolerance < 1:
+        raise InputError(f"`tolerance` must be a number above 0 and below 1; got {tolerance!r:.60}.")
     if (out_token is None) != (in_token is None):
         raise InputError("`spectrum` expected both `out_token` and `in_token`, or neither; got one of them.")
     if out_token is not None and in_token is not None:
