@@ -24,6 +24,7 @@ import transformers as hf
 
 import tensorlens as tl
 from benchmarks.data_sets import SMOLLM2, times_of
+from tensorlens import padded_lengths
 from tensorlens.freezing import audit, proof
 from tensorlens.freezing.interception import current_fingerprint
 from tensorlens.freezing.proof import Proof
@@ -67,6 +68,7 @@ def forget() -> None:
     audit._audited.clear()
     audit._apart.clear()
     audit._left_traces.clear()
+    padded_lengths._known.clear()
 
 
 def works(lens: Any, vocabulary: int, n_tokens: int) -> dict[str, Callable[[], Any]]:

@@ -36,6 +36,7 @@ from tensorlens.models.module_tree import parameters
 from tensorlens.models.plain_pass import stepwise
 from tensorlens.models.precision import tf32, tf32_allowed
 from tensorlens.models.rows import row_error
+from tensorlens.padded_lengths import Lengths, forget, recall, remember, widened
 
 Found = TypeVar("Found")
 """What is wanted of each sample: a map, or several."""
@@ -132,11 +133,13 @@ class Work(ABC, Generic[Found]):
     Args:
         lens: The model.
         batch_size: Samples at a time; as many as go into free memory if None.
+        asked: Names of the methods.
         seed: Of the choice of a sample that is compared with what it is alone.
     """
 
-    def __init__(self, lens: Source, batch_size: int | None, seed: int = 0) -> None:
+    def __init__(self, lens: Source, batch_size: int | None, asked: Sequence[str], seed: int = 0) -> None:
         self.lens, self.batch_size = lens, batch_size
+        self._asked = lens.rules, *asked
         self.together: Together = "padded"
         self.n_batches = 0
         self._ways: set[int] = set()
@@ -145,7 +148,7 @@ class Work(ABC, Generic[Found]):
         self._cuts: Callable[[], bool] = lambda: False
         self.reason = ""
         self._free: int | None = None
-        self._covered: dict[tuple[str, ...], tuple[int, int]] = {}
+        self._covered: Lengths = {}
         self._random = random.Random(seed)
 
     @property
@@ -177,6 +180,7 @@ class Work(ABC, Generic[Found]):
     def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Found]:
         """What is found of some samples, in their order; `done` is told how many at a time."""
         found: dict[int, Found] = {}
+        self._covered = recall(self.lens.model, self._asked)
         waiting = list(self._batches(prepared))
         begun: list[tuple[list[int], Pending[Found]]] = []
         while waiting:
@@ -209,7 +213,7 @@ class Work(ABC, Generic[Found]):
             made = list(self._of_one_kind(group, [length for _, length in kinds]))
             shortest, longest = kinds[made[0][0]][1], kinds[made[-1][-1]][1]
             if self.together == "padded" and self.most > 1 and not self._is_covered(kind, shortest, longest):
-                made = _widened(made)
+                made = widened(made)
             yield from (*made[-1:], *made[:-1])
 
     def _of_one_kind(self, group: Iterable[int], lengths: list[int]) -> Iterator[list[int]]:
@@ -267,7 +271,7 @@ class Work(ABC, Generic[Found]):
         if self._is_open:
             found = self.apart(prepared, "how many blocks run depends on the input")
             return lambda: found
-        checked, together = self._checked(prepared), self.together
+        checked, together, covered = self._checked(prepared), self.together, dict(self._covered)
 
         def finish() -> list[Found]:
             if self.together != together:  # the batch before has shown meanwhile that these do not go together
@@ -277,6 +281,8 @@ class Work(ABC, Generic[Found]):
             made = pending()
             other = [i for i, one in alone.items() if not self.agree(made[i], one)]
             if not other or self._agree_strictly(prepared, other):
+                if checked:
+                    remember(self.lens.model, self._asked, covered)
                 return [self.noted(one) for one in made]
             return self.apart(prepared, "together they give other numbers than alone")
 
@@ -329,6 +335,7 @@ class Work(ABC, Generic[Found]):
         self.together = NEXT[self.together] if self.together == "padded" and is_padded else "one by one"
         self.reason = f"samples go {self.together}: {reason}"
         self.n_batches = 0  # the next batch is checked again
+        forget(self.lens.model)
         return self._regrouped(prepared)
 
     def _regrouped(self, prepared: list[ModelInput]) -> list[Found]:
@@ -343,7 +350,7 @@ class _Maps(Work[TokenMap]):
     """One map of each sample."""
 
     def __init__(self, lens: Source, asked: Asked, batch_size: int | None) -> None:
-        super().__init__(lens, batch_size, asked.seed)
+        super().__init__(lens, batch_size, [asked.method], asked.seed)
         self.asked = asked
 
     def begin_batch(self, prepared: list[ModelInput]) -> Pending[TokenMap]:
@@ -367,16 +374,6 @@ class _Maps(Work[TokenMap]):
     def noted(self, found: TokenMap) -> TokenMap:
         """In the map's `meta`."""
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found
-
-
-def _widened(batches: list[list[int]]) -> list[list[int]]:
-    """The same with the very shortest sample in the batch of the longest, in place of the shortest of these."""
-    if len(batches) < 2:
-        return batches
-    (shortest, *others), *between, last = batches
-    first, *longer = last if len(last) > 1 else (None, *last)
-    rest = [some for some in (others, *between, [] if first is None else [first]) if some]
-    return [*rest, [shortest, *longer]]
 
 
 def _finished(rows: list[int], pending: Pending[Found]) -> dict[int, Found]:

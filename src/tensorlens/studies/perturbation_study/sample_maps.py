@@ -82,7 +82,7 @@ class _Together(Work[Maps | Missing]):
     lens: Lens
 
     def __init__(self, lens: Lens, names: Sequence[str], out_token: int, norm_probes: int | None, seed: int) -> None:
-        super().__init__(lens, None, seed)
+        super().__init__(lens, None, names, seed)
         self.out_token, self.norm_probes = out_token, norm_probes
         self.singly: set[str] = set()
         self.disagreed: set[str] = set()
