@@ -205,11 +205,16 @@ class Work(ABC, Generic[Found]):
         """Samples of one kind and near in length; the longest first, then sizes that need no audit for that."""
         kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
         order = sorted(range(len(prepared)), key=kinds.__getitem__)
+        lengths = [length for _, length in kinds]
         for kind, group in groupby(order, key=lambda i: kinds[i][0]):
-            made = list(self._of_one_kind(group, [length for _, length in kinds]))
-            shortest, longest = kinds[made[0][0]][1], kinds[made[-1][-1]][1]
-            if self.together == "padded" and self.most > 1 and not self._is_covered(kind, shortest, longest):
-                made = _widened(made)
+            some = list(group)
+            is_covered = self._is_covered(kind, lengths[some[0]], lengths[some[-1]])
+            if self.together != "padded" or self.most == 1 or len(some) == 1 or is_covered:
+                made = list(self._of_one_kind(some, lengths))
+            else:  # the very shortest goes with the longest, in place of one of them where there is no room
+                *made, last = self._of_one_kind(some[1:], lengths)
+                made += [] if len(last) < self.most else [last[:1]]
+                made.append([some[0], *last[len(last) == self.most :]])
             yield from (*made[-1:], *made[:-1])
 
     def _of_one_kind(self, group: Iterable[int], lengths: list[int]) -> Iterator[list[int]]:
@@ -312,7 +317,7 @@ class Work(ABC, Generic[Found]):
         if not was_cut and len(padded or prepared) >= MANY:
             return [*dict.fromkeys((*widest, first))]
         full = [i for i, length in enumerate(lengths) if length == longest]
-        return [*dict.fromkeys((*widest, first, full[0], full[-1]))]
+        return [*dict.fromkeys((*(widest or full[:1]), first, full[-1]))]
 
     def _agree_strictly(self, prepared: list[ModelInput], checked: list[int]) -> bool:
         """Compare samples with a few others, without tf32, whose rounding differs with the size of a batch."""
@@ -367,16 +372,6 @@ class _Maps(Work[TokenMap]):
     def noted(self, found: TokenMap) -> TokenMap:
         """In the map's `meta`."""
         return replace(found, meta=found.meta | {"batches": self.reason}) if self.reason else found
-
-
-def _widened(batches: list[list[int]]) -> list[list[int]]:
-    """The same with the very shortest sample in the batch of the longest, in place of the shortest of these."""
-    if len(batches) < 2:
-        return batches
-    (shortest, *others), *between, last = batches
-    first, *longer = last if len(last) > 1 else (None, *last)
-    rest = [some for some in (others, *between, [] if first is None else [first]) if some]
-    return [*rest, [shortest, *longer]]
 
 
 def _finished(rows: list[int], pending: Pending[Found]) -> dict[int, Found]:
