@@ -104,9 +104,10 @@ class Recorder:
 
     def go(self) -> Recording | None:
         """Run the model and give what was learnt; None if no block ran."""
-        refuse_scripts(self.anatomy.model)
         self.found = current_fingerprint(self.anatomy.model)
         log = self.log = AuditLog(self.found, self.rules, self.inputs)
+        if self.found is None or self.audits or log.is_due:
+            refuse_scripts(self.anatomy.model)
         if self.audits or log.is_due:
             run = weakref.proxy(self.run)  # a cycle would keep the graph until the collector comes by
             self.run.audit = LeakAudit(lambda: f"`{run.module or 'the model'}` ({run.place})")
