@@ -167,7 +167,8 @@ def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
         "T[i] is of an input that is recorded and folded, as every slice after the first; the first one also folds the "
         "blocks. The recording comes before both, once for each input; the Jacobian way has its forward pass inside. "
         "Recording and first slice are by a new lens, which finds the model's parts first and takes twice as long: by "
-        "one that knows BERT, a whole In+Out map takes 38 ms with its recording (see *What trust costs*)."
+        "one that knows BERT, a whole In+Out map takes 38 to 66 ms with its recording, by the machine of the day (see "
+        "*What trust costs*)."
     )
     return _table("One slice T[i], 128 tokens", heads, rows, before)
 
@@ -271,8 +272,7 @@ def _price(found: Any) -> str:
     before = (
         "The same work with and without proofs, audits, fingerprints and samples that are mapped twice, in turns; the "
         "median of the ratios. *Again*: a model that the library has seen; *a first time*: all that was proved of it "
-        "is forgotten before each turn. Single maps on the GPU were measured before the second of three fingerprints "
-        "was dropped for models that passes are known to leave alone."
+        "is forgotten before each turn."
     )
     return _table("What trust costs", heads, rows, before)
 
