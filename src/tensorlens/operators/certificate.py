@@ -32,7 +32,7 @@ FLOAT32 = TOLERANCES[torch.float32]
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
-TOLERANCE_OF_ONE_CAST = 5e-6
+TOLERANCE_OF_ONE_CAST = 2e-6
 """The same for a float64 model whose own code casts its state to float32 once."""
 
 
