@@ -318,7 +318,8 @@ class Work(ABC, Generic[Found]):
         if not was_cut and len(padded or prepared) >= MANY:
             return [*dict.fromkeys((*widest, first))]
         full = [i for i, length in enumerate(lengths) if length == longest]
-        return [*dict.fromkeys((*widest, first, *([] if widest and not was_cut else full[:1]), full[-1]))]
+        third = widest if widest and not was_cut else [*widest, full[0]]
+        return [*dict.fromkeys((*third, first, full[-1]))]
 
     def _agree_strictly(self, prepared: list[ModelInput], checked: list[int]) -> bool:
         """Compare samples with a few others, without tf32, whose rounding differs with the size of a batch."""
