@@ -1,0 +1,205 @@
+r"""Operations that are kept whole: norms, softmax, attention. Each is several torch functions with one transpose.
+
+Where attention is live, let dx = x - x⁰ and w the weights of `Rules.attention` (1 for ``taylor``, ½ for ``half`` where
+both factors of a product are live). Then
+
+    dS = w_s (q⁰ dkᵀ + dq k⁰ᵀ) · scale,   dA = A⁰ ⊙ (dS - Σ A⁰ ⊙ dS),   y = y⁰ + w_v A⁰ dv + w_a dA v⁰.
+
+The transpose of this is the fused kernel's own backward pass at X, with the gradients of q, k and v scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensorlens.program.nodes import Spec
+from tensorlens.program.operations import operation
+
+CHUNK = 2**24
+"""How many scores are formed at a time: heads times queries times keys."""
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics multiply in float32 or better."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@operation(joint=(0, 3), optional=(3,))
+def norm(
+    x: Tensor,
+    inverse: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    axes: Sequence[int],
+    centred: bool,
+    unit: Tensor | None = None,
+) -> Tensor:
+    r"""γ ⊙ (x - mean(x)) / σ + β with 1/σ held; without the mean for a norm that does not centre.
+
+    With `unit`, the normalised x̂ of the recording, σ is followed too: $dx̂ = (dx - x̂\,\mathrm{mean}(x̂ ⊙ dx))/σ$.
+    """
+    y = _normalised(_wide(x), inverse, axes, centred, unit)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
+
+
+@norm.transpose
+def _(
+    u: Tensor,
+    x: Any,
+    inverse: Tensor,
+    weight: Tensor | None,
+    bias: Any,
+    axes: Sequence[int],
+    centred: bool,
+    unit: Tensor | None = None,
+) -> Tensor:
+    # Scaling by a number per token commutes with centring, so that the middle is its own transpose.
+    u = _wide(u)
+    return _normalised(u if weight is None else u * weight, inverse, axes, centred, unit)
+
+
+def _normalised(x: Tensor, inverse: Tensor, axes: Sequence[int], centred: bool, unit: Tensor | None) -> Tensor:
+    if centred:
+        x = x - x.mean(axes, keepdim=True)
+    if unit is not None:
+        x = x - unit * (unit * x).mean(axes, keepdim=True)
+    return x * inverse
+
+
+@operation(joint=(0, 3), optional=(3,))
+def softmax(x: Tensor, weights: Tensor, axis: int, added: Tensor | None = None) -> Tensor:
+    """The derivative of a softmax that gave `weights`: A ⊙ (x - Σ A ⊙ x). What is masked does not move."""
+    found = _softmax(torch.where(weights == 0, 0, x).to(weights.dtype), weights, axis)
+    return found if added is None else found + added
+
+
+@softmax.transpose
+def _(u: Tensor, x: Spec, weights: Tensor, axis: int, added: Any = None) -> Tensor:
+    return _softmax(u, weights, axis)
+
+
+def _softmax(x: Tensor, weights: Tensor, axis: int = -1) -> Tensor:
+    weighted = weights * x
+    return weighted - weights * weighted.sum(axis, keepdim=True)
+
+
+@operation(joint=(2,))
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
+) -> Tensor:
+    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants, and A is never formed."""
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+@operation(joint=(0, 1, 2, 3), optional=(3,))
+def live_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    given: Tensor | None,
+    at: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    shares: tuple[float, float, float],
+) -> Tensor:
+    """Attention whose matrix is followed by its derivative, a chunk of queries at a time.
+
+    Args:
+        query: (…, head, query, channel), live or a constant.
+        key: (…, head, key, channel).
+        value: (…, head, key, channel).
+        given: What the recording gave here; None in the linear part.
+        at: Query, key and value in the recording.
+        mask: Added to the scores, or True where a query sees a key.
+        causal: Whether a query sees no later key.
+        scale: Factor of the scores; one over the root of their channels if None.
+        grouped: Whether several query heads share a key head.
+        shares: How much follows the scores' factors, the attention matrix and the values.
+    """
+    q0, k0, v0 = at
+    q, k, v = (_moved(x, x0, given) for x, x0 in zip((query, key, value), at, strict=True))
+    if grouped:
+        k0, v0, k, v = (_repeated(x, q0.shape[-3]) for x in (k0, v0, k, v))
+    scale = 1 / math.sqrt(q0.shape[-1]) if scale is None else scale
+    of_scores, of_matrix, of_values = shares
+    n_queries, n_keys = q0.shape[-2], k0.shape[-2]
+    step = max(1, CHUNK // max(1, n_keys * math.prod(q0.shape[:-2])))
+    parts = []
+    for start in range(0, n_queries, step):
+        rows = slice(start, start + step)
+        a0 = rows_of_attention(q0, k0, mask, causal, scale, rows)
+        moved = of_scores * scale * (_times(q0[..., rows, :], k) + _times(None if q is None else q[..., rows, :], k0))
+        change = of_matrix * (_softmax(moved, a0) @ v0)
+        parts.append(change if v is None else change + of_values * (a0 @ v))
+    found = torch.cat(parts, -2)
+    return found if given is None else given + found
+
+
+def _moved(x: Any, x0: Tensor, given: Tensor | None) -> Tensor | None:
+    """How far an argument moved: all of it in the linear part, away from X in the affine one; None for a constant."""
+    if x is None:
+        return None
+    return x if given is None else x - x0
+
+
+def _repeated(x: Tensor | None, n_heads: int) -> Any:
+    return None if x is None else x.repeat_interleave(n_heads // x.shape[-3], -3)
+
+
+def _times(a: Tensor | None, b: Tensor | None) -> Any:
+    """a bᵀ, or zero where one of them does not move."""
+    return 0.0 if a is None or b is None else a @ b.transpose(-1, -2)
+
+
+@live_attention.transpose
+def _(
+    u: Tensor,
+    query: Any,
+    key: Any,
+    value: Any,
+    given: Any,
+    at: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    shares: tuple[float, float, float],
+) -> tuple[Tensor, ...]:
+    of_scores, of_matrix, of_values = shares
+    weights = (of_scores * of_matrix, of_scores * of_matrix, of_values)
+    live = [place for place, x in enumerate((query, key, value)) if type(x) is Spec]
+
+    def attend(*moving: Tensor) -> Tensor:
+        given = dict(zip(live, moving, strict=True))
+        q, k, v = (given.get(place, x0) for place, x0 in enumerate(at))
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+    pulled = torch.func.vjp(attend, *(at[place] for place in live))[1](u)
+    return tuple([g * weights[place] for place, g in zip(live, pulled, strict=True)])
+
+
+def rows_of_attention(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, rows: slice = slice(None)
+) -> Tensor:
+    """Some rows of the attention matrix; a query that sees nothing mixes nothing."""
+    scores = scale * (query[..., rows, :] @ key.transpose(-1, -2))
+    if causal:
+        n_queries, n_keys = query.shape[-2], key.shape[-2]
+        allowed = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril()[rows]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if mask is not None:
+        mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1).nan_to_num(0.0)

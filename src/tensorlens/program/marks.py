@@ -1,0 +1,102 @@
+"""Names for slots: what questions about the inside of a model ask of its program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorlens.program.nodes import Held, Slot, Step
+from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.program import Program
+
+
+class Mixture(NamedTuple):
+    """Attention meeting values: $\\sum_j A_{h,ij} v_{h,j}$.
+
+    Attributes:
+        slot: What it gave.
+        block: The block.
+        module: Path of the module.
+        values: What was mixed.
+        weights: The attention matrix; None where a fused kernel never formed it.
+    """
+
+    slot: int
+    block: int
+    module: str
+    values: Slot | Held
+    weights: Slot | Held | None
+
+
+class Meeting(NamedTuple):
+    """Queries meeting keys, before the softmax.
+
+    Attributes:
+        slot: The scores; where a fused kernel never formed them, what it mixed.
+        block: The block.
+        module: Path of the module.
+        query: The slot of the queries.
+        key: The slot of the keys; their transpose where the scores are formed.
+        is_fused: Whether a fused kernel did it.
+    """
+
+    slot: int
+    block: int
+    module: str
+    query: int
+    key: int
+    is_fused: bool
+
+
+MOVES = frozenset("reshape permute expand cast index narrow select index_select flip as_strided".split())
+"""Operations that put numbers elsewhere and change none."""
+
+ALIKE = frozenset("mul div add sub blend norm where".split())
+"""Operations after which a number still stands where it stood."""
+
+
+def count_heads(program: Program, mixture: Mixture) -> int | None:
+    """The number of heads of a mixture (…, head, token, channel), or None if its third-last axis counts something else.
+
+    Heads are what the next layer reads side by side, as channels of one token. Windows and groups stand in the same
+    axis, but end up among the tokens. So every head is given its number, and the numbers are followed to that layer.
+    """
+    shape = program.specs[mixture.slot].shape
+    if len(shape) < 3:
+        return None
+    n_heads = shape[-3]
+    numbers = torch.arange(n_heads, dtype=torch.float32)[:, None, None].expand(shape)
+    readers: dict[int, list[Step]] = defaultdict(list)
+    for step in program.steps:
+        for slot in set(step.slots):
+            readers[slot].append(step)
+    found = _followed(program, mixture.slot, numbers, readers)
+    if found is None:
+        return n_heads if len(shape) == 4 else None
+    varies_by_channel = bool((found != found[..., :1]).any())
+    varies_by_token = bool((found != found.reshape(-1, found.shape[-1])[0]).any())
+    return n_heads if (varies_by_channel or n_heads == 1) and not varies_by_token else None
+
+
+def _followed(program: Program, slot: int, numbers: Tensor, readers: dict[int, list[Step]]) -> Tensor | None:
+    """The numbers as the first layer that reads them finds them; None where they are lost on the way."""
+    for step in readers[slot]:
+        if step.operation == "linear":
+            return numbers
+        if step.operation in MOVES:
+            args = [value if type(value) is not Slot else numbers for value in step.args]
+            args = [program.constants[value.index] if type(value) is Held else value for value in args]
+            args = [tuple(program.constants[v.index].cpu() if type(v) is Held else v for v in value)
+                    if type(value) is tuple else value for value in args]
+            moved = numbers if step.operation == "cast" else OPERATIONS[step.operation].run(*args, **step.options)
+        elif step.operation in ALIKE and program.specs[step.out].shape == tuple(numbers.shape):
+            moved = numbers
+        else:
+            continue
+        found = _followed(program, step.out, moved, readers)
+        if found is not None:
+            return found
+    return None

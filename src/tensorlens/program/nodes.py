@@ -1,0 +1,77 @@
+"""What a program is made of: live values, held values, and the steps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A live value: an input of the program, or what a step made."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A constant, by its place in `Program.constants`."""
+
+    index: int
+
+
+class Spec(NamedTuple):
+    """What kind of tensor a slot holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation: `out = operation(*args, **options)`.
+
+    Attributes:
+        out: The slot it fills.
+        operation: A name in `OPERATIONS`.
+        args: `Slot`s, `Held` constants and plain values, nested in tuples and lists.
+        options: Plain values by name.
+        module: Path of the module that ran.
+        block: The block it belongs to, or None outside of blocks.
+        note: A convention that decided which factor of a product is held, where the calculus leaves it open.
+    """
+
+    out: int
+    operation: str
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    module: str = ""
+    block: int | None = None
+    note: str | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """The live values it takes, in order; one that it takes twice comes twice."""
+        return [leaf.index for leaf in leaves(self.args) if type(leaf) is Slot]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The leaves of nested tuples and lists, in order."""
+    if type(value) is tuple or type(value) is list:
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nested tuples and lists with every leaf changed."""
+    if type(value) is tuple:
+        return tuple([mapped(part, change) for part in value])
+    if type(value) is list:
+        return [mapped(part, change) for part in value]
+    return change(value)

@@ -1,0 +1,259 @@
+r"""`Program`: the affine function of a model at an input, as a list of steps.
+
+Run forwards it is $\tilde F_X(x) = T x + B$. Its linear part, the same list without what is added, is T; walked
+backwards by the transposes of its steps it is $T^\top$, with nothing kept on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorlens.program.composite  # noqa: F401  (registers its operations)
+from tensorlens.errors import AnatomyError
+from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
+from tensorlens.program.operations import OPERATIONS, Operation
+
+
+class SideChannelError(AnatomyError):
+    """A part of a program reads values from before its beginning that are not among its inputs."""
+
+    def __init__(self, slots: Collection[int], module: str) -> None:
+        super().__init__(f"`{module or 'the model'}` also reads what earlier blocks or the embeddings left for it.")
+        self.slots, self.module = slots, module
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Program:
+    """A straight-line list of affine steps.
+
+    Attributes:
+        steps: In order.
+        constants: What they hold.
+        specs: What kind of tensor each slot is.
+        inputs: Slots that are given to a run.
+        outputs: Slots that a run returns.
+    """
+
+    steps: tuple[Step, ...]
+    constants: Sequence[Tensor] = field(repr=False)
+    specs: Mapping[int, Spec] = field(repr=False)
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    # Parts: each is a program again -----------------------------------------------------------------------------------
+
+    def part(self, inputs: Sequence[int], outputs: Sequence[int], also: Iterable[int] = ()) -> Program:
+        """From some slots to others, without the steps that do not matter there.
+
+        Args:
+            inputs: Where it begins.
+            outputs: Where it ends.
+            also: Further slots whose steps are kept.
+
+        Raises:
+            SideChannelError: something else from before the beginning is needed too.
+        """
+        given, needed, kept = set(inputs), {*outputs, *also}, list[Step]()
+        for step in reversed(self.steps):
+            if step.out in needed and step.out not in given:
+                needed.update(step.slots)
+                kept.append(step)
+        made = given | {step.out for step in kept}
+        if beside := needed - made:
+            module = next(step.module for step in reversed(kept) if not beside.isdisjoint(step.slots))
+            raise SideChannelError(beside, module)
+        return replace(self, steps=tuple(reversed(kept)), inputs=tuple(inputs), outputs=tuple(outputs))
+
+    @cached_property
+    def linear(self) -> Program:
+        """T alone: the same list with everything that is added left out, and dead steps with it."""
+        return _LinearPart(self).program()
+
+    def scaled(self, factors: Mapping[int, Tensor]) -> Program:
+        """The same with what some slots hold multiplied by constants, for all who read them."""
+        steps, constants, specs = list[Step](), list(self.constants), dict(self.specs)
+        for step in self.steps:
+            if step.out not in factors:
+                steps.append(step)
+                continue
+            before = max(specs) + 1
+            specs[before] = specs[step.out]
+            constants.append(factors[step.out])
+            args = (Slot(before), Held(len(constants) - 1))
+            steps += [replace(step, out=before), Step(step.out, "mul", args, {}, step.module, step.block)]
+        return replace(self, steps=tuple(steps), constants=constants, specs=specs)
+
+    def to(self, dtype: torch.dtype) -> Program:
+        """The same list in another type of floating-point numbers: constants are cast, and nothing is rounded below it."""
+
+        def is_narrow(kind: torch.dtype) -> bool:
+            return kind.is_floating_point and kind != dtype
+
+        def wide(value: Any) -> Any:
+            return dtype if isinstance(value, torch.dtype) and is_narrow(value) else value
+
+        steps = tuple(replace(step, args=mapped(step.args, wide)) for step in self.steps)
+        cast: list[Any] = [None] * len(self.constants)
+        for n in self.used:
+            value = self.constants[n]
+            cast[n] = value.to(dtype) if is_narrow(value.dtype) else value
+        specs = {slot: spec._replace(dtype=wide(spec.dtype)) for slot, spec in self.specs.items()}
+        return replace(self, steps=steps, constants=cast, specs=specs)
+
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The constants that its steps read."""
+        return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
+
+    # Forwards ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """The affine function at values of the inputs."""
+        found = self.observe(values, self.outputs)
+        return tuple([found[slot] for slot in self.outputs])
+
+    @torch.no_grad()
+    def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
+        """What some slots hold in a run."""
+        kept, held = set(slots), dict(zip(self.inputs, values, strict=True))
+        for step, last in zip(self.steps, self._last_uses, strict=True):
+            args = self._given(step, held)
+            held[step.out] = OPERATIONS[step.operation].run(*args, **step.options)
+            for slot in last:
+                if slot not in kept:
+                    del held[slot]
+        return {slot: held[slot] for slot in kept}
+
+    def zeros(self) -> tuple[Tensor, ...]:
+        """Inputs that are zero."""
+        specs = [self.specs[slot] for slot in self.inputs]
+        return tuple([torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs])
+
+    @cached_property
+    def _last_uses(self) -> list[list[int]]:
+        """For each step, the slots that nobody reads after it."""
+        last: list[list[int]] = []
+        later: set[int] = set(self.outputs)
+        for step in reversed(self.steps):
+            slots = dict.fromkeys((*step.slots, step.out))
+            last.append([slot for slot in slots if slot not in later])
+            later.update(slots)
+        return last[::-1]
+
+    def _given(self, step: Step, held: Mapping[int, Any]) -> tuple[Any, ...]:
+        """The arguments of a step: tensors in the place of constants, and what `held` has in the place of slots."""
+        constants = self.constants
+
+        def value(leaf: Any) -> Any:
+            kind = type(leaf)
+            return held[leaf.index] if kind is Slot else constants[leaf.index] if kind is Held else leaf
+
+        return mapped(step.args, value)
+
+    # Backwards --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pull(self, *cotangents: Tensor) -> tuple[Tensor, ...]:
+        """Tᵀu: cotangents of the outputs to cotangents of the inputs, step by step, memory freed as it goes."""
+        found = self.cotangents(dict(zip(self.outputs, cotangents, strict=True)), self.inputs)
+        return tuple([found[slot] for slot in self.inputs])
+
+    @torch.no_grad()
+    def cotangents(
+        self,
+        starts: Mapping[int, Tensor],
+        slots: Collection[int],
+        *,
+        stop: Collection[int] = (),
+    ) -> dict[int, Tensor]:
+        """The cotangents of some slots; zero for one that the outputs do not depend on.
+
+        Args:
+            starts: Cotangents to begin with, by slot.
+            slots: Where they are asked for.
+            stop: Slots through which nothing goes further back.
+        """
+        waiting, wanted, ends = dict(starts), set(slots), {*self.inputs, *stop}
+        found: dict[int, Tensor] = {}
+        for step in reversed(self.steps):
+            u = waiting.pop(step.out, None)
+            if u is None:
+                continue
+            if step.out in wanted:
+                found[step.out] = u
+            if step.out in ends:
+                continue
+            pulled = OPERATIONS[step.operation].pull(u, self._given(step, self.specs), step.options)
+            for slot, g in zip(step.slots, pulled, strict=True):
+                waiting[slot] = waiting[slot] + g if slot in waiting else g
+        found |= {slot: u for slot, u in waiting.items() if slot in wanted}
+        for slot in wanted - found.keys():
+            spec = self.specs[slot]
+            found[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        return found
+
+
+class _LinearPart:
+    """Leaves out what is added, and the steps that then do nothing."""
+
+    def __init__(self, program: Program) -> None:
+        self.of = program
+        self.constants = _Growing(program.constants)
+        self.same: dict[int, int] = {}
+
+    def program(self) -> Program:
+        steps = [changed for step in self.of.steps if (changed := self._step(step)) is not None]
+        outputs = tuple([self.same.get(slot, slot) for slot in self.of.outputs])
+        return replace(self.of, steps=tuple(steps), constants=self.constants, outputs=outputs)
+
+    def _step(self, step: Step) -> Step | None:
+        operation = OPERATIONS[step.operation]
+        args = mapped(step.args, self._now)
+        added = [place for place in operation.joint if place < len(args) and self._is_added(args[place])]
+        if step.operation in ("add", "sub") and added and (step.operation == "add" or added == [1]):
+            source = args[1 - added[0]]
+            if self.of.specs[source.index] == self.of.specs[step.out]:
+                self.same[step.out] = source.index
+                return None
+        args = tuple([self._without(operation, place, v) if place in added else v for place, v in enumerate(args)])
+        return replace(step, args=args)
+
+    def _now(self, leaf: Any) -> Any:
+        return Slot(self.same.get(leaf.index, leaf.index)) if type(leaf) is Slot else leaf
+
+    def _is_added(self, value: Any) -> bool:
+        return any(type(leaf) is Held or isinstance(leaf, (int, float, complex)) for leaf in leaves(value))
+
+    def _without(self, operation: Operation, place: int, value: Any) -> Any:
+        """Nothing in the place of what is added, where the operation takes that, else zeros."""
+        return None if place in operation.optional else mapped(value, self._zero)
+
+    def _zero(self, leaf: Any) -> Any:
+        if type(leaf) is not Held:
+            return leaf if type(leaf) is Slot else 0
+        value = self.constants[leaf.index]
+        return self.constants.bind(value.new_zeros(()).expand(value.shape))
+
+
+class _Growing(Sequence[Tensor]):
+    """Constants of a program, and some more."""
+
+    def __init__(self, first: Sequence[Tensor]) -> None:
+        self.first, self.more = first, list[Tensor]()
+
+    def bind(self, value: Tensor) -> Held:
+        self.more.append(value)
+        return Held(len(self.first) + len(self.more) - 1)
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.more)
+
+    def __getitem__(self, n: Any) -> Any:
+        return self.first[n] if n < len(self.first) else self.more[n - len(self.first)]

@@ -1,0 +1,109 @@
+r"""What rules are made of: values that are held, and affine functions that stand for nonlinear steps.
+
+Each of them has the right value at X; the constant that makes it right is added, and so belongs to B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.program.nodes import Slot
+from tensorlens.recording.live import Live, is_live, raw, tape, value_of
+from tensorlens.recording.roles import Role
+from tensorlens.recording.tape import spec_of
+
+Elementwise = Callable[[Tensor], Tensor]
+
+WEIGHTS: dict[str, tuple[float, float]] = {
+    "first held": (0.0, 1.0),
+    "second held": (1.0, 0.0),
+    "half": (0.5, 0.5),
+    "taylor": (1.0, 1.0),
+}
+"""How much of a product follows its first factor, and how much its second."""
+
+
+def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function gives, held: ordinary tensors."""
+    return raw(function, *args, **kwargs)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Factors are computed in float32 or better, whatever the storage."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:
+    """x ⊙ factor + added, with the value that the model itself has there."""
+    run = tape()
+    factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
+    if added is None:
+        return run.emit("mul", value, x, factor, role=role)
+    slot = run.append("gain", (x, factor), {}, spec_of(value))
+    return run.emit("add", value, Slot(slot), added, role=role)
+
+
+def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = None) -> Live:
+    r"""An element-wise function by its derivative: $f(x^0) + f'(x^0)(x - x^0)$."""
+
+    def parts() -> tuple[Tensor, Tensor]:
+        x0 = at_least_float32(value_of(x))
+        slope = slope_of(function, x0)
+        # What is masked by an infinity does not move.
+        is_finite = x0.isfinite() & slope.isfinite()
+        slope = torch.where(is_finite, slope, 0)
+        return slope, value - torch.where(is_finite, slope * x0, 0).to(value.dtype)
+
+    slope, added = raw(parts)
+    return scaled(x, slope, value, role, added)
+
+
+def slope_of(function: Elementwise, x: Tensor) -> Tensor:
+    """The derivative of an element-wise function; zero for one that torch knows none of."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = function(x)
+        return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+
+
+def product(
+    multiply: Callable[[Tensor, Tensor], Tensor], operation: str, a: Live, b: Live, how: str, *,
+    role: Role | None = None, note: str | None = None, options: tuple[Any, ...] = (),
+) -> Live:
+    r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
+
+    Args:
+        multiply: The bilinear function.
+        operation: Its name in programs; it takes the two factors, then `options`.
+        a: The first factor.
+        b: The second factor.
+        how: A key of `WEIGHTS`.
+        role: Of the result.
+        note: The convention it rests on.
+        options: Further arguments of the operation.
+    """
+    run, value = tape(), raw(multiply, a, b)
+    of_a, of_b = WEIGHTS[how]
+    if not of_a:
+        return run.emit(operation, value, value_of(a), b, *options, role=role, note=note)
+    if not of_b:
+        return run.emit(operation, value, a, value_of(b), *options, role=role, note=note)
+    spec = spec_of(value)
+    first, second = (raw(torch.mul, x, w) if w != 1 else value_of(x) for x, w in ((a, of_b), (b, of_a)))
+    slots = [
+        run.append(operation, (a, second, *options), {}, spec, note),
+        run.append(operation, (first, b, *options), {}, spec, note),
+    ]
+    if of_a + of_b == 1:
+        return run.emit("add", value, Slot(slots[0]), Slot(slots[1]), role=role, note=note)
+    both = run.append("add", (Slot(slots[0]), Slot(slots[1])), {}, spec, note)
+    return run.emit("sub", value, Slot(both), raw(Tensor.clone, value), role=role, note=note)
+
+
+def is_same_tensor(a: Any, b: Any) -> bool:
+    """Whether two arguments are one live value."""
+    return a is b or is_live(a) and is_live(b) and tape().slot_of(a) == tape().slot_of(b) and a.shape == b.shape

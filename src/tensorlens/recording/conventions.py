@@ -1,0 +1,99 @@
+"""The conventions a user may choose, as one record: which affine function stands for each kind of nonlinear step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from tensorlens.errors import InputError
+
+Attention = Literal["hold", "half", "taylor"]
+Gate = Literal["freeze_gate", "freeze_up", "half", "taylor"]
+Norm = Literal["hold", "taylor"]
+Activation = Literal["gain", "taylor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    r"""Choices that exactness alone does not make, because every one of them reproduces F(X).
+
+    The frozen model may be any affine function of its input with the value F(X) at X. Each nonlinear step is replaced
+    by such a function of its live arguments; with $a^0$ the value at X,
+
+    - ``hold``: $a \odot b \to a^0 \odot b$; a norm's statistic and the attention matrix are constants;
+    - ``half``: $a \odot b \to \tfrac12 a^0 \odot b + \tfrac12 a \odot b^0$;
+    - ``taylor``: $f(x) \to f(x^0) + J_f(x^0)(x - x^0)$, for a product $a^0 \odot b + a \odot b^0 - a^0 \odot b^0$;
+    - ``gain``: $\varphi(z) \to \varphi(0) + \frac{\varphi(z^0) - \varphi(0)}{z^0}\, z$.
+
+    Constants go into B. Decisions (top-k, maxima, the piece of a clamp) are held in every member.
+
+    Attributes:
+        attention: The attention matrix $A = \mathrm{softmax}(S)$ and matrix products of live tensors: ``"hold"`` holds
+            A (of other products, the left factor); with ``"half"`` and ``"taylor"`` $A = A^0 + J(S - S^0)$ is live, and
+            both $AV$ and the scores $QK^\top$ follow the choice.
+        gate: Elementwise products of live tensors. In a gated feed-forward $W_d(\varphi(W_g x) \odot (W_u x))$,
+            ``"freeze_gate"`` holds $\varphi(W_g x)$ and stays linear in the up branch (the default) and
+            ``"freeze_up"`` holds $W_u x$ and stays linear in the gate; both hold a sigmoid and its kin where they meet
+            a live tensor (output gates, routers, the gates of recurrences). ``"half"`` and ``"taylor"`` hold neither.
+        norm: Statistics ($1/\sigma$, norms, logarithms) and division by a live tensor.
+        activation: Activations, score soft-caps among them. Powers are Taylor's where `norm` or `activation` is.
+        include_final_norm: Whether the output state $X^N$ is taken after the model's final norm.
+    """
+
+    attention: Attention = "hold"
+    gate: Gate = "freeze_gate"
+    norm: Norm = "hold"
+    activation: Activation = "gain"
+    include_final_norm: bool = True
+
+    def __post_init__(self) -> None:
+        for field, kind in (("attention", Attention), ("gate", Gate), ("norm", Norm), ("activation", Activation)):
+            if getattr(self, field) not in get_args(kind):
+                raise InputError(f"`{field}` must be one of {', '.join(get_args(kind))}; got {getattr(self, field)!r}.")
+        if not isinstance(self.include_final_norm, bool):
+            raise InputError(f"`include_final_norm` must be True or False; got {self.include_final_norm!r:.60}.")
+
+    @classmethod
+    def paper(cls, *, include_final_norm: bool = True) -> Rules:
+        """The paper's operator: attention, norms and the gate held, activations by their gain."""
+        return cls(include_final_norm=include_final_norm)
+
+    @classmethod
+    def cp_lrp(cls, *, include_final_norm: bool = True) -> Rules:
+        """CP-LRP (Ali et al. 2022), which is the paper's operator."""
+        return cls.paper(include_final_norm=include_final_norm)
+
+    @classmethod
+    def half_gate(cls, *, include_final_norm: bool = True) -> Rules:
+        """The paper's operator with both factors of a gated product live, each in one half."""
+        return cls(gate="half", include_final_norm=include_final_norm)
+
+    @classmethod
+    def attn_lrp(cls, *, include_final_norm: bool = True) -> Rules:
+        """AttnLRP (Achtibat et al. 2024): products halved, attention live."""
+        return cls(attention="half", gate="half", include_final_norm=include_final_norm)
+
+    @classmethod
+    def jacobian(cls, *, include_final_norm: bool = True) -> Rules:
+        """The model's own derivative: T = J and B = F(X) - J X."""
+        return cls(
+            attention="taylor", gate="taylor", norm="taylor", activation="taylor",
+            include_final_norm=include_final_norm,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str | None:
+        """Name of the member: ``"paper"`` (CP-LRP too), ``"half_gate"``, ``"attn_lrp"`` or ``"jacobian"``, or None."""
+        for name in ("paper", "half_gate", "attn_lrp", "jacobian"):
+            if self == getattr(Rules, name)(include_final_norm=self.include_final_norm):
+                return name
+        return None
+
+    @property
+    def holds_factors(self) -> bool:
+        """Whether every step is a product with held factors, so that a block can be written as matrices of them."""
+        return self.attention == "hold" and self.norm == "hold" and self.activation == "gain" and self.gate != "taylor"
+
+    def as_dict(self) -> dict[str, str | bool]:
+        """The choices as plain data, for certificates and saved maps."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}

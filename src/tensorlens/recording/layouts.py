@@ -1,0 +1,161 @@
+"""Where the hidden state is in what modules take and give, and how its axes become tokens and channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tensorlens.errors import AnatomyError
+from tensorlens.recording.live import value_of
+from tensorlens.models.evidence import main_tensor, tensors_in
+
+
+class AxisLayout(NamedTuple):
+    """Which axes of a model's own state count samples, and which are channels; all others count tokens.
+
+    A state is (batch, token, channel) in most models; images are (batch, channel, row, column), some models put the
+    batch second, and some carry several streams for each token, which are channels here.
+    """
+
+    shape: tuple[int, ...]
+    batch: int | None
+    channels: tuple[int, ...]
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        front = () if self.batch is None else (self.batch,)
+        tokens = tuple(axis for axis in range(len(self.shape)) if axis not in (*front, *self.channels))
+        return (*front, *tokens, *self.channels)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.batch == 0 and self.channels == (2,)
+
+    def to_tokens(self, state: Tensor) -> Tensor:
+        """The state as (batch, token, channel)."""
+        if self._is_plain:
+            return state
+        n_batch = 1 if self.batch is None else state.shape[self.batch]
+        n_channels = math.prod(self.shape[axis] for axis in self.channels)
+        return state.permute(self._order).reshape(n_batch, -1, n_channels)
+
+    def to_native(self, x: Tensor) -> Tensor:
+        """(batch, token, channel) as the model's own code takes it."""
+        if self._is_plain:
+            return x
+        if self.batch is None and x.shape[0] != 1:
+            raise AnatomyError("This model joins samples and tokens: expected one state at a time, got a batch.")
+        sizes = [x.shape[0] if axis == self.batch else self.shape[axis] for axis in self._order]
+        back = sorted(range(len(self._order)), key=lambda place: self._order[place])
+        return x.reshape(sizes).permute(back)
+
+
+def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None, n_samples: int = 1) -> AxisLayout:
+    """How a state is laid out.
+
+    Args:
+        state: What enters a block, or leaves the body.
+        channel: The axis that the weights read as channels, from `Anatomy.channels`; the last one if None.
+        n_tokens: The number of tokens of a text, where it is known: in a state of four axes or more, or without an
+            axis of samples, axes of other sizes are then streams, which are channels.
+        n_samples: How many samples there are.
+    """
+    shape = tuple(state.shape)
+    last = len(shape) - 1
+    if len(shape) < 2:
+        raise AnatomyError(f"Expected a state with tokens and channels; got one of shape {shape}.")
+    if len(shape) == 2:
+        # One vector for the whole input, or a sequence without a batch axis.
+        return AxisLayout(shape, 0 if shape[0] == n_samples else None, (1,))
+    batch = next((axis for axis in (0, 1) if shape[axis] == n_samples and axis != channel), None)
+    # An axis that counts neither samples nor tokens nor channels counts streams, which many put in place of samples.
+    has_more = len(shape) > 3 or channel is None or batch is None
+    token = _text_axis(shape, batch, channel, n_tokens) if has_more else None
+    if token is not None:
+        return AxisLayout(shape, batch, tuple(axis for axis in range(len(shape)) if axis not in (batch, token)))
+    return AxisLayout(shape, batch, (last if channel is None else channel,))
+
+
+def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n_tokens: int | None) -> int | None:
+    """The one axis that counts the tokens of a text, right behind the samples if several might."""
+    fitting = [axis for axis in range(len(shape)) if axis not in (batch, channel) and shape[axis] == n_tokens]
+    behind = [axis for axis in fitting if batch is not None and axis == batch + 1]
+    return (behind or fitting or [None])[0]
+
+
+# In what modules take and give ---------------------------------------------------------------------------------------
+
+
+def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", place: int = 0) -> Tensor:
+    """The hidden state among a block's arguments: `hidden_states`, or a tensor of floats, the first if `place` is 0."""
+    candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
+    found = [one for one in tensors_in(candidates) if one.is_floating_point() and one.dim() >= 2]
+    if found:
+        return found[place if place < len(found) else 0]
+    given = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+    raise AnatomyError(
+        f"`{module}` was called with {given}; expected a hidden state, a tensor of floats, among its arguments. Let "
+        "the block take its state as a tensor, or pass the path of the right list of blocks as `blocks=`."
+    )
+
+
+def put_state(
+    args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor, place: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another hidden state."""
+    return replace_state((args, kwargs), find_state(args, kwargs, place=place), state)
+
+
+def state_of(output: Any, place: int = 0) -> Tensor:
+    """The state in what a module or a model returned.
+
+    Args:
+        output: A tensor, or tensors in tuples, lists and dictionaries. Logits or a last hidden state that are named as
+            such come before others; numbers, as a loss, and whatever is no tensor are passed over.
+        place: Which of the tensors it is, from `Anatomy.state_place`; the first if there are fewer.
+    """
+    found = main_tensor(output) if place == 0 else None
+    if found is None:
+        states = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim() >= 2]
+        found = states[place if place < len(states) else 0] if states else None
+    if found is None:
+        raise AnatomyError(f"Expected a module that returns a state or logits; got {_described(output)}.")
+    return found
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of {str(output.dtype).removeprefix('torch.')} of shape {tuple(output.shape)}"
+    return type(output).__name__
+
+
+def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
+    """What a module takes or gives, with another hidden state in it."""
+    return _changed(output, lambda tensor: new if tensor is old else tensor)
+
+
+def constants(output: Any) -> Any:
+    """What a module returned, values alone."""
+    return _changed(output, value_of)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples, lists, dictionaries and dataclasses of other tensors; what holds none is not copied."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [_changed(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, Mapping):
+        items = {name: _changed(item, change) for name, item in value.items()}
+        return type(value)(**items) if hasattr(value, "to_tuple") else items
+    copied = copy(value)
+    for name in value.__dataclass_fields__:
+        object.__setattr__(copied, name, _changed(getattr(value, name, None), change))
+    return copied

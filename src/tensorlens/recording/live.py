@@ -1,0 +1,147 @@
+"""A tensor that knows its slot: it takes the rules along wherever the model's code carries it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import NotLinearError
+from tensorlens.recording.roles import Role
+
+if TYPE_CHECKING:
+    from tensorlens.recording.tape import Tape
+
+_thread = threading.local()
+
+
+def tape() -> Any:
+    """The recording of this thread, or None."""
+    return getattr(_thread, "tape", None)
+
+
+def set_tape(new: Tape | None) -> None:
+    """Put a recording in charge of this thread."""
+    _thread.tape = new
+
+
+def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with no rule applied: live tensors count as their values, and results are ordinary tensors."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return function(*args, **kwargs)
+
+
+class Live(Tensor):
+    """A tensor that depends on the program's input, or a held one with a role.
+
+    `slot`: its place on the tape; None for a held tensor that carries a role.
+    `role`: what it came from, as far as a product needs to know.
+    `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
+    `of`: the tape it belongs to.
+
+    Being a subclass, it works under any mode of the model's own, and other threads see nothing of it. Sizes and types
+    are asked for all the time, and are answered without a detour.
+    """
+
+    slot: int | None
+    role: Role | None
+    stamp: int
+    of: Any
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        now = getattr(_thread, "tape", None)
+        if now is None:
+            _refuse_elsewhere(func, args, kwargs or {})
+            return raw(func, *args, **(kwargs or {}))
+        return now.call(func, args, kwargs or {})
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Its sizes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.shape.__get__(self)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Its type."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.dtype.__get__(self)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.device.__get__(self)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Its number of axes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.dim(self)
+
+    def dim(self) -> int:
+        """Its number of axes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.dim(self)
+
+    def size(self, *args: Any, **kwargs: Any) -> Any:
+        """Its sizes, or one of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.size(self, *args, **kwargs)
+
+
+def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A live tensor of a recording that is under way in another thread: what is made of it here would be lost."""
+    for tensor in found_in(args, kwargs):
+        if tensor.slot is not None and tensor.of.is_running:
+            name = getattr(function, "__name__", str(function))
+            tensor.of.refused = NotLinearError(
+                f"`{name}` was called on a live tensor in another thread than the one that runs the model, where no "
+                "rule sees it. Run the branches of the model one after the other."
+            )
+            raise tensor.of.refused
+
+
+def is_live(value: Any) -> bool:
+    """Whether a value is a tensor that depends on the program's input."""
+    return type(value) is Live and value.slot is not None
+
+
+def role_of(value: Any) -> Role | None:
+    """What a tensor came from."""
+    return value.role if type(value) is Live else None
+
+
+def value_of(value: Any) -> Any:
+    """The numbers alone: an ordinary tensor in the same memory."""
+    return raw(Tensor.detach, value) if isinstance(value, Tensor) else value
+
+
+_SIMPLE = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor, nn.Parameter])
+"""Types of most arguments that hold no live tensor: one look instead of three."""
+
+
+def found_in(*values: Any) -> list[Live]:
+    """All live tensors, and held ones with a role, in nested tuples, lists and dictionaries."""
+    found: list[Live] = []
+    _gather(values, found)
+    return found
+
+
+def _gather(values: Any, found: list[Live]) -> None:
+    # A list that is filled, not nested generators: this runs for every function of a pass.
+    for value in values:
+        kind = type(value)
+        if kind in _SIMPLE:
+            continue
+        if kind is Live:
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)

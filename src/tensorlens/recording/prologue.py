@@ -1,0 +1,83 @@
+"""What a model makes of its first state before the first block runs.
+
+A skip from the embedding (`skip = x.clone()`, added back after the last block) is a function of $X^0$ like everything
+else, but it is computed before the state enters the first block and becomes live. So the torch functions before that are
+noted, and those that took the state are run again once it is live.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tensorlens.recording.live import Live, found_in, is_live, raw
+from tensorlens.recording.names import name_of
+from tensorlens.recording.table import DESCRIBES
+
+if TYPE_CHECKING:
+    from tensorlens.recording.tape import Tape
+
+SAME = frozenset(["clone", "contiguous", "detach", "to", "dropout", "alias"])
+"""Functions that may give the numbers they take: their argument is the state as much as their result."""
+
+
+class Prologue(TorchFunctionMode):
+    """Notes the functions that run before the first block, until they are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._is_noting = False
+
+    def start(self) -> None:
+        """Begin to note. By hand and not in a `with`, because it ends in the middle of the model's own code."""
+        self.__enter__()
+        self._is_noting = True
+
+    def pause(self) -> None:
+        """Note nothing more, and keep what was noted: what follows is the library's own and not the model's."""
+        if self._is_noting:
+            self._is_noting = False
+            self.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """Note nothing more."""
+        self.pause()
+        self._calls.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(result, (Tensor, tuple, list)) and name_of(func) not in DESCRIBES:
+            self._calls.append((func, args, kwargs, result))
+        return result
+
+    def repeat(self, run: Tape) -> None:
+        """Run again what was made of live tensors before they were live, and note nothing more."""
+        calls = list(self._calls)
+        self.stop()
+        for function, args, _, result in reversed(calls):  # the state may be a copy of what others read
+            if is_live(result) and name_of(function) in SAME and type(args[0]) is Tensor and _equal(result, args[0]):
+                run.writes.borrow(args[0], run.slot_of(result))
+        for function, args, kwargs, result in calls:
+            if not found_in(args, kwargs) or found_in(result) or name_of(function).endswith("_"):
+                continue
+            again = function(*args, **kwargs)
+            for old, new in zip(_parts(result), _parts(again), strict=False):
+                if is_live(new) and type(old) is Tensor and _equal(new, old):
+                    run.writes.borrow(old, run.slot_of(new))
+
+
+def _parts(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers: one that was written to since does not."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(raw(torch.allclose, a, b, equal_nan=True))
+
+
+__all__ = ["Live", "Prologue"]

@@ -1,0 +1,191 @@
+"""Decisions held as they are, and choices held while the chosen values stay live."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tensorlens.errors import NotLinearError
+from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.roles import Role, of_factors, of_largest
+from tensorlens.recording.table import family, rule
+
+
+@family(
+    "heaviside signbit eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and "
+    "logical_or logical_xor bitwise_not bitwise_and bitwise_or argmax argmin argsort nonzero count_nonzero unique "
+    "bincount histc bucketize searchsorted multinomial one_hot isin isreal linalg_matrix_rank _unique2 unique_dim "
+    "is_nonzero"
+)
+def frozen(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result is a decision that the pass arrived at. It is held."""
+    run = tape()
+    run.note(f"held: {name}")
+    run.check_samples(name, args, kwargs)
+    return run.held(raw(function, *args, **kwargs), Role.CHOICE)
+
+
+@family("item")
+def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One value that leaves for Python, to decide something: always the recorded one."""
+    tape().note("held: item")
+    tape().note_mixing("item")
+    return raw(function, *args, **kwargs)
+
+
+@family("format")
+def write(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A value that a model writes into a string."""
+    return raw(format, value_of(args[0]), *args[1:])
+
+
+@family("tolist numpy array __array__ __dlpack__ dlpack __dlpack_device__")
+def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values that leave torch: what comes back from there would be taken for constants."""
+    if args[0].dtype.is_floating_point and args[0].numel() > 1 and "device" not in name:
+        _refuse_leaving(name, args[0].numel())
+    return raw(function, *args, **kwargs)
+
+
+def _refuse_leaving(name: str, n_values: int) -> NoReturn:
+    raise NotLinearError(
+        f"`{name}` takes {n_values} values that depend on the input out of torch, where no rule sees what becomes of "
+        "them. Expected torch functions all the way; write the step in torch, or register an adapter for the module's "
+        "class with `tensorlens.adapter`."
+    )
+
+
+@family("clamp clamp_min clamp_max")
+def clamp(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Linear where the value passed, constant where it was cut."""
+    x = args[0]
+    names = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
+    bounds = dict(zip(names, args[1:], strict=False)) | kwargs
+    if any(is_live(bound) for bound in bounds.values()) or not is_live(x):
+        return _between(x, bounds)
+    run = tape()
+    run.note("piece: clamp")
+    cut = raw(function, *args, **kwargs)
+    passed = raw(torch.eq, cut, x)
+    role = of_factors([x.role], run.rules) or x.role
+    return run.emit("where", cut, passed, x, raw(Tensor.clone, cut), role=role)
+
+
+def _between(x: Any, bounds: dict[str, Any]) -> Any:
+    """A clamp whose bounds are live: the larger, then the smaller of two."""
+    like = next(value for value in (x, *bounds.values()) if isinstance(value, Tensor))
+    for key, choose_one in (("min", torch.maximum), ("max", torch.minimum)):
+        bound = bounds.get(key)
+        if bound is not None:
+            bound = bound if isinstance(bound, Tensor) else raw(like.new_tensor, bound)
+            x = choose_one(x, bound)
+    return x
+
+
+@family("maximum minimum fmax fmin")
+def choose(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The larger or smaller of two, the choice held."""
+    run = tape()
+    run.note(f"piece: {name}")
+    first, second = (*args, *kwargs.values())[:2]
+    value = raw(function, first, second)
+    is_first = raw(torch.eq, value, first)
+    role = of_factors([x.role for x in (first, second) if is_live(x)], run.rules)
+    return run.emit("where", value, is_first, first, second, role=role)
+
+
+@family("sort topk kthvalue max min median mode cummax cummin msort")
+def select(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values gathered at the recorded places."""
+    run = tape()
+    rest = (*args[1:], *kwargs.values())
+    if name in ("max", "min") and rest and isinstance(rest[0], Tensor):
+        return choose(torch.maximum if name == "max" else torch.minimum, f"{name}imum", args, kwargs)
+    x = args[0]
+    if name == "msort":
+        return x.sort(0).values
+    if name in ("max", "min", "median") and len(args) == 1 and "dim" not in kwargs:
+        return _of_all(function, name, x)
+    run.note(f"decision: {name}")
+    run.check_samples(name, args, kwargs)
+    values, places = raw(function, *args, **kwargs)
+    position = 2 if name in ("topk", "kthvalue") else 1
+    dim = kwargs.get("dim", args[position] if len(args) > position and type(args[position]) is int else -1)
+    role = of_largest(x.role, run.rules)
+    if places.dim() == x.dim():
+        found = run.emit("gather", values, x, dim, places, role=role)
+    else:
+        column = raw(torch.unsqueeze, places, dim)
+        found = x.gather(dim, column).squeeze(dim)
+        found.role = role
+    result = raw(function, *args, **kwargs)
+    return type(result)((found, run.held(places, Role.CHOICE)))
+
+
+def _of_all(function: Any, name: str, x: Live) -> Any:
+    """The one value that a function chooses of all, by its recorded place."""
+    run = tape()
+    run.note(f"decision: {name}")
+    run.note_mixing(name)
+    place = int(raw(lambda: function(value_of(x).reshape(-1), 0)[1]))
+    found = x.reshape(-1)[place]
+    found.role = of_largest(x.role, run.rules)
+    return found
+
+
+@family("amax amin aminmax")
+def extreme(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest or smallest value over dimensions, gathered at its recorded place; the first one of equals."""
+    run = tape()
+    if name == "aminmax":
+        pair = [extreme(which, key, args, kwargs) for which, key in ((torch.amin, "amin"), (torch.amax, "amax"))]
+        return torch.return_types.aminmax(tuple(pair))  # type: ignore[attr-defined]
+    x, rest = args[0], args[1:]
+    dims = kwargs.get("dim", rest[0] if rest else ())
+    keepdim = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
+    dims = (dims,) if isinstance(dims, int) else () if dims is None else tuple(dims)
+    over = sorted(dim % x.dim() for dim in dims) or list(range(x.dim()))
+    run.note(f"decision: {name}")
+    run.check_samples(name, args, {"dim": over})
+    kept = [dim for dim in range(x.dim()) if dim not in over]
+    rows = x.permute(*kept, *over).flatten(len(kept)) if kept else x.reshape(1, -1)
+    places = raw(lambda: (value_of(rows) if name == "amax" else -value_of(rows)).argmax(-1, True))
+    values = rows.gather(-1, places)[..., 0]
+    values = values if kept else values[0]
+    for dim in over if keepdim else ():
+        values = values.unsqueeze(dim)
+    values.role = of_largest(x.role, run.rules)
+    return values
+
+
+@family("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
+def max_pool(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest value of each window, gathered at its recorded place."""
+    run = tape()
+    run.note(f"decision: {name}")
+    x, n_axes = args[0], int(name[-2])
+    gives_places = kwargs.get("return_indices", False) or "indices" in str(function)
+    options = {key: value for key, value in kwargs.items() if key != "return_indices"}
+    rest = args[1:2] if name.startswith("adaptive") else args[1:6]  # kernel, stride, padding, dilation, ceil_mode
+    _, places = raw(getattr(F, f"{name}_with_indices"), x, *rest, **options)
+    values = x.flatten(-n_axes).gather(-1, raw(Tensor.flatten, places, -n_axes)).unflatten(-1, places.shape[-n_axes:])
+    values.role = of_factors([role_of(x)], run.rules)
+    return (values, places) if gives_places else values
+
+
+@family("frac fmod remainder")
+def periodic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The part of z that a period leaves: an activation, unless the period is live."""
+    from tensorlens.recording.rules.activations import activate
+    from tensorlens.recording.rules.gains import quotient
+
+    if not is_live(args[0]) or any(map(is_live, (*args[1:], *kwargs.values()))):
+        raise tape().refusal(name)
+
+    def phi(z: Tensor) -> Tensor:
+        return function(z, *args[1:], **kwargs)
+
+    return activate(tape(), name, args[0], lambda z: quotient(phi, z), phi)

@@ -1,0 +1,651 @@
+"""Functions that are linear in everything live: shapes, sums, casts, gathers, writes by index. Nothing is held."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from tensorlens.errors import NotLinearError
+from tensorlens.program.nodes import Slot
+from tensorlens.program.operations import LINEAR_FUNCTIONS
+from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.roles import Role, after_linear
+from tensorlens.recording.table import family, rule
+
+
+def role_after(name: str, *args: Any) -> Role | None:
+    """What a linear function makes of the roles of its arguments."""
+    met = found_in(args)
+    roles = [x.role for x in met if x.slot is not None]
+    if not any(roles):
+        # A held factor hands its role on to what it meets, where that is live.
+        held = next((x.role for x in met if x.role is Role.ATTENTION), None)
+        return held if held and not roles else None
+    reads_weight = any(isinstance(value, Tensor) and type(value) is not Live for value in _flat(args))
+    return after_linear(name, roles, tape().rules, reads_weight=reads_weight)
+
+
+def _flat(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        found += _flat(value) if isinstance(value, (tuple, list)) else [value]
+    return found
+
+
+def same(x: Live, value: Tensor, role: Role | None) -> Live:
+    """The same numbers in another tensor: no step at all."""
+    return x if value is x else tape().live(value, tape().slot_of(x), role)
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+@family("view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as")
+def reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same numbers in other axes."""
+    x = args[0]
+    if not is_live(x):
+        return raw(function, *args, **kwargs)  # which takes of the live one its shape alone
+    if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+        raise tape().refusal(f"{name} as another type of numbers")
+    value = raw(function, *args, **kwargs)
+    if value is x:
+        return x
+    return tape().emit("reshape", value, x, tuple(value.shape), role=role_after(name, x))
+
+
+@family("transpose permute t movedim adjoint get:T get:mT get:H get:mH")
+def permuted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Axes in another order."""
+    x = args[0]
+    if x.dtype.is_complex and name in ("adjoint", "get:H", "get:mH"):
+        return x.mT.conj()
+    value = raw(function, *args, **kwargs)
+    n = x.dim()
+    if name == "transpose" and not kwargs:
+        axes = list(range(n))
+        i, j = args[1:]
+        axes[i], axes[j] = axes[j], axes[i]
+    elif name == "permute" and not kwargs:
+        given = args[1] if isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
+        axes = [axis % n for axis in given]
+    else:  # told apart by their sizes
+        sizes = list(range(2, 2 + n))
+        like = torch.empty(sizes, device="meta")
+        axes = [sizes.index(size) for size in raw(function, like, *args[1:], **kwargs).shape]
+    return tape().emit("permute", value, x, tuple(axes), role=role_after(name, x))
+
+
+@family("expand expand_as broadcast_to")
+def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeated along axes of length one."""
+    x = args[0]
+    value = raw(function, *args, **kwargs)
+    if not is_live(x):
+        return value
+    return tape().emit("expand", value, x, tuple(value.shape), role=role_after(name, x))
+
+
+@family("contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift as_subclass "
+        "deepcopy requires_grad_ _conj_copy view_copy")
+def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same numbers. Cutting the gradient changes none: T includes the path that training leaves out."""
+    x = args[0]
+    if name in ("detach_", "requires_grad_", "as_subclass"):
+        return x
+    value = raw(Tensor.detach, x) if name == "get:data" else raw(Tensor.clone if name == "deepcopy" else function,
+                                                                x, *([] if name == "deepcopy" else args[1:]), **kwargs)
+    return same(x, value, role_after(name, x) or (x.role if x.role is Role.GATE else None))
+
+
+COARSE = frozenset([
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+])
+"""Types in which nothing is linear."""
+
+
+@family("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
+def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In another type, or on another device. Whole numbers made of live ones are decisions."""
+    x, run = args[0], tape()
+    value = raw(function, *args, **kwargs)
+    if not is_live(x) or not isinstance(value, Tensor) or value is x:
+        return value
+    if value.dtype in COARSE:
+        run.note(f"held: cast to {str(value.dtype).removeprefix('torch.')}")
+        return run.held(value, Role.CHOICE if value.dtype is torch.bool else Role.ROUNDED)
+    if value.dtype.itemsize == 1:
+        raise run.refusal(f"a cast to {value.dtype}")
+    role = role_after("to", x)
+    if value.dtype == x.dtype and value.device == x.device:
+        return same(x, value, role)
+    if value.dtype.is_floating_point and value.dtype.itemsize < x.dtype.itemsize:
+        run.note(f"cast: {str(value.dtype).removeprefix('torch.')}")
+    moves = (value.device,) if value.device != x.device else ()
+    return run.emit("cast", value, x, value.dtype, *moves, role=role)
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+@rule("getitem")
+def item(x: Any, at: Any) -> Any:
+    """x[at]."""
+    value = raw(Tensor.__getitem__, x, _held_index(at))
+    if not is_live(x):
+        return value
+    return tape().emit("index", value, x, _index(at), role=role_after("getitem", x))
+
+
+def _held_index(at: Any) -> Any:
+    """An index of ordinary tensors: whatever a model looks up by is held."""
+    if isinstance(at, tuple):
+        return tuple([_held_index(one) for one in at])
+    return value_of(at) if type(at) is Live else at
+
+
+def _index(at: Any) -> tuple[Any, ...]:
+    """An index as it stands in a step: numbers, slices of numbers and tensors."""
+    parts = at if isinstance(at, tuple) else (at,)
+    return tuple([_plain_part(part) for part in parts])
+
+
+def _plain_part(part: Any) -> Any:
+    if isinstance(part, slice):
+        return slice(*(None if edge is None else int(edge) for edge in (part.start, part.stop, part.step)))
+    if isinstance(part, Tensor):
+        return raw(torch.atleast_1d, value_of(part))[0].item() if part.dim() == 0 and not part.dtype == torch.bool else (
+            value_of(part)
+        )
+    if isinstance(part, (list, range)):
+        return torch.tensor(list(part))
+    return part if part is None or part is ... or isinstance(part, bool) else int(part)
+
+
+@rule("index")
+def indexed(x: Any, indices: Any) -> Any:
+    """The kernel of an index by tensors."""
+    at = tuple([slice(None) if one is None else one for one in indices])
+    return item(x, at)
+
+
+@rule("slice")
+def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """The kernel of an index by a slice."""
+    dim %= x.dim()
+    end = None if end is None or end >= x.shape[dim] else end
+    return item(x, (*[slice(None)] * dim, slice(start, end, step)))
+
+
+@family("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes hsplit vsplit")
+def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In parts along an axis: each is a step of its own, so that dead ones can go."""
+    x, parts = args[0], raw(function, *args, **kwargs)
+    axis = _split_axis(name, x, args, kwargs)
+    role, start, found = role_after("split", x), 0, []
+    for part in parts:
+        length = part.shape[axis]
+        found.append(tape().emit("narrow", part, x, axis, start, length, role=role))
+        start += length
+    return type(parts)(found)
+
+
+def _split_axis(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    if name in ("hsplit", "vsplit"):
+        return 1 if name == "hsplit" and x.dim() > 1 else 0
+    axis = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    return axis % x.dim()
+
+
+@family("unbind unbind_copy")
+def unbound(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One by one along an axis."""
+    x, parts = args[0], raw(function, *args, **kwargs)
+    axis = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim()
+    role = role_after("unbind", x)
+    return tuple([tape().emit("select", part, x, axis, n, role=role) for n, part in enumerate(parts)])
+
+
+@rule("iter")
+def iterate(x: Live) -> Any:
+    """`for row in x`."""
+    return iter(x.unbind(0))
+
+
+@rule("narrow")
+def narrowed(x: Live, dim: int, start: Any, length: int) -> Any:
+    """Some places in a row of one axis."""
+    start = int(start)
+    value = raw(Tensor.narrow, x, dim, start, length)
+    return tape().emit("narrow", value, x, dim, start % x.shape[dim] if length else start, length,
+                       role=role_after("narrow", x))
+
+
+@rule("select")
+def selected(x: Live, dim: int, index: Any) -> Any:
+    """One place of an axis."""
+    index = int(index)
+    value = raw(Tensor.select, x, dim, index)
+    return tape().emit("select", value, x, dim, index % x.shape[dim], role=role_after("select", x))
+
+
+@rule("index_select")
+def rows_selected(x: Any, dim: int, index: Tensor) -> Any:
+    """Some places of one axis, in any order."""
+    value = raw(torch.index_select, x, dim, index)
+    if not is_live(x):
+        return value
+    return tape().emit("index_select", value, x, dim, value_of(index), role=role_after("index_select", x))
+
+
+@rule("gather")
+def gathered(x: Any, dim: int, index: Tensor, sparse_grad: bool = False) -> Any:
+    """The value at its own place, for each position of the result."""
+    value = raw(torch.gather, x, dim, index)
+    if not is_live(x):
+        return value
+    return tape().emit("gather", value, x, dim, value_of(index), role=role_after("gather", x))
+
+
+@rule("take_along_dim")
+def taken(x: Live, indices: Tensor, dim: int | None = None) -> Any:
+    """As `gather`, with places that are repeated where they have to be."""
+    if dim is None:
+        return torch.gather(x.reshape(-1), 0, value_of(indices).reshape(-1))
+    shapes = [list(x.shape), list(indices.shape)]
+    shapes[0][dim] = shapes[1][dim] = 1
+    both = list(torch.broadcast_shapes(*shapes))
+    wide, places = list(both), list(both)
+    wide[dim], places[dim] = x.shape[dim], indices.shape[dim]
+    return torch.gather(x.expand(wide), dim, raw(Tensor.expand, value_of(indices), places))
+
+
+@family("cat stack")
+def joined(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One after the other, along an axis or a new one."""
+    parts = args[0] if args else kwargs["tensors"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    value = raw(function, list(parts), dim)
+    parts = [part for part in parts if name == "stack" or part.dim() > 1 or part.numel()]  # torch passes over empty ones
+    parts = [part if part.dtype == value.dtype else part.to(value.dtype) for part in parts]
+    return tape().emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
+
+
+@rule("hstack")
+def side_by_side(tensors: Any) -> Any:
+    """Along the second axis, or the only one."""
+    return torch.cat(list(tensors), 0 if tensors[0].dim() < 2 else 1)
+
+
+@rule("vstack")
+def on_top(tensors: Any) -> Any:
+    """Along the first axis."""
+    return torch.cat([one if one.dim() > 1 else one.reshape(1, -1) for one in tensors], 0)
+
+
+@rule("flip")
+def flipped(x: Live, *dims: Any) -> Any:
+    """Backwards along axes."""
+    dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    return tape().emit("flip", raw(torch.flip, x, dims), x, tuple(dims), role=role_after("flip", x))
+
+
+@rule("repeat_interleave")
+def repeated_in_a_row(x: Any, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
+    """Each place of an axis several times."""
+    if not is_live(x):
+        return raw(torch.repeat_interleave, x, value_of(repeats), dim)
+    if dim is None:
+        x, dim = x.reshape(-1), 0
+    if not isinstance(repeats, int):
+        places = raw(lambda: torch.arange(x.shape[dim], device=x.device).repeat_interleave(value_of(repeats)))
+        return x.index_select(dim, places)
+    value = raw(Tensor.repeat_interleave, x, repeats, dim)
+    return tape().emit("repeat_interleave", value, x, repeats, dim, role=role_after("repeat_interleave", x))
+
+
+@family("repeat tile")
+def tiled(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All of it several times along axes."""
+    x, value = args[0], raw(function, *args, **kwargs)
+    sizes = [1] * (value.dim() - x.dim()) + list(x.shape)
+    times = tuple([n // size if size else 1 for n, size in zip(value.shape, sizes, strict=True)])
+    return tape().emit("repeat", value, x, times, role=role_after("repeat", x))
+
+
+@family("tril triu")
+def triangular(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zero above a diagonal, or below it."""
+    diagonal = kwargs.get("diagonal", args[1] if len(args) > 1 else 0)
+    value = raw(function, *args, **kwargs)
+    return tape().emit("triangle", value, args[0], diagonal, name == "triu", role=role_after(name, args[0]))
+
+
+@rule("as_strided")
+def restrided(x: Live, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Another look at the memory of x, which must show all of it."""
+    run = tape()
+    offset = raw(Tensor.storage_offset, x) if storage_offset is None else storage_offset
+    value = raw(Tensor.as_strided, x, size, stride, offset)
+    return run.emit("as_strided", value, Slot(run.writes.flat(x)), tuple(size), tuple(stride), offset)
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+@family("sum mean nansum nanmean")
+def summed(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over axes, or over all of them."""
+    x = args[0]
+    if name.startswith("nan"):
+        return getattr(torch, name[3:])(*args, **kwargs) if bool(raw(torch.isfinite, x).all()) else _refuse_nan(name)
+    dtype = kwargs.get("dtype")
+    if dtype is not None and dtype != x.dtype:
+        x = x.to(dtype)
+    elif x.dtype in COARSE:
+        return raw(function, *args, **kwargs)
+    dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], torch.dtype) else None)
+    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    dims = tuple(range(x.dim())) if dims is None or dims == () or dims == [] else dims
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    value = raw(getattr(torch, name), x, dims, keepdim=keepdim) if dims else value_of(x)
+    return tape().emit(name, value, x, dims, keepdim, role=role_after(name, x))
+
+
+def _refuse_nan(name: str) -> Any:
+    raise tape().refusal(f"{name} of values that are not numbers")
+
+
+@rule("cumsum")
+def running_sums(x: Live, dim: int, dtype: Any = None) -> Any:
+    """Sums of all up to here."""
+    x = x if dtype is None else x.to(dtype)
+    return tape().emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
+
+
+@family("add sub rsub")
+def added(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """a + b, a - b, with a factor of b."""
+    a, b = (*args, *([kwargs["other"]] if "other" in kwargs else []))[:2]
+    alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+    if name == "rsub":
+        a, b, name = b, a, "sub"
+    if alpha != 1:
+        b = b * alpha
+    value = raw(torch.add if name == "add" else torch.sub, _number(a, b), b)
+    role = role_after(name, a, b)
+    a, b = (_as_wide(x, value) for x in (a, b))
+    return tape().emit(name, value, a, b, role=role)
+
+
+def _number(a: Any, like: Any) -> Any:
+    """A plain number as a tensor, where torch wants one in front."""
+    return a if isinstance(a, Tensor) else raw(torch.tensor, a, dtype=like.dtype, device=like.device)
+
+
+def _as_wide(x: Any, value: Tensor) -> Any:
+    """A live operand in the type of the sum, so that its cotangent is in its own."""
+    return x.to(value.dtype) if is_live(x) and x.dtype != value.dtype else x
+
+
+@rule("neg")
+def negated(x: Live) -> Any:
+    """-x."""
+    return tape().emit("mul", raw(torch.neg, x), x, -1, role=role_after("neg", x))
+
+
+# Choices of values by masks and places ------------------------------------------------------------------------------
+
+
+@rule("where")
+def chosen(condition: Any, *both: Any, **named: Any) -> Any:
+    """a where a mask says so, b elsewhere."""
+    if not both and not named:
+        return raw(torch.where, condition)
+    a, b = (*both, *(named[key] for key in ("input", "self", "other") if key in named))[:2]
+    if condition.dtype != torch.bool and isinstance(a, Tensor) and a.dtype == torch.bool:
+        condition, a = a, condition  # `x.where(mask, y)`
+    condition = value_of(condition)
+    value = raw(torch.where, condition, a, b)
+    role = role_after("where", a, b)
+    a, b = (_as_wide(x, value) for x in (a, b))
+    return tape().emit("where", value, condition, _contents(a), _contents(b), role=role)
+
+
+def _contents(x: Any) -> Any:
+    """A constant of one number as that number: it is added, and a number is left out more easily than a tensor."""
+    return x
+
+
+@rule("masked_fill")
+def filled(x: Any, mask: Any, value: Any) -> Any:
+    """x with a number where a mask says so."""
+    mask, fill = value_of(mask), value
+    if isinstance(fill, Tensor) and not is_live(fill):
+        fill = value_of(fill).to(x.dtype)
+    result = raw(Tensor.masked_fill, x, mask, fill)
+    return tape().emit("where", result, mask, fill, x, role=role_after("masked_fill", x))
+
+
+@rule("masked_select")
+def picked(x: Live, mask: Tensor) -> Any:
+    """The values where a mask says so, in a row."""
+    mask = raw(torch.broadcast_to, value_of(mask), x.shape)
+    return x[mask]
+
+
+@rule("masked_scatter")
+def poured(x: Any, mask: Any, source: Any) -> Any:
+    """x with values of a source, in their order, where a mask says so."""
+    value = raw(Tensor.masked_scatter, x, mask, source)
+    mask = raw(torch.broadcast_to, value_of(mask), value.shape)
+    n = int(raw(Tensor.sum, mask))
+    source = source.reshape(-1)[:n]
+    return tape().emit("put", value, _expanded_to(x, value), (mask,), source)
+
+
+def _expanded_to(x: Any, value: Tensor) -> Any:
+    return x if x.shape == value.shape else x.expand(value.shape)
+
+
+@rule("pad_constant")
+def padded(x: Live, pad: Any, value: Any = 0) -> Any:
+    """The kernel of padding by a number."""
+    return torch.nn.functional.pad(x, tuple(pad), "constant", value)
+
+
+@rule("setitem")
+def assign(x: Tensor, at: Any, new: Any) -> None:
+    """`x[at] = new`: linear in both."""
+    run = tape()
+    if not (is_live(x) or is_live(new)):
+        run.writes.before_write(x)
+        raw(Tensor.__setitem__, x, _held_index(at), new)
+        return
+    from tensorlens.recording.writes import refuse_coarse
+
+    refuse_coarse(run, x, new)
+    base = x if is_live(x) else raw(Tensor.clone, x)
+    value = raw(Tensor.clone, x)
+    raw(Tensor.__setitem__, value, _held_index(at), new)
+    if is_live(new) and new.dtype != x.dtype:
+        new = new.to(x.dtype)
+    run.writes.write(x, run.emit("put", value, base, _index(at), new, role=role_of(x)))
+
+
+@family("index_put _index_put_impl")
+def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x with values put, or added, at places."""
+    x, indices, values = args[:3]
+    accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
+    at = tuple([slice(None) if one is None else value_of(one) for one in indices])
+    value = raw(Tensor.index_put, x, [None if one is None else value_of(one) for one in indices], values, accumulate)
+    return tape().emit("put", value, x, at, values, accumulate)
+
+
+@rule("slice_scatter")
+def put_slice(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """x with a slice of one axis replaced."""
+    value = raw(torch.slice_scatter, x, src, dim, start, end, step)
+    end = None if end is None or end >= x.shape[dim] else end
+    return tape().emit("put", value, x, (*[slice(None)] * (dim % x.dim()), slice(start, end, step)), src)
+
+
+@rule("select_scatter")
+def put_place(x: Any, src: Any, dim: int, index: int) -> Any:
+    """x with one place of an axis replaced."""
+    value = raw(torch.select_scatter, x, src, dim, index)
+    return tape().emit("put", value, x, (*[slice(None)] * (dim % x.dim()), index), src)
+
+
+@rule("index_add")
+def rows_added(x: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> Any:
+    """x with rows of a source added at places."""
+    value = raw(torch.index_add, x, dim, index, source, alpha=alpha)
+    return tape().emit("index_add", value, x, dim, value_of(index), source, alpha)
+
+
+@rule("index_copy")
+def rows_copied(x: Any, dim: int, index: Tensor, source: Any) -> Any:
+    """x with rows of a source at places."""
+    value = raw(torch.index_copy, x, dim, index, source)
+    return tape().emit("index_copy", value, x, dim, value_of(index), source)
+
+
+@rule("index_fill")
+def rows_filled(x: Live, dim: int, index: Tensor, value: Any) -> Any:
+    """x with one number at places."""
+    if is_live(value):
+        raise tape().refusal("index_fill with a live number")
+    places = (*[slice(None)] * (dim % x.dim()), value_of(index))
+    return tape().emit("put", raw(torch.index_fill, x, dim, index, value), x, places, value_of(value))
+
+
+@family("scatter scatter_add scatter_reduce")
+def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums over an index are linear; what is the largest there, or a product, is not."""
+    names = ("dim", "index", "src", "value", "reduce")
+    given = [*args, *(kwargs[key] for key in names if key in kwargs)]
+    x, dim, index, source = given[:4]
+    reduce = given[4] if len(given) > 4 and isinstance(given[4], str) else "add" if name == "scatter_add" else None
+    value = raw(function, *args, **kwargs)
+    index = value_of(index)
+    if isinstance(source, Tensor) and source.dim() and source.shape != index.shape:
+        source = source[tuple(slice(n) for n in index.shape)]
+    if reduce in ("add", "sum") and kwargs.get("include_self", True):
+        return tape().emit("scatter_add", value, x, dim, index, source)
+    if name == "scatter" and reduce is None:
+        return tape().emit("scatter", value, x, dim, index, source)
+    raise tape().refusal(f"{name} by {reduce}")
+
+
+@family("embedding")
+def rows_of_table(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of a live table."""
+    is_kernel = type(function) is torch._ops.OpOverload
+    weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
+    if kwargs.get("max_norm") is not None:
+        raise tape().refusal("embedding with max_norm")
+    return weight[value_of(places)]
+
+
+# Functions without a form of their own ------------------------------------------------------------------------------
+
+
+@family(" ".join([*(name for name in LINEAR_FUNCTIONS if name not in ("repeat", "index_copy", "window")),
+                  *(f"fft_{name}" for name in LINEAR_FUNCTIONS if "fft" in name), "im2col",
+                  "get:real", "get:imag", "conj", "_conj"]))
+def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Linear in the first argument: the same function as a step."""
+    value = raw(function, *args, **kwargs)
+    name = name.removeprefix("fft_").removeprefix("get:").replace("_conj", "conj").replace("conj", "conj_physical")
+    name = "conj_physical" if name.startswith("conj_physical") else name
+    if name == "unfold" and not isinstance(args[1] if len(args) > 1 else kwargs.get("dimension"), int) or name == "im2col":
+        name = "window"
+    live = [n for n, arg in enumerate(args) if is_live(arg)]
+    if live and live != [0] and name not in ("complex", "grid_sample"):
+        raise tape().refusal(f"{name} with a second live argument")
+    if name == "pad" and not is_live(args[0]):
+        return value
+    role = role_after(name, *args)
+    return tape().emit(name, value, *args, role=role, **kwargs)
+
+
+# What is no part of what the model computes --------------------------------------------------------------------------
+
+
+@family("register_hook register_post_accumulate_grad_hook retain_grad")
+def look_at_gradients(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Nothing: a hook on a gradient is not part of the pass."""
+    return RemovableHandle(OrderedDict()) if name != "retain_grad" else None
+
+
+@family("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout native_dropout")
+def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The identity: T describes the model at inference, where modules are in evaluation mode."""
+    given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+    if given.get("p", 0.5) and given.get("training", given.get("train", True)):
+        raise NotLinearError(
+            f"`{name}` is on in evaluation mode too, so that the model gives different numbers each time. "
+            f"Pass it `training=self.training`. {tape().refusal(name)}"
+        )
+    return args[0] if name != "native_dropout" else (args[0], None)
+
+
+@family("new_tensor new_full full_like")
+def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """New tensors like a live one, of numbers that are not."""
+    given = [*args[1:], *kwargs.values()]
+    if not any(is_live(value) for value in given):
+        return raw(function, *args, **kwargs)
+    if name == "new_tensor" and is_live(given[0]):
+        return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)
+    raise tape().refusal(f"{name} of a live number")
+
+
+@family("set:data set_ resize_ set:real set:imag swap_")
+def refuse_other_memory(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`x.data = y` lets x look at other memory."""
+    raise NotLinearError(
+        f"`x.data = y`, or `x.set_(y)`, with a live tensor in `{tape().module}`: what was computed from x before and "
+        "what it holds now cannot be told apart. Write `x = y`, or `x.copy_(y)`."
+    )
+
+
+@rule("copy")
+def copied(x: Tensor, source: Any, non_blocking: bool = False) -> Any:
+    """The kernel of `copy_`, out of place."""
+    source = source if source.dtype == x.dtype else source.to(x.dtype)
+    return source if source.shape == x.shape else source.expand(x.shape)
+
+
+@rule("copy_")
+def copy_in(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    """`x.copy_(y)`."""
+    return tape().writes.write(x, source)
+
+
+@rule("fill_")
+def fill(x: Tensor, value: Any) -> Tensor:
+    """`x.fill_(value)`."""
+    return tape().writes.write(x, value if is_live(value) else raw(torch.full_like, x, value))
+
+
+@rule("zero_")
+def clear(x: Tensor) -> Tensor:
+    """`x.zero_()`."""
+    return tape().writes.write(x, raw(torch.zeros_like, x))
+
+
+@family("grad backward _make_dual")
+def refuse_derivatives(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A derivative of live values inside the model: what it is made of has rules, the derivative has none."""
+    raise NotLinearError(
+        "The model differentiates live values inside its own forward (`torch.autograd.grad`, `backward` or "
+        "`torch.func`), and no rule says what the operator carries through a derivative. Write the derivative out in "
+        f"plain torch functions. {tape().refusal(name)}"
+    )

@@ -1,0 +1,139 @@
+"""Semantic adapters: modules whose meaning is lost when their code is read one torch function at a time.
+
+An adapter is a function of the running pass, the module, its own forward and the call's arguments. Adapters go
+before the rules for torch functions; the first class in the module's ancestry that has one decides. They are keyed
+by the qualified name of the class, so that nothing has to be imported. Add your own with `adapter`:
+
+    @tl.adapter("my_package.layers.CubicActivation")
+    def cubic(run, module, forward, z):
+        return tl.activate(run, "cubic", z, lambda z: z**2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tensorlens.recording.live import is_live, raw, value_of
+from tensorlens.recording.rules import gains
+from tensorlens.recording.rules.activations import activate
+
+Adapter = Callable[..., Any]
+ADAPTERS: dict[str, Adapter] = {}
+
+
+def adapter(*class_names: str) -> Callable[[Adapter], Adapter]:
+    """Register an adapter for module classes, named as ``package.module.Class``.
+
+    A name with one part more, ``package.module.Class.attribute``, means the module that such a module has under that
+    name, whatever its class.
+    """
+
+    def register(function: Adapter) -> Adapter:
+        ADAPTERS.update(dict.fromkeys(class_names, function))
+        return function
+
+    return register
+
+
+def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
+    """The adapter for a module's place in its parent, or for its class or nearest ancestor that has one.
+
+    Args:
+        module: What is about to run.
+        place: Class of its parent and the name it has there, ``package.module.Class.attribute``.
+    """
+    if place in ADAPTERS:
+        return ADAPTERS[place]
+    for cls in type(module).__mro__:
+        found = ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found if _has_forward_of(module, cls) else None
+    return None
+
+
+def _has_forward_of(module: nn.Module, cls: type) -> bool:
+    """Whether a module does what the adapted class does: neither a subclass nor the instance has its own forward."""
+    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # accelerate calls what it found
+    is_own = own is None or getattr(own, "__func__", None) is cls.forward  # type: ignore[attr-defined]
+    return is_own and type(module).forward is cls.forward  # type: ignore[attr-defined]
+
+
+def _activation(gain: Callable[[Tensor], Tensor]) -> Adapter:
+    """An element-wise activation module with φ(0) = 0 and a gain in closed form."""
+
+    def run_activation(run: Any, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
+        return activate(run, type(module).__name__, z, gain, forward) if is_live(z) else forward(z)
+
+    return run_activation
+
+
+def _quotient_activation(run: Any, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
+    """An element-wise activation module with φ(0) = 0 and no closed form."""
+    return (
+        activate(run, type(module).__name__, z, partial(gains.quotient, forward), forward) if is_live(z) else forward(z)
+    )
+
+
+# The GELUs that transformers spells out in Python: products of primitives, which the rules for torch functions would
+# take apart. Those that call one torch function need no entry.
+for _name, _gain in {
+    "NewGELUActivation": gains.gelu_tanh,
+    "FastGELUActivation": gains.gelu_tanh,
+    "AccurateGELUActivation": gains.gelu_tanh,
+    "QuickGELUActivation": gains.gelu_quick,
+    "GELUActivation": gains.gelu,
+    "GELUTanh": gains.gelu_tanh,
+    "PytorchGELUTanh": gains.gelu_tanh,
+    "MishActivation": gains.mish,
+}.items():
+    adapter(f"transformers.activations.{_name}")(_activation(_gain))
+
+
+@adapter("transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextAltUp.modality_router")
+def gate_layer(run: Any, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
+    """A layer whose output only says how much of each stream to take: held."""
+    if run.rules.gate in ("half", "taylor"):
+        return forward(x)
+    run.note("gate: layer held")
+    return forward(value_of(x))
+
+
+@adapter(
+    "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv",
+    "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
+)
+def gated_convolution(
+    run: Any, module: Any, forward: Callable[..., Any], hidden_states: Tensor, **_: Any
+) -> Any:
+    """C ⊙ conv(B ⊙ x): both gates are held, the convolution stays linear."""
+    if run.rules.gate in ("half", "taylor"):
+        return forward(hidden_states, **_)
+    run.note("gate: convolution, B and C held")
+    before, after, x = module.in_proj(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
+    before, after = value_of(before), value_of(after)
+    mixed = module.conv(before * x)[..., : x.shape[-1]]
+    return module.out_proj((after * mixed).transpose(-1, -2).contiguous())
+
+
+@adapter("bitsandbytes.nn.modules.Linear4bit")
+def four_bit_layer(run: Any, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
+    """A layer with 4-bit weights, as what it makes of the unit vectors: whatever the packing, that is its matrix."""
+    run.note("weight: 4 bit")
+    with torch.no_grad():
+        columns = raw(forward, torch.eye(module.in_features, dtype=x.dtype, device=x.device))
+        columns = columns if module.bias is None else columns - module.bias
+    return F.linear(x, columns.T, module.bias)
+
+
+adapter(
+    "transformers.models.bloom.modeling_bloom.BloomGelu",
+    "transformers.activations.ClippedGELUActivation",
+    "transformers.activations.XIELUActivation",
+    "transformers.activations.ReLUSquaredActivation",
+)(_quotient_activation)

@@ -1,0 +1,378 @@
+"""Products, powers and quotients of live tensors: what is held, and in what the result stays linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.program.nodes import Slot
+from tensorlens.recording.calculus import at_least_float32, is_same_tensor, product, scaled, tangent
+from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
+from tensorlens.recording.rules.activations import activate_from
+from tensorlens.recording.rules.linear import role_after
+from tensorlens.recording.table import family, rule
+from tensorlens.recording.tape import spec_of
+
+
+def settled(value: Any) -> Any:
+    """A live factor as what it was in the recording, held from here on."""
+    if not (is_live(value) and is_factor(value.role, tape().rules)):
+        return value
+    tape().note("factor: held")
+    plain = value_of(value)
+    return tape().held(plain, Role.GATE) if value.role is Role.GATE else plain
+
+
+@rule("mul")
+def multiply(a: Any, b: Any = None, *, other: Any = None) -> Any:
+    """Linear with one live factor; with two, roles and the gate rule decide what is held."""
+    b = other if b is None else b
+    if not (is_live(a) and is_live(b)):
+        return _by_constant(a, b)
+    if is_same_tensor(a, b):
+        return power(torch.square, "square", (a,), {})
+    run = tape()
+    how = of_product(a.role, b.role, run.rules)
+    if how in ("both held", "first held", "second held"):
+        a = settled(a) if how != "second held" else a
+        b = settled(b) if how != "first held" else b
+        return multiply(a, b) if is_live(a) or is_live(b) else raw(torch.mul, a, b)
+    if how is None and Role.ACTIVATED in (a.role, b.role) and a.role is not b.role:
+        gate, up = (a, b) if a.role is Role.ACTIVATED else (b, a)
+        return gated(gate, up)
+    return _by_convention(a, b, how)
+
+
+def _by_constant(a: Any, b: Any) -> Live:
+    x, factor = (a, b) if is_live(a) else (b, a)
+    role = role_after("mul", x)
+    if role_of(factor) is Role.GATE and not is_factor(role, tape().rules):
+        role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
+    value = raw(torch.mul, x, factor)
+    x = x.to(value.dtype) if x.dtype != value.dtype else x
+    return tape().emit("mul", value, x, value_of(factor), role=role)
+
+
+def _by_convention(a: Live, b: Live, how: str | None) -> Live:
+    """Two live tensors without a role, or whose factor the rules keep alive."""
+    run = tape()
+    kind = how or ("taylor" if run.rules.gate == "taylor" else "half")
+    run.note("product: half and half" if kind == "half" else f"product: {kind}")
+    note = "half and half" if how is None and run.rules.gate not in ("half", "taylor") else None
+    of_norm = Role.STATISTIC in (a.role, b.role) and all(is_factor(x.role, run.rules) for x in (a, b))
+    return product(torch.mul, "mul", a, b, kind, role=Role.STATISTIC if of_norm else None, note=note)
+
+
+def gated(gate: Live, up: Live) -> Live:
+    """φ(g) ⊙ u by the chosen gate rule; every choice gives the product once, not twice."""
+    convention = tape().rules.gate
+    tape().note(f"gate: {convention}")
+    how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention, convention)
+    return product(torch.mul, "mul", up, gate, how)
+
+
+@family("pow square float_power")
+def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x^p as x ⊙ x^(p-1) with the second factor held, for p ≥ 1; any other power is a statistic."""
+    from tensorlens.recording.rules.norms import statistic
+
+    run = tape()
+    x: Any
+    x, exponent = (*args, *kwargs.values(), 2)[:2]
+    if not is_live(x) or isinstance(exponent, Tensor) and (exponent.numel() != 1 or is_live(exponent)):
+        return statistic(function, name, args, kwargs)
+    if float(exponent) < 1:
+        return statistic(torch.pow, "pow", (x, exponent), {})
+    value = raw(function, *args, **kwargs)
+    if "taylor" in (run.rules.norm, run.rules.activation):
+        run.note("power: derivative")
+        return tangent(x, lambda v: v**exponent, value, x.role if is_factor(x.role, run.rules) else None)
+    if is_factor(x.role, run.rules):
+        return activate_from("pow", x, lambda v: v**exponent, Role.FACTOR)
+    run.note("product: power")
+    rest = float(exponent) - 1
+    x0 = at_least_float32_of(x)
+    return scaled(x, x0 if rest == 1 else raw(torch.pow, x0, rest), value)
+
+
+def at_least_float32_of(x: Live) -> Tensor:
+    """What x is, in float32 or better."""
+    return raw(at_least_float32, value_of(x))
+
+
+@family("matmul bmm mm rmatmul mv dot")
+def matrix_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Linear with one live factor. With two, the left one mixes and is held, the right one is carried.
+
+    q·kᵀ comes this way too, where holding is void because the softmax holds the result. With attention live both follow
+    `Rules.attention`.
+    """
+    left, right = (*args, *kwargs.values())[:2]
+    if name == "rmatmul":
+        function, left, right = torch.matmul, right, left
+    mixes = role_of(left) is Role.ATTENTION
+    found = _matrix_product(function, name, left, right)
+    if is_live(found) and mixes:
+        tape().note_mixture(found, left, right)
+    return found
+
+
+def _matrix_product(function: Any, name: str, left: Any, right: Any) -> Any:
+    run = tape()
+    if not (is_live(left) and is_live(right)):
+        role = role_after(name, left, right)
+        value = raw(function, left, right)
+        return run.emit("matmul", value, _operand(left), _operand(right), role=role)
+    how = of_matrix_product(left.role, right.role, run.rules)
+    if how == "both held":
+        return raw(function, left, right)
+    run.note({"first held": "product: left factor held"}.get(how, f"product: {how}"))
+    is_free = not (is_factor(left.role, run.rules) or is_factor(right.role, run.rules))
+    note = "left factor held" if is_free and how == "first held" else None
+    found = product(torch.matmul, "matmul", left, right, how, note=note)
+    run.note_scores(found, left, right)
+    return found
+
+
+def _operand(x: Any) -> Any:
+    return x if is_live(x) else value_of(x)
+
+
+@family("linear")
+def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A linear layer; a weight that is live as its input is gets held."""
+    run = tape()
+    x, weight, bias = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)[:3]
+    if is_live(weight):
+        if is_live(x):
+            return _live_weight(x, weight, bias)
+        found = torch.matmul(x, weight.mT) if weight.dim() > 1 else torch.matmul(x, weight)
+        return found if bias is None else found + bias
+    value = raw(function, x, weight, bias) if type(weight) in (Tensor, nn.Parameter, Live) else function(
+        value_of(x), weight, bias)
+    return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
+
+
+def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
+    run, how = tape(), tape().rules.gate
+    run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
+    how = how if how in ("half", "taylor") else "second held"
+    turned = weight.mT if weight.dim() > 1 else weight
+    found = product(torch.matmul, "matmul", x, turned, how)
+    return found if bias is None else found + bias
+
+
+@family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
+def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum with a product in it, taken apart: each part has its own rule."""
+    names = ("input", "self", "batch1", "mat1", "vec1", "tensor1", "end", "batch2", "mat2", "vec2", "vec", "tensor2", "weight")
+    base, left, right = (*args, *(kwargs[key] for key in names if key in kwargs))[:3]
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
+    if name == "lerp":
+        return base + right * (left - base)
+    if name in ("addcmul", "addcdiv"):
+        inner = left * right if name == "addcmul" else left / right
+        return base + (inner if alpha == 1 else alpha * inner)
+    mixed = torch.outer(left, right) if name == "addr" else torch.matmul(left, right)
+    mixed = mixed.sum(0) if name == "addbmm" else mixed
+    return (base if beta == 1 else beta * base) + (mixed if alpha == 1 else alpha * mixed)
+
+
+@rule("outer")
+def outer_product(a: Any, b: Any) -> Any:
+    """a bᵀ as a product of a column and a row."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+@family("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
+        "convolution_overrideable")
+def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A convolution; a weight that is live as its input is gets held."""
+    run = tape()
+    if type(function) is not torch._ops.OpOverload:
+        if name.endswith("d") and (is_live(args[1]) if len(args) > 1 else is_live(kwargs.get("weight"))):
+            return _with_live_weight(function, name, args, kwargs)
+        return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    if is_live(weight):
+        if is_live(x):
+            run.note("product: weight held")
+            weight = value_of(weight)
+        else:
+            raise run.refusal(f"{name} of a constant by a live weight")
+    value = raw(function, *args, **kwargs)
+    geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+    return run.emit("convolution", value, x, weight, bias, *geometry, role=role_after("convolution", x, weight))
+
+
+def _with_live_weight(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A convolution whose weight is live: linear in it where its input is a constant."""
+    run = tape()
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias, rest = given.pop("input"), given.pop("weight"), given.pop("bias", None), args[3:]
+    how = run.rules.gate
+    if is_live(x) and how not in ("half", "taylor"):
+        run.note("product: weight held")
+        return run.by_kernels(function, (x, value_of(weight), bias, *rest), {k: given[k] for k in given})
+    raise run.refusal(f"{name} by a live weight")
+
+
+@family("grouped_mm _grouped_mm")
+def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Matrix products of groups of rows: the experts of a router."""
+    run = tape()
+    names = ("mat2", "mat_b", "offs", "bias", "out_dtype")
+    given = dict(zip(("a", "b", "offs", "bias", "out_dtype"), args, strict=False)) | {
+        {"mat2": "b", "mat_b": "b"}.get(key, key): value for key, value in kwargs.items() if key in names}
+    a, b, bias = given["a"], given["b"], given.get("bias")
+    if bias is not None:
+        raise run.refusal(f"{name} with a bias")
+    if is_live(a) and is_live(b):
+        run.note("product: weight held")
+        b = value_of(b)
+    value = raw(function, *args, **kwargs)
+    offsets = given.get("offs")
+    return run.emit("grouped_mm", value, _operand(a), _operand(b), None if offsets is None else value_of(offsets),
+                    given.get("out_dtype"), role=role_after(name, a, b))
+
+
+@rule("einsum")
+def einstein_sum(equation: str, *operands: Any) -> Any:
+    """As `matrix_product`, two live operands at a time; of several live ones that are held, all but the last."""
+    run = tape()
+    given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
+    live = [i for i, operand in enumerate(given) if is_live(operand)]
+    factors = [i for i in live if is_factor(given[i].role, run.rules)]
+    if len(live) > 1 and factors == live[-1:]:
+        live = [live[-1], *live[:-1]]  # the factor is what is held
+    hows = {of_matrix_product(given[i].role, given[live[-1]].role, run.rules) for i in live[:-1]}
+    how = next((one for one in ("taylor", "half") if one in hows), "first held")
+    if len(live) > 1 and how != "first held":
+        return _live_einsum(equation, given, live, how)
+    if len(live) > 1 and factors and set(factors) == set(live):
+        for _ in live:
+            run.note("factor: held")
+        return raw(torch.einsum, equation, *given)
+    note = "left factor held" if len(live) > 1 and not factors else None
+    for i in live[:-1]:
+        run.note("product: left factor held")
+    role = role_after("einsum", *given) if len(live) == 1 else None
+    value = raw(torch.einsum, equation, *given)
+    kept = [x if i == live[-1] else value_of(x) for i, x in enumerate(given)]
+    found = run.emit("einsum", value, equation, *kept, role=role, note=note)
+    if Role.ATTENTION in [role_of(x) for x in given if not is_live(x)] or (
+        len(live) > 1 and Role.ATTENTION in [role_of(given[i]) for i in live[:-1]]
+    ):
+        run.note_einsum_mixture(found, given, live[-1], equation)
+    return found
+
+
+def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> Any:
+    """w·Σ_i (sum with operand i live and the others held), and the constant that makes it right."""
+    run = tape()
+    run.note(f"product: {how}")
+    if len(live) > 2 and how == "half":
+        how = "taylor"
+    value = raw(torch.einsum, equation, *given)
+    spec = spec_of(value)
+    weight = 0.5 if how == "half" else 1.0
+    total: Any = None
+    for i in live:
+        kept = [x if n == i else value_of(x) for n, x in enumerate(given)]
+        slot = run.append("einsum", (equation, *kept), {}, spec)
+        if weight != 1:
+            slot = run.append("mul", (Slot(slot), weight), {}, spec)
+        total = slot if total is None else run.append("add", (Slot(total), Slot(slot)), {}, spec)
+    if how == "half":
+        return run.live(value, total)
+    added = raw(torch.mul, value, 1 - len(live))
+    return run.emit("add", value, Slot(total), added)
+
+
+@family("div rdiv")
+def divide(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A live denominator is a statistic: held, or by its derivative where norms are."""
+    run = tape()
+    above, below = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    if name == "rdiv":
+        above, below = below, above
+    if kwargs.get("rounding_mode"):
+        return rounded_quotient(above, below, kwargs["rounding_mode"])
+    value = raw(torch.div, above, below)
+    if not is_live(below):
+        above = above.to(value.dtype) if above.dtype != value.dtype else above
+        return run.emit("div", value, above, value_of(below), role=role_after("div", above))
+    if run.rules.norm == "taylor":
+        return _live_quotient(above, below, value)
+    run.note("quotient: denominator held")
+    below.role = below.role or Role.SCALE
+    if not is_live(above):
+        return value
+    above = above.to(value.dtype) if above.dtype != value.dtype else above
+    return run.emit("div", value, above, value_of(below), role=role_after("div", above))
+
+
+def _live_quotient(above: Any, below: Live, value: Tensor) -> Live:
+    """a/b by its derivative: da/b⁰ - (y⁰/b⁰) db, and the constant that makes it right: y⁰."""
+    run = tape()
+    run.note("quotient: derivative")
+    spec = spec_of(value)
+    slope = raw(lambda: -value / value_of(below))
+    of_below = run.append("mul", (below, slope), {}, spec)
+    if not is_live(above):
+        added = raw(lambda: 2 * value)
+        return run.emit("add", value, Slot(of_below), added, role=Role.STATISTIC)
+    role = above.role if is_factor(above.role, run.rules) else None
+    of_above = run.append("div", (above, value_of(below)), {}, spec)
+    both = run.append("add", (Slot(of_above), Slot(of_below)), {}, spec)
+    return run.emit("add", value, Slot(both), raw(Tensor.clone, value), role=role)
+
+
+@rule("floor_divide")
+def floor_divide(above: Any, below: Any) -> Any:
+    """A quotient rounded to a whole number."""
+    return rounded_quotient(above, below, "floor")
+
+
+def rounded_quotient(above: Any, below: Any, mode: str) -> Any:
+    """An activation of the numerator, as `floor` is."""
+    if not is_live(above):
+        return raw(torch.div, above, below, rounding_mode=mode)
+    role = Role.FACTOR if is_factor(above.role, tape().rules) else Role.ACTIVATED
+    below = value_of(below)
+    return activate_from("floor_divide", above, lambda v: torch.div(v, below, rounding_mode=mode), role)
+
+
+@family("linalg_solve_triangular linalg_solve solve_triangular _linalg_solve_ex")
+def solve(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A⁻¹ b with A held."""
+    run = tape()
+    matrix, b = args[:2]
+    if is_live(matrix):
+        run.note("product: left factor held")
+    if not is_live(b):
+        return raw(function, *args, **kwargs)
+    if run.rules.gate == "taylor" and is_live(matrix):
+        return _live_solve(function, matrix, b, args[2:], kwargs)
+    return run.emit("solve", raw(function, *args, **kwargs), value_of(matrix), b, *_solve_options(name, kwargs))
+
+
+def _solve_options(name: str, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    upper = kwargs.get("upper") if "triangular" in name else None
+    return (upper, kwargs.get("left", True), kwargs.get("unitriangular", False))
+
+
+def _live_solve(function: Any, matrix: Live, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
+    x0 = raw(function, matrix, b, *rest, **kwargs)
+    is_unit, upper = kwargs.get("unitriangular", False), kwargs.get("upper")
+    if upper is not None:  # torch reads no other part of the matrix
+        matrix = matrix.triu(int(is_unit)) if upper else matrix.tril(-int(is_unit))
+    moved = b - (torch.matmul(matrix, x0) if kwargs.get("left", True) else torch.matmul(x0, matrix))
+    moved = moved - x0 if is_unit else moved  # zero at X
+    return function(value_of(matrix), moved, *rest, **kwargs) + x0
+
+

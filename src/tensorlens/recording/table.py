@@ -1,0 +1,81 @@
+"""The table of rules: what each torch function becomes.
+
+A rule runs the function for its value and appends affine steps of its own; what it gives is live. Most rules take the
+function's own arguments; a *family* of functions that are treated alike also takes which of them it was. A function
+without a rule goes by its kernels, which go through the same table, and a kernel without one is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
+TableRule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[str, TableRule] = {}
+
+DESCRIBES = frozenset(
+    "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
+    "get_device element_size is_cuda is_same_size has_names len hash zeros_like ones_like empty_like rand_like "
+    "randn_like randint_like new_zeros new_ones new_empty new_empty_strided is_pinned result_type can_cast repr "
+    "dim_order is_inference is_conj is_neg sym_size sym_stride sym_numel sym_storage_offset is_nonzero_size "
+    "get:shape get:dtype get:device get:ndim get:is_cuda get:requires_grad get:layout get:_base get:is_sparse "
+    "get:is_quantized get:grad_fn get:is_leaf get:_version get:is_meta get:is_nested get:names get:is_mps get:is_xla "
+    "get:is_cpu get:itemsize get:nbytes get:grad get:is_mkldnn get:is_xpu get:is_ipu get:is_maia get:output_nr "
+    "get:retains_grad get:is_hpu get:is_sparse_csr get:is_vulkan get:__cuda_array_interface__ get:_backward_hooks "
+    "get:_grad get:_is_view _is_view requires_grad_ get:volatile is_shared get:name get:is_mtia "
+    "__deepcopy__ data_ptr untyped_storage storage".split()
+)
+"""Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
+
+
+def family(names: str) -> Callable[[AnyRule], AnyRule]:
+    """Register a rule for functions that are treated alike: it takes (function, name, args, kwargs)."""
+
+    def register(rule: AnyRule) -> AnyRule:
+        RULES.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return register
+
+
+def rule(names: str) -> Callable[[AnyRule], AnyRule]:
+    """Register a rule that takes the function's own arguments."""
+
+    def register(of_arguments: AnyRule) -> AnyRule:
+        def apply(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return of_arguments(*args, **kwargs)
+
+        RULES.update(dict.fromkeys(names.split(), apply))
+        return of_arguments
+
+    return register
+
+
+def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
+    """Register a rule of your own for torch functions, by their names separated by spaces.
+
+    It takes (run, function, args, kwargs), `run` being the recording, and gives a live tensor, made by torch functions
+    of live tensors or by `run.emit`.
+    """
+
+    def register(own: AnyRule) -> AnyRule:
+        from tensorlens.recording.live import tape
+
+        def apply(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return own(tape(), function, args, kwargs)
+
+        RULES.update(dict.fromkeys(names.split(), apply))
+        return own
+
+    return register
+
+
+def find_rule(name: str) -> TableRule | None:
+    """The rule for a function name; a name ``mul_`` is a write of what the rule for ``mul`` gives."""
+    found = RULES.get(name)
+    if found is None and name.endswith("_") and name[:-1] in RULES:
+        from tensorlens.recording.writes import in_place
+
+        return in_place
+    return found

@@ -1,0 +1,332 @@
+"""`Tape`: the recording in progress. Rules append affine steps to it, and live tensors know their place on it.
+
+Two levels share one table of rules. Torch functions are seen by the tensor subclass; what no function explained (a
+scripted function, the casts of autocast, a foreign kernel) is seen beneath, at torch's dispatcher, and goes through the
+same table. Held tensors are ordinary tensors: nothing watches them, and a step that reads one binds it as a constant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorlens.errors import NotLinearError
+from tensorlens.program.nodes import Held, Slot, Spec, Step
+from tensorlens.recording.conventions import Rules
+from tensorlens.program.marks import Meeting, Mixture
+from tensorlens.recording.live import Live, found_in, is_live, raw, set_tape, tape
+from tensorlens.recording.names import name_of, spelled_alike
+from tensorlens.recording.roles import KEEPS_ROLE, Role
+from tensorlens.recording.table import DESCRIBES, find_rule
+from tensorlens.recording.writes import Writes
+
+OVER_ALL = frozenset("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std".split())
+"""Functions that take all of a tensor together where no axis is named."""
+
+_PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
+
+
+class Tape:
+    """Steps so far, the constants they hold, and where in the model the pass is.
+
+    Args:
+        rules: The user's conventions.
+        n_samples: How many samples the inputs hold.
+        copies: Whether constants are copied when they are bound, for a model that writes over them later.
+    """
+
+    def __init__(self, rules: Rules, *, n_samples: int = 1, copies: bool = False) -> None:
+        self.rules, self.n_samples, self.copies = rules, n_samples, copies
+        self.steps: list[Step] = []
+        self.constants: list[Tensor | None] = []
+        self.specs: dict[int, Spec] = {}
+        self.path: list[str] = [""]
+        self.block: int | None = None
+        self.rules_applied: Counter[tuple[str, str]] = Counter()
+        self.casts: Counter[torch.dtype] = Counter()
+        self.mixes_samples: str | None = None
+        self.is_running = False
+        self.refused: Exception | None = None
+        self.recorder: Any = None
+        self.mixtures: list[Mixture] = []
+        self.meetings: list[Meeting] = []
+        self.writes = Writes(self)
+        self._n_slots = 0
+        self._bound: dict[int, tuple[Held, Tensor]] = {}
+        self._keys: list[int] = []
+        self._versions: list[int] = []
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self.path[-1]
+
+    # What rules ask of it ---------------------------------------------------------------------------------------------
+
+    def emit(
+        self, operation: str, value: Tensor, /, *args: Any, role: Role | None = None, note: str | None = None,
+        **options: Any,
+    ) -> Live:
+        """Append a step and give its value, live.
+
+        Args:
+            operation: A name in `program.OPERATIONS`.
+            value: What the model itself computed there.
+            *args: Of the operation: live tensors become slots, ordinary ones constants.
+            role: Of the result.
+            note: A convention that the step rests on.
+            **options: Of the operation.
+        """
+        return self.live(value, self.append(operation, args, options, spec_of(value), note), role)
+
+    def append(
+        self, operation: str, args: tuple[Any, ...], options: dict[str, Any], spec: Spec, note: str | None = None
+    ) -> int:
+        """Append a step whose value nobody looks at, and give its slot."""
+        coded = tuple([arg if type(arg) in _PLAIN else self._code(arg) for arg in args])
+        slot = self.new_slot(spec)
+        self.steps.append(Step(slot, operation, coded, options, self.path[-1], self.block, note))
+        return slot
+
+    def new_slot(self, spec: Spec) -> int:
+        """A slot that no step has filled yet: an input."""
+        slot, self._n_slots = self._n_slots, self._n_slots + 1
+        self.specs[slot] = spec
+        return slot
+
+    def live(self, value: Tensor, slot: int | None, role: Role | None = None) -> Live:
+        """A tensor as the value of a slot, in place; of one that belongs to somebody else, an alias."""
+        if type(value) is not Tensor:
+            value = raw(Tensor.detach, value)
+        stamp = version_of(value)
+        value.__class__ = Live
+        value.slot, value.role, value.of, value.stamp = slot, role, self, stamp  # type: ignore[attr-defined]
+        return value  # type: ignore[return-value]
+
+    def slot_of(self, x: Live) -> int:
+        """The slot of a live tensor as its memory is now."""
+        if x.stamp != version_of(x):
+            self.writes.refresh(x)
+        assert x.slot is not None, "asked of a live tensor"
+        return x.slot
+
+    def bind(self, value: Tensor) -> Held:
+        """A constant: by reference, and once for each tensor."""
+        known = self._bound.get(id(value))
+        if known is not None:
+            return known[0]
+        held = Held(len(self.constants))
+        self._bound[id(value)] = held, value  # which stays alive, and with it the identity
+        constant = raw(Tensor.detach, value) if type(value) in (nn.Parameter, Live) else value
+        if self.copies and not isinstance(value, nn.Parameter):
+            constant = raw(Tensor.clone, constant)
+        self.constants.append(constant)
+        self._keys.append(id(value))
+        self._versions.append(version_of(constant))
+        self.writes.note_constant(held.index, constant)
+        return held
+
+    def own_constant(self, n: int) -> None:
+        """Give a constant memory of its own; whoever binds the tensor again binds what it holds then."""
+        constant = self.constants[n]
+        assert constant is not None
+        self.constants[n] = raw(Tensor.clone, constant)
+        self._versions[n] = version_of(self.constants[n])  # type: ignore[arg-type]
+        self._bound.pop(self._keys[n], None)
+
+    def _code(self, value: Any) -> Any:
+        """An argument as it stands in a step."""
+        if type(value) is Slot or type(value) is Held:
+            return value
+        if type(value) is Live:
+            return self.bind(value) if value.slot is None else Slot(self.slot_of(value))
+        if isinstance(value, Tensor):
+            return self.bind(value)
+        if type(value) in (tuple, list, torch.Size):
+            kind = list if type(value) is list else tuple
+            return kind([part if type(part) in _PLAIN else self._code(part) for part in value])
+        return value
+
+    def note(self, rule: str) -> None:
+        """Note that a rule was applied in the current module."""
+        self.rules_applied[rule, self.path[-1]] += 1
+
+    def note_mixing(self, what: str) -> None:
+        """Note that something held was made of several samples together."""
+        if self.n_samples > 1 and self.mixes_samples is None:
+            self.mixes_samples = f"`{what}` in `{self.module or 'the model'}`"
+
+    def check_samples(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a decision or a statistic that is taken over all samples together."""
+        if self.n_samples == 1:
+            return
+        x = args[0]
+        dims = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], (int, tuple, list)) else None)
+        dims = [dims] if isinstance(dims, int) else dims
+        is_over_samples = dims is not None and any(dim % max(1, x.dim()) == 0 for dim in dims)
+        if is_over_samples or dims is None and name in OVER_ALL:
+            self.note_mixing(name)
+
+    # Where attention is -----------------------------------------------------------------------------------------------
+
+    def note_mixture(self, mixed: Live, weights: Any, values: Any) -> None:
+        """Attention has met values."""
+        if self.block is None:
+            return
+        weights, values = (self._code(x) for x in (weights, values))
+        self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, values, weights))
+
+    def note_fused(self, mixed: Live, query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any) -> None:
+        """A fused kernel has mixed values."""
+        if self.block is None:
+            return
+        self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, self._code(value), None))
+        if is_live(query) and is_live(key):
+            slots = self.slot_of(query), self.slot_of(key)
+            self.meetings.append(Meeting(self.slot_of(mixed), self.block, self.module, *slots, True))
+
+    def note_scores(self, scores: Live, query: Live, key: Live) -> None:
+        """Queries may have met keys: two live tensors in a matrix product."""
+        if self.block is None or scores.dim() < 3:
+            return
+        slots = self.slot_of(query), self.slot_of(key)
+        self.meetings.append(Meeting(self.slot_of(scores), self.block, self.module, *slots, False))
+
+    def note_einsum_mixture(self, mixed: Live, operands: Any, live: int, equation: str) -> None:
+        """Attention has met values in a sum of products."""
+
+    @property
+    def place(self) -> str:
+        """Where the pass is, in words."""
+        return "outside of the blocks" if self.block is None else f"block {self.block}"
+
+    def refusal(self, operation: str) -> NotLinearError:
+        """Why an operation cannot be made linear, where, and what to do."""
+        return NotLinearError(
+            f"`{operation}` in `{self.module or 'the model'}` ({self.place}) has no rule that would make it "
+            "exactly linear. Expected operations that are linear, or that the rules can hold fixed. Register an "
+            "adapter for the module's class with `tensorlens.adapter`, or a rule for the function with "
+            "`tensorlens.rules_for`."
+        )
+
+    # Functions --------------------------------------------------------------------------------------------------------
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, or a kernel, that met a live tensor, by its rule."""
+        name = name_of(function)
+        if name in DESCRIBES:
+            return raw(function, *args, **kwargs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.call(function, args, kwargs)
+        met = found_in(args, kwargs)
+        if peek_interpreter_stack() is not None:
+            raise self.refusal(f"{name} within torch.func (vmap, grad)")
+        if kwargs:
+            args, kwargs = spelled_alike(name, args, kwargs)
+        is_kernel = type(function) is torch._ops.OpOverload
+        if not is_kernel and torch._C._is_any_autocast_enabled():
+            return self.by_kernels(function, args, kwargs)  # whose casts are below the function
+        if kwargs:
+            if kwargs.get("out") is not None:
+                return self.writes.out(function, args, kwargs)
+            if kwargs.get("inplace"):
+                rest = {key: value for key, value in kwargs.items() if key != "inplace"}
+                return self.writes.write(args[0], self.call(function, args, rest))
+        if not any([x.slot is not None for x in met]):
+            return self._on_held(name, function, args, kwargs, met)
+        rule = find_rule(name)
+        if rule is not None:
+            return rule(function, name, args, kwargs)
+        if not is_kernel:
+            return self.by_kernels(function, args, kwargs)
+        raise self.refusal(name)
+
+    def by_kernels(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that has no rule of its own: its kernels have theirs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def _on_held(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Live]
+    ) -> Any:
+        """A function of held tensors, one of which carries a role: the role is handed on."""
+        if name.endswith("_") or name == "setitem":
+            self.writes.before_write(args[0])
+        result = raw(function, *args, **kwargs)
+        roles = [x.role for x in met]
+        if Role.CHOICE in roles or Role.ROUNDED in roles:
+            return self._of_choices(name, result, args, kwargs, roles)
+        role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ROLE else None
+        return result if role is None else self.held(result, role)
+
+    def held(self, value: Any, role: Role | None) -> Any:
+        """Held tensors with a role."""
+        if type(value) is tuple or type(value) is list:
+            return type(value)([self.held(part, role) for part in value])
+        return self.live(value, None, role) if type(value) is Tensor and role is not None else value
+
+    def _of_choices(
+        self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roles: list[Role | None]
+    ) -> Any:
+        """What is made of decisions: decisions. In a batch those of one sample must not depend on another."""
+        if Role.ROUNDED in roles and isinstance(result, Tensor) and result.is_floating_point():
+            raise self.refusal(f"{name} of whole numbers that live values were cast to")
+        return self.held(result, Role.ROUNDED if Role.ROUNDED in roles else Role.CHOICE)
+
+
+def spec_of(value: Tensor) -> Spec:
+    """What kind of tensor a value is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Spec(tuple(value.shape), value.dtype, value.device)
+
+
+def version_of(x: Tensor) -> int:
+    """How often its memory was written to; -1 for tensors of inference mode, which do not count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return x._version
+        except RuntimeError:
+            return -1
+
+
+class Kernels(TorchDispatchMode):
+    """The level beneath: kernels that read or write live memory without a torch function having explained it."""
+
+    def __init__(self, of: Tape) -> None:
+        super().__init__()
+        self.of = of
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        of = self.of
+        if of.writes.cells:
+            of.writes.revive(args, kwargs)
+        if not found_in(args, kwargs):
+            return func(*args, **kwargs)
+        with self, torch._C._EnableTorchFunction():  # what a rule calls is seen again
+            return of.call(func, args, kwargs)
+
+
+@contextmanager
+def recording_on(new: Tape) -> Iterator[None]:
+    """Let live tensors of this thread go by a tape while this lasts."""
+    before = tape()
+    set_tape(new)
+    new.is_running = True
+    try:
+        with torch.no_grad(), Kernels(new):
+            yield
+    finally:
+        new.is_running = False
+        set_tape(before)
+
+
+Rule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]

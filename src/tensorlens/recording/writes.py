@@ -1,0 +1,289 @@
+"""Writes in place, made functional: a write gives memory a new slot, and whoever looks at that memory reads it again.
+
+A tensor's slot is right for one version of its memory. A write to a whole tensor replaces the slot of its memory; a
+write through a view is a scatter into it. Other views notice by their version when they are read next, and ordinary
+tensors that look at such memory become live with their next kernel. Constants that lie in the memory get a copy first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from tensorlens.errors import NotLinearError
+from tensorlens.program.nodes import Slot, Spec
+from tensorlens.recording.live import Live, is_live, raw, role_of
+from tensorlens.recording.names import name_of
+
+if TYPE_CHECKING:
+    from tensorlens.recording.tape import Tape
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Cell(NamedTuple):
+    """What a memory holds since it was written to: a slot, and how the tensor of that slot lies in it."""
+
+    slot: int
+    geometry: Geometry
+    memory: StorageWeakRef
+
+
+class Writes:
+    """The memories that live values were written into, and the constants that lie in memories.
+
+    Args:
+        of: The tape.
+    """
+
+    def __init__(self, of: Tape) -> None:
+        self._tape = of
+        self.cells: dict[int, Cell] = {}
+        self._constants_at: dict[int, list[int]] = {}
+        self.borrowed: list[Tensor] = []
+        """Tensors of the model's or the user's own that were made live in place."""
+
+    def note_constant(self, index: int, constant: Tensor) -> None:
+        """A constant was bound: it must survive writes to its memory."""
+        address = address_of(constant)
+        if address:
+            self._constants_at.setdefault(address, []).append(index)
+
+    def before_write(self, target: Tensor) -> None:
+        """Give constants that lie in the memory of `target` their own."""
+        tape = self._tape
+        for n in self._constants_at.pop(address_of(target), ()):
+            constant = tape.constants[n]
+            if constant is not None and not isinstance(constant, torch.nn.Parameter):
+                tape.own_constant(n)
+
+    def write(self, target: Tensor, new: Any) -> Tensor:
+        """`target.copy_(new)`."""
+        tape = self._tape
+        refuse_coarse(tape, target, new)
+        if not isinstance(new, Tensor):
+            new = raw(torch.full_like, target, new)
+        if new.dtype != target.dtype or new.device != target.device:
+            new = new.to(dtype=target.dtype, device=target.device)
+        if tuple(new.shape) != tuple(target.shape):
+            new = new.expand(target.shape)
+        self.before_write(target)
+        address, geometry = address_of(target), geometry_of(target)
+        is_whole = _covers(target, geometry)
+        content = None if is_whole else self._content(target)
+        if is_live(new):
+            slot = tape.slot_of(new)
+        else:
+            slot = tape.append("constant", (raw(Tensor.clone, new),), {}, _spec(new))
+        raw(Tensor.copy_, target, new)
+        if content is None:
+            self._set(address, slot, geometry, target)
+        else:
+            n = _length(target)
+            flat = tape.append(
+                "as_strided_scatter", (content, Slot(slot), *geometry), {}, _spec(target)._replace(shape=(n,))
+            )
+            self._set(address, flat, Geometry((n,), (1,), 0), target)
+        return self._made_live(target, slot, role_of(new))
+
+    def out(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """`f(…, out=y)` as `y.copy_(f(…))`."""
+        target = kwargs["out"]
+        rest = {key: value for key, value in kwargs.items() if key != "out"}
+        if not isinstance(target, Tensor):
+            raise NotLinearError(
+                f"`{name_of(function)}` writes into several tensors by `out=`, which no rule can follow. Take the "
+                "function's results instead."
+            )
+        result = function(*args, **rest)
+        if tuple(target.shape) != tuple(result.shape):
+            raw(Tensor.resize_, target, result.shape)
+        return self.write(target, result)
+
+    def flat(self, x: Live) -> int:
+        """The slot of all the memory that x looks at, as a row of numbers in the order in which they lie there."""
+        slot = self._tape.slot_of(x)
+        cell = self._cell(x)
+        return self._flat(Cell(slot, geometry_of(x), None) if cell is None else cell, x)  # type: ignore[arg-type]
+
+    def refresh(self, x: Live) -> None:
+        """Give a live tensor whose memory was written to since the slot that is right now."""
+        tape, cell, geometry = self._tape, self._cell(x), geometry_of(x)
+        if cell is None:
+            raise NotLinearError(
+                f"A live tensor in `{tape.module or 'the model'}` was written over by something that no rule saw. "
+                "Write that step out of place, in plain torch functions."
+            )
+        if cell.geometry == geometry:
+            x.slot = cell.slot
+        else:
+            x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, _spec(x))
+        x.stamp = raw(getattr, x, "_version")
+
+    def revive(self, *values: Any) -> None:
+        """Make ordinary tensors live that look at memory into which live values were written."""
+        for x in _tensors(values):
+            if type(x) is Tensor and self._cell(x) is not None:
+                self._made_live(x, -1, None).stamp = -2  # its slot comes with the read
+
+    def forget(self) -> None:
+        """Make ordinary tensors again of those that were borrowed."""
+        for x in self.borrowed:
+            if type(x) is Live:
+                del x.slot, x.role, x.of, x.stamp
+                x.__class__ = Tensor
+        self.borrowed.clear()
+
+    def borrow(self, x: Tensor, slot: int) -> Live:
+        """Make a tensor of the model's or the user's own live, in place, until the recording is over."""
+        self.borrowed.append(x)
+        return self._tape.live(x, slot)
+
+    def _made_live(self, target: Tensor, slot: int, role: Any) -> Live:
+        if type(target) is not Live:
+            self.borrowed.append(target)
+        base = raw(getattr, target, "_base")
+        if base is not None and type(base) is Tensor:
+            self.borrowed.append(base)
+            self._tape.live(base, -1).stamp = -2
+        if type(target) is not Live and type(target) is not Tensor:
+            raise NotLinearError(
+                f"Live values are written into a {type(target).__name__} in `{self._tape.module or 'the model'}`, "
+                "which no rule can follow. Write them into an ordinary tensor."
+            )
+        return self._tape.live(_plain_again(target), slot, role)
+
+    def _cell(self, x: Tensor) -> Cell | None:
+        cell = self.cells.get(address_of(x))
+        if cell is not None and cell.memory.expired():
+            del self.cells[address_of(x)]
+            return None
+        return cell
+
+    def _set(self, address: int, slot: int, geometry: Geometry, target: Tensor) -> None:
+        self.cells[address] = Cell(slot, geometry, StorageWeakRef(raw(Tensor.untyped_storage, target)))
+
+    def _content(self, target: Tensor) -> Any:
+        """What the whole memory of a view holds, as a row of numbers: a slot, or a constant."""
+        tape, cell = self._tape, self._cell(target)
+        if cell is not None:
+            return Slot(self._flat(cell, target))
+        base = raw(getattr, target, "_base")
+        base = target if base is None else base
+        if is_live(base):
+            return Slot(self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target))  # type: ignore[arg-type]
+        if is_live(target):
+            return None  # what lies around it nobody may read from now on
+        return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
+
+    def _flat(self, cell: Cell, x: Tensor) -> int:
+        """The slot of a memory as a row of numbers in the order in which they lie there."""
+        tape, shape, n = self._tape, cell.geometry.shape, _length(x)
+        order = _order(cell.geometry)
+        if order is None or cell.geometry.offset or math.prod(shape) != n:
+            raise tape.refusal("a write into a part of memory that no tensor shows whole")
+        spec = _spec(x)
+        slot = cell.slot
+        if order != list(range(len(shape))):
+            turned = tuple([shape[axis] for axis in order])
+            slot = tape.append("permute", (Slot(slot), tuple(order)), {}, spec._replace(shape=turned))
+        return slot if len(shape) == 1 else tape.append("reshape", (Slot(slot), (n,)), {}, spec._replace(shape=(n,)))
+
+
+def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`x.f_(y)` as `x.copy_(f(x, y))`."""
+    from tensorlens.recording.live import tape
+
+    base = name[:-1]
+    if type(function) is torch._ops.OpOverload:
+        functional = getattr(torch.ops.aten, function.overloadpacket.__name__[:-1])
+    else:
+        functional = next(getattr(place, base) for place in (Tensor, torch, F) if hasattr(place, base))
+    target = args[0]
+    new = functional(*((_stand_in(target), *args[1:]) if not is_live(target) else args), **kwargs)
+    return tape().writes.write(target, new)
+
+
+def _stand_in(target: Tensor) -> Tensor:
+    """A held target as it was before the write."""
+    return raw(Tensor.clone, target)
+
+
+def _plain_again(x: Tensor) -> Tensor:
+    if type(x) is Live:
+        x.__class__ = Tensor
+    return x
+
+
+def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
+    """Whole numbers that live values are written into: nothing written there is linear."""
+    kind = target.dtype
+    if is_live(new) and not (kind.is_floating_point or kind.is_complex) or kind.itemsize == 1 and is_live(new):
+        raise NotLinearError(
+            f"Live values are written into a tensor of {kind} in `{tape.module or 'the model'}`, which rounds them "
+            "unseen. Expected a tensor of floating-point numbers."
+        )
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
+            return 0
+
+
+def geometry_of(x: Tensor) -> Geometry:
+    """How a tensor lies in its memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Geometry(tuple(x.shape), tuple(x.stride()), x.storage_offset())
+
+
+def _length(x: Tensor) -> int:
+    """How many numbers of its type the memory of a tensor holds."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.untyped_storage().nbytes() // x.dtype.itemsize
+
+
+def _covers(x: Tensor, geometry: Geometry) -> bool:
+    """Whether a tensor is all of its memory, without gaps: its slot then is the memory's."""
+    is_all = geometry.offset == 0 and math.prod(geometry.shape) == _length(x)
+    return is_all and _order(geometry) is not None
+
+
+def _order(geometry: Geometry) -> list[int] | None:
+    """Axes from the slowest to the fastest, of a tensor that lies in memory without gaps; None for any other."""
+    shape, strides = geometry.shape, geometry.strides
+    order, expected = sorted(range(len(shape)), key=lambda axis: (-strides[axis], axis)), 1
+    for axis in reversed(order):
+        if shape[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= shape[axis]
+    return order
+
+
+def _spec(x: Tensor) -> Spec:
+    return Spec(tuple(x.shape), x.dtype, x.device)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
