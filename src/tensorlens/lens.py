@@ -15,10 +15,6 @@ from tensorlens.answers.answer import Answer, make_answer
 from tensorlens.batch import Batch
 from tensorlens.dataset_maps import Asked, Rows, maps
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import Replay
-from tensorlens.freezing.replay_of import replay_of
 from tensorlens.maps.targets import Classes, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.anatomies import Anatomies
@@ -28,7 +24,10 @@ from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.rows import check_several, make_inputs
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.record import record
+from tensorlens.recording.recording import Recording
 from tensorlens.tensor import AttentionTensor, Context
 from tensorlens.versions import package_versions
 
@@ -87,7 +86,15 @@ class Lens:
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, np.integer)):
             return [self(one) for one in value]
         prepared = self.prepare(value)
-        return self.tensor(prepared, replay_of(*self.recording_arguments(prepared.arguments), self.rules))
+        return self.tensor(prepared, self.record(prepared.arguments))
+
+    def record(self, arguments: dict[str, Any], *, n_samples: int = 1) -> Recording:
+        """Run the model once on some arguments and keep the program it leaves behind."""
+        anatomy, arguments = self.recording_arguments(arguments)
+        found = record(anatomy, arguments, self.rules, n_samples=n_samples)
+        if found.origin is not None and found.origin.anatomy is not anatomy:
+            self.anatomies.learn(arguments, found.origin.anatomy)
+        return found
 
     @own_modes
     def batch(self, inputs: Sequence[Any]) -> Batch:
@@ -176,9 +183,9 @@ class Lens:
         check_arguments(self.model, arguments)
         return self.anatomies.at(arguments), arguments
 
-    def tensor(self, prepared: ModelInput, replay: Replay) -> AttentionTensor:
+    def tensor(self, prepared: ModelInput, recording: Recording) -> AttentionTensor:
         """The attention tensor of an input that was recorded."""
-        return AttentionTensor(FrozenOperator(replay), self.context(prepared, replay.recording))
+        return AttentionTensor(FrozenOperator(recording), self.context(prepared, recording))
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -202,8 +209,9 @@ class Lens:
         """
         n_tokens = n_tokens or recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
-        if recording.anatomy.beside:
-            meta["beside"] = said_of(recording.anatomy.stack, recording.anatomy.beside)
+        anatomy = recording.from_model("A map").anatomy
+        if anatomy.beside:
+            meta["beside"] = said_of(anatomy.stack, anatomy.beside)
         if prepared.text is not None:
             meta["text"] = prepared.text
             if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
@@ -223,9 +231,8 @@ class Lens:
     def _classes(self, recording: Recording) -> Classes | None:
         if recording.readout is None:
             return None
-        unembedding = recording.anatomy.unembedding
-        if unembedding is not None:
-            return Classes(n_classes=unembedding.weight.shape[0], tokenizer=tokenizer_of(self.processor))
+        if recording.head is not None:
+            return Classes(n_classes=len(recording.head.weight), tokenizer=tokenizer_of(self.processor))
         labels = getattr(getattr(self.model, "config", None), "id2label", None)
         return Classes(
             n_classes=recording.readout.shape[-1],

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable
-from tensorlens.freezing.interpreter import Heads
-from tensorlens.freezing.observe import plain_logits
-from tensorlens.freezing.places import Span
 from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.context import Context as Context
@@ -28,7 +25,8 @@ from tensorlens.models.precision import Precision
 from tensorlens.operators.base import Pulled, check_token
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.recording import Heads, Span
 
 OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
@@ -194,7 +192,7 @@ class AttentionTensor(InsideQuestions):
         return multiplier
 
     def _operator(self, span: Span, heads: Heads) -> FrozenOperator:
-        return FrozenOperator(self.operator.replay, span, heads, precision=self.operator.precision)
+        return FrozenOperator(self.operator.recording, span, heads, precision=self.operator.precision)
 
     def _part(self, operator: FrozenOperator) -> AttentionTensor:
         return AttentionTensor(operator, self.context)
@@ -299,7 +297,7 @@ class AttentionTensor(InsideQuestions):
         operator = self.operator
         if precision == operator.precision:
             return self
-        return self._part(FrozenOperator(operator.replay, operator.span, operator.heads, precision=precision))
+        return self._part(FrozenOperator(operator.recording, operator.span, operator.heads, precision=precision))
 
     @own_modes
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
-from tensorlens.models.fingerprint import Fingerprint, fingerprint, moved
+from tensorlens.models.module_tree import walk
 
 
 class Anatomies:
@@ -24,23 +24,28 @@ class Anatomies:
     def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
         self._model, self._blocks = model, blocks
         self._known: dict[Any, Anatomy] = {}
-        self._moving: frozenset[tuple[int, str]] = frozenset()
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
-        state, kind = self._state(), kind_of(arguments)
-        if (state, kind) not in self._known:
-            found = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
-            # What the pass changed by itself, such as a list that a hook appends to, says nothing of the model.
-            self._moving |= moved(state, self._state(), self._model)
-            now = self._state()
-            self._known = {key: value for key, value in self._known.items() if key[0] == now} | {(now, kind): found}
-            return found
-        return self._known[state, kind]
+        key = self._modules(), kind_of(arguments)
+        if key not in self._known:
+            self._known[key] = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
+        return self._known[key]
 
-    def _state(self) -> Fingerprint | None:
-        """All but the weights: which parts a model has is for its code, flags and hooks to say."""
-        return fingerprint(self._model, self._moving, weights=False)
+    def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
+        """A recording has shown more than a plain pass did."""
+        self._known[self._modules(), kind_of(arguments)] = found
+
+    def _modules(self) -> tuple[Any, ...]:
+        """Which modules the model has, and whether hooks or a forward of their own change what they do."""
+        return tuple(
+            (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
+            for module in walk(self._model)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was found: identities mean nothing in another process."""
+        return {"_model": self._model, "_blocks": self._blocks, "_known": {}}
 
 
 def kind_of(value: Any) -> Any:

@@ -177,7 +177,7 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evide
         stack.enter_context(in_own_precision())
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
-        stack.enter_context(_eagerly())
+        stack.enter_context(eagerly())
         stack.enter_context(calls.hooked())
         if flow.seen:
             stack.enter_context(flow)
@@ -236,7 +236,7 @@ def _is_state(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _eagerly() -> Iterator[None]:
+def eagerly() -> Iterator[None]:
     """Compiled parts run as their own code, and fused Transformer layers as their modules."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -77,15 +77,14 @@ class Program:
 
     def scaled(self, factors: Mapping[int, Tensor]) -> Program:
         """The same with what some slots hold multiplied by constants, for all who read them."""
-        steps, constants, specs = list[Step](), list(self.constants), dict(self.specs)
+        steps, constants, specs = list[Step](), _Growing(self.constants), dict(self.specs)
         for step in self.steps:
             if step.out not in factors:
                 steps.append(step)
                 continue
             before = max(specs) + 1
             specs[before] = specs[step.out]
-            constants.append(factors[step.out])
-            args = (Slot(before), Held(len(constants) - 1))
+            args = (Slot(before), constants.bind(factors[step.out]))
             steps += [replace(step, out=before), Step(step.out, "mul", args, {}, step.module, step.block)]
         return replace(self, steps=tuple(steps), constants=constants, specs=specs)
 

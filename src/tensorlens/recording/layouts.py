@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError
-from tensorlens.recording.live import value_of
 from tensorlens.models.evidence import main_tensor, tensors_in
 
 
@@ -135,27 +135,31 @@ def _described(output: Any) -> str:
 
 def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
     """What a module takes or gives, with another hidden state in it."""
-    return _changed(output, lambda tensor: new if tensor is old else tensor)
+    return changed(output, lambda tensor: new if tensor is old else tensor)
 
 
-def constants(output: Any) -> Any:
-    """What a module returned, values alone."""
-    return _changed(output, value_of)
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same tuples, lists, dictionaries and dataclasses of other tensors; what holds none is not copied."""
     if isinstance(value, Tensor):
         return change(value)
     if next(tensors_in(value), None) is None:
         return value
     if isinstance(value, (tuple, list)):
-        parts = [_changed(part, change) for part in value]
+        parts = [changed(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
-        items = {name: _changed(item, change) for name, item in value.items()}
+        items = {name: changed(item, change) for name, item in value.items()}
         return type(value)(**items) if hasattr(value, "to_tuple") else items
     copied = copy(value)
     for name in value.__dataclass_fields__:
-        object.__setattr__(copied, name, _changed(getattr(value, name, None), change))
+        object.__setattr__(copied, name, changed(getattr(value, name, None), change))
     return copied
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument is made of tensors and plain values: no object that a call may change, such as a cache."""
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return value is None or isinstance(value, (Tensor, int, float, str, slice, torch.dtype, torch.device, type))

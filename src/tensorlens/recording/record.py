@@ -2,79 +2,96 @@
 
 from __future__ import annotations
 
+import traceback
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tensorlens.models.anatomy import Anatomy
+from tensorlens.errors import NotLinearError, TensorLensError
+from tensorlens.memory import is_out_of_memory
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.evidence import watch
+from tensorlens.models.not_found import never_ran
+from tensorlens.models.own_errors import own_errors
 from tensorlens.models.plain_pass import evaluating, in_own_precision
-from tensorlens.program.program import Program
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.layouts import state_of
-from tensorlens.recording.live import is_live, value_of
-from tensorlens.recording.recorder import Reached, Recorder, StartEarly, methods_seen, module_calls_seen
+from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
 from tensorlens.recording.recording import Recording
-from tensorlens.recording.tape import Tape, recording_on
+from tensorlens.recording.tape import Tape
 
 
 def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, *, n_samples: int = 1) -> Recording:
-    """Run the model once on `inputs`."""
-    try:
-        return _record(anatomy, inputs, rules or Rules(), n_samples)
-    except StartEarly:
-        return _record(replace(anatomy, starts_early=True), inputs, rules or Rules(), n_samples)
+    """Run the model once on `inputs`.
+
+    Args:
+        anatomy: The model and where its parts are.
+        inputs: Keyword arguments for the model's forward.
+        rules: The conventions; the defaults of `Rules` if None.
+        n_samples: How many samples the inputs hold.
+    """
+    inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
+    for candidate in (anatomy, *anatomy.alternatives()):
+        try:
+            found = _recorded(candidate, inputs, rules or Rules(), n_samples)
+        except OtherParts:
+            other = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
+            return record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
+        except (TensorLensError, MemoryError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+            if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
+                raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
+            raise
+        if found is not None:
+            return found
+    raise never_ran(anatomy.model, anatomy.stack)
 
 
-def _record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording:
-    run = Tape(rules or Rules(), n_samples=n_samples)
-    recorder = run.recorder = Recorder(anatomy, inputs, run)
-    given = dict(inputs)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(in_own_precision())
-            stack.enter_context(evaluating(anatomy.model))
-            stack.enter_context(module_calls_seen())
-            if not anatomy.channels:  # whose blocks were not seen to be called
-                stack.enter_context(methods_seen(anatomy.blocks))
-            stack.enter_context(recording_on(run))
-            try:
-                recorder.prologue.start()
-                if "inputs_embeds" in given:
-                    given["inputs_embeds"] = recorder._embed(given["inputs_embeds"])
-                output = anatomy.model(**given)
-                recorder.readout = state_of(output)
-            except Reached:
-                pass
-            if recorder.end is None and anatomy.body_end == "":
-                recorder._leave_body(recorder.readout)
-            readout = recorder.readout
-            readout_slot = run.slot_of(readout) if is_live(readout) else None
-            if not recorder.rules_include_final_norm():
-                recorder.end = None
-                last = state_of(recorder.last_output, anatomy.state_place)
-                recorder._leave_body(last)
-    finally:
-        recorder.prologue.stop()
-        run.writes.forget()
-        run.recorder = None
-    if run.refused is not None:
-        raise run.refused
-    inputs_of = tuple(recorder.inputs_of_program)
-    end = recorder.end
-    slots = (*recorder.states, (end,))
-    if recorder.starts_at_embedding:
-        slots = (inputs_of, *slots[1:])
-        recorder.values[0] = torch.cat(recorder.input_values, 1)
-    program = Program(steps=tuple(run.steps), constants=run.constants, specs=run.specs, inputs=inputs_of, outputs=(end,))
-    return Recording(
-        anatomy=anatomy, inputs=inputs, rules=run.rules, program=program,
-        states=(*recorder.values, recorder.end_value), slots=slots,
-        readout=value_of(readout) if anatomy.has_head else None, readout_slot=readout_slot,
-        n_encoder_blocks=recorder.n_encoder_blocks or 0, starts_at_embedding=recorder.starts_at_embedding,
-        mixtures=tuple(run.mixtures), meetings=tuple(run.meetings), rules_applied=run.rules_applied,
-        modules=tuple(recorder.modules), mixes_samples=run.mixes_samples,
+def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
+    """One anatomy tried; None if no block ran."""
+    weights = [*anatomy.model.parameters(), *anatomy.model.buffers()]
+    copies = False
+    while True:
+        run = Tape(rules, weights=weights, n_samples=n_samples, copies=copies)
+        recorder = Recorder(anatomy, inputs, run)
+        try:
+            found = recorder.go()
+        except StartEarly:
+            anatomy = replace(anatomy, starts_early=True)
+            continue
+        if not copies and run.changed_constants():
+            copies = True  # the model writes over what was held of it: once more, with copies
+            continue
+        return found
+
+
+def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        for context in (own_errors(model, inputs), in_own_precision(), torch.no_grad(), evaluating(model)):
+            stack.enter_context(context)
+        model(**inputs)
+
+
+def _why_it_stopped(model: nn.Module, error: Exception) -> str:
+    """What to say of an error that comes up under the rules alone, such as torch's of a live number."""
+    ours = Path(__file__).parents[1]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not Path(one.filename).is_relative_to(ours)]
+    own = [one for one in frames if not Path(one.filename).is_relative_to(Path(torch.__file__).parent)]
+    place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
+    return (
+        f"Under the rules `{type(model).__name__}` stopped{place}, though on its own it runs: {type(error).__name__}: "
+        f"{error}. Expected code that takes a subclass of tensors like tensors; write that step in plain torch "
+        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
     )
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens import cancel
 from tensorlens.errors import AnatomyError
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.evidence import main_tensor, tensors_in
-from tensorlens.models.module_tree import named_modules
-from tensorlens.recording.layouts import AxisLayout, axis_layout, find_state, put_state, state_of
-from tensorlens.recording.live import Live, found_in, is_live, tape, value_of
+from tensorlens.models.evidence import eagerly, main_tensor
+from tensorlens.models.plain_pass import evaluating, in_own_precision
+from tensorlens.program.constants import Constants
+from tensorlens.program.program import Program
+from tensorlens.recording.blocks import BlockCall, KeptBlocks
+from tensorlens.recording.layouts import AxisLayout, axis_layout, changed, find_state, is_plain, put_state, state_of
+from tensorlens.recording.live import Live, found_in, is_live, raw, value_of
+from tensorlens.recording.module_calls import ModuleCalls, ModulePlaces, methods_seen, module_calls_seen
 from tensorlens.recording.prologue import Prologue
-from tensorlens.recording.rules.modules import find_adapter
-from tensorlens.recording.rules.recurrences import with_kernels
-from tensorlens.recording.tape import Tape, spec_of
+from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
+from tensorlens.recording.tape import Tape, recording_on, spec_of
 
 Forward = Callable[..., Any]
 
@@ -52,16 +53,16 @@ class Recorder:
 
     def __init__(self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape) -> None:
         self.anatomy, self.inputs, self.run = anatomy, inputs, run
-        self.states: list[tuple[int, ...]] = []
-        self.values: list[Tensor] = []
-        self.inputs_of_program: list[int] = []
-        self.input_values: list[Tensor] = []
-        self.modules: list[tuple[str, int | None, float]] = []
-        self.memory: int | None = None
+        self.slots: list[tuple[int, ...]] = []
+        self.states: list[Tensor] = []
+        self.begun: list[tuple[int, Tensor]] = []
+        """The inputs of the program: slots, and the states that began there."""
+        self.modules: list[ModuleOutput] = []
+        self.memory: tuple[int, Tensor] | None = None
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
-        self.end: int | None = None
-        self.readout: Any = None
+        self.end: tuple[int, Tensor] | None = None
+        self.last_output: Any = None
         self.prologue = Prologue()
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
         self.n_entered, self.n_alike = 0, 0
@@ -69,43 +70,85 @@ class Recorder:
         self._kinds = {type(block) for block in anatomy.blocks}
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
-        named = named_modules(anatomy.model)
-        self._names = {id(module): name for name, module in named.items()}
-        self._parents = {
-            id(child): f"{type(parent).__module__}.{type(parent).__qualname__}.{name}"
-            for parent in named.values()
-            for name, child in parent._modules.items()
-        }
+        self.places = ModulePlaces(anatomy.model)
+        self.blocks = KeptBlocks(anatomy.model)
+
+    def go(self) -> Recording | None:
+        """Run the model and give what was learnt; None if no block ran."""
+        run, anatomy = self.run, self.anatomy
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(in_own_precision())
+                stack.enter_context(evaluating(anatomy.model))
+                stack.enter_context(eagerly())
+                stack.enter_context(module_calls_seen())
+                if not anatomy.channels:  # whose blocks were not seen to be called
+                    stack.enter_context(methods_seen(anatomy.blocks))
+                stack.enter_context(recording_on(run, ModuleCalls(self.places, run, self._at)))
+                readout = self._run_model()
+                if self.n_entered and self.end is None and anatomy.body_end == "":
+                    self._leave_body(readout)
+                if self.n_entered and not run.rules.include_final_norm:
+                    self._leave_body(state_of(self.last_output, anatomy.state_place))
+                return self._recording(readout) if self.n_entered else None
+        finally:
+            self.prologue.stop()
+            run.writes.forget()
+            if run.refused is not None:
+                raise run.refused
+
+    def _run_model(self) -> Tensor:
+        """What the pass ends with: the input of the unembedding, or what the model gives."""
+        given = dict(self.inputs)
+        try:
+            self.prologue.start()
+            if isinstance(given.get("inputs_embeds"), Tensor):
+                given["inputs_embeds"] = self._embed(given["inputs_embeds"])
+            return state_of(self.anatomy.model(**given))
+        except Reached as reached:
+            return reached.state
+
+    def _recording(self, readout: Tensor) -> Recording:
+        run, anatomy = self.run, self.anatomy
+        if anatomy.n_alike not in (None, self.n_alike):
+            raise OtherParts
+        if self.end is None:
+            raise AnatomyError(
+                f"`{type(anatomy.model).__name__}` ended without a state after its last block in `{anatomy.stack}`. "
+                "Pass the path of the list of blocks that leads to the output as `blocks=`."
+            )
+        slots, states = [*self.slots, (self.end[0],)], [*self.states, self.end[1]]
+        inputs = tuple(slot for slot, _ in self.begun)
+        if self.starts_at_embedding:
+            slots[0], states[0] = inputs, torch.cat([state for _, state in self.begun], 1)
+        held = Constants(run.constants, self.places.names_of(run.constants))
+        program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
+        self.blocks.let_go(program, held, states, run.rules)
+        return Recording(
+            program=program, states=tuple(states), slots=tuple(slots), rules=run.rules,
+            readout=value_of(readout) if anatomy.has_head else None,
+            readout_slot=run.slot_of(readout) if anatomy.has_head and is_live(readout) else None,
+            head=_head_of(anatomy.unembedding, readout), n_encoder_blocks=self.n_encoder_blocks or 0,
+            starts_at_embedding=self.starts_at_embedding, mixtures=tuple(run.mixtures), meetings=tuple(run.meetings),
+            modules=tuple(self.modules), rules_applied=run.rules_applied, mixes_samples=run.mixes_samples,
+            name=type(anatomy.model).__name__, origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls)),
+        )
 
     # Modules ----------------------------------------------------------------------------------------------------------
 
-    def call(self, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module was called: blocks, the encoder, the body, the embeddings and the unembedding teach something."""
-        name = self._names.get(id(module))
-        if name is None:
-            return call(module, *args, **kwargs)
-        cancel.check()
-        run = self.run
-        run.path.append(name)
-        try:
-            output = self._at(module, name, call, args, kwargs)
-            if self.n_entered:
-                self._note_output(name, args, kwargs, output)
-            return output
-        finally:
-            run.path.pop()
-
-    def _at(self, module: nn.Module, name: str, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _at(self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
         run, anatomy = self.run, self.anatomy
         self.n_alike += run.block is None and type(module) in self._kinds
         if id(module) in self._blocks and run.block is None and self.n_entered < self._n_most:
-            return self._run_block(module, call, args, kwargs)
+            return self._run_block(module, name, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
             if self.end is None and anatomy.body_end == "":
                 self._leave_body(args[0])
-            self.readout = args[0]
             raise Reached(args[0])
-        output = self._forward(module, call, args, kwargs)
+        output = forward(*args, **kwargs)
+        if self.n_entered:
+            self._note_output(name, args, kwargs, output)
         if module is anatomy.embedding and not self.n_entered and isinstance(output, Tensor):
             return self._embed(output)
         if self._encoder and name == anatomy.encoder and run.block is None:
@@ -114,50 +157,50 @@ class Recorder:
             if self.end is None and anatomy.body_end and name == anatomy.body_end:
                 self._leave_body(state_of(output))
             if anatomy.readout is not None and name == anatomy.readout:
-                self.readout = state_of(output)
-                raise Reached(self.readout)
+                raise Reached(state_of(output))
         return output
-
-    def _forward(self, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module: by its adapter if it has one and something live comes in."""
-        own = module.__dict__.get("forward", module.forward)
-        forward = with_kernels(self.run, own)
-        if found_in(args, kwargs):
-            adapter = find_adapter(module, self._parents.get(id(module)))
-            if adapter is not None:
-                forward = functools.partial(adapter, self.run, module, forward)
-        if forward is own:
-            return call(module, *args, **kwargs)
-        with _forward_of(module, forward):
-            return call(module, *args, **kwargs)
 
     def _note_output(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         state = main_tensor(output)
-        if state is None or not (is_live(state) or found_in(args, kwargs)):
-            return
-        self.modules.append((name, self.run.slot_of(state) if is_live(state) else None, 0.0))
+        if state is not None and (is_live(state) or found_in(args, kwargs)):
+            self.modules.append(ModuleOutput(name, self.run.slot_of(state) if is_live(state) else None))
 
-    def _run_block(self, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run, n = self.run, self.n_entered
+    def _run_block(
+        self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        run, n, place = self.run, self.n_entered, self.anatomy.entry_place
         self.n_entered += 1
         self.prologue.pause()
-        found = find_state(args, kwargs, run.module, self.anatomy.entry_place)
+        found = find_state(args, kwargs, name, place)
         state = self._enter(n, found, module, (*args, *kwargs.values()))
         if state is not found:
-            args, kwargs = put_state(args, kwargs, state, self.anatomy.entry_place)
+            args, kwargs = put_state(args, kwargs, state, place)
+        call = self._call(n, module, name, args, kwargs, state)
         run.block = n
+        self.blocks.begin(run)
         try:
-            output = self._forward(module, call, args, kwargs)
+            output = forward(*args, **kwargs)
         finally:
             run.block = None
         self.last_output = output
+        self._note_output(name, args, kwargs, output)
+        self.blocks.end(run, call, state_of(output, self.anatomy.state_place))
         if self.n_entered == self.n_calls and self.anatomy.body_end is None:
             self._leave_body(state_of(output, self.anatomy.state_place))
         return output
 
-    def rules_include_final_norm(self) -> bool:
-        """Whether X^N is taken after the final norm."""
-        return self.run.rules.include_final_norm
+    def _call(
+        self, n: int, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
+    ) -> BlockCall:
+        """How a block is called, with values alone."""
+        is_closed = all(x is state or x.slot is None for x in found_in(args, kwargs)) and not self._encoder
+        is_closed &= not self.starts_at_embedding and all(map(is_plain, (*args, *kwargs.values())))
+        stands_in = value_of(state)
+        args, kwargs = changed((args, kwargs), lambda x: stands_in if x is state else value_of(x))
+        return BlockCall(
+            n=n, module=module, path=name, args=args, kwargs=kwargs, entry=self.anatomy.entry_place,
+            place=self.anatomy.state_place, layout=self._layout(state, n), is_closed=is_closed,
+        )
 
     # States -----------------------------------------------------------------------------------------------------------
 
@@ -180,21 +223,25 @@ class Recorder:
         tokens = self._mark(state, self._layout(state, n))
         if begins_decoder and n:
             self._join_streams(tokens)
-        slots = (tokens.slot,) if self.memory is None else (self.memory, tokens.slot)
-        value = value_of(tokens)
-        if self.memory is not None:
-            value = torch.cat([self.memory_value, value], 1)
-        self.states.append(slots)
-        self.values.append(value)
+        slot, value = self._kept(tokens)
+        if self.memory is None:
+            self.slots.append((slot,))
+            self.states.append(value)
+        else:
+            self.slots.append((self.memory[0], slot))
+            self.states.append(torch.cat([self.memory[1].to(value.device), value], 1))
         return state
+
+    def _kept(self, tokens: Tensor) -> tuple[int, Tensor]:
+        """The slot of a state and its value, in memory that nothing writes to later."""
+        return self.run.slot_of(tokens), raw(Tensor.clone, tokens)  # type: ignore[arg-type]
 
     def _begin(self, state: Tensor, layout: AxisLayout) -> Tensor:
         """Make a state live: from here on every reference to it is."""
         run = self.run
         tokens = layout.to_tokens(value_of(state))
         slot = run.new_slot(spec_of(tokens))
-        self.inputs_of_program.append(slot)
-        self.input_values.append(tokens)
+        self.begun.append((slot, tokens.clone()))
         live = run.live(tokens.view_as(tokens), slot)
         native = layout.to_native(live)
         if type(state) is not Tensor:
@@ -243,7 +290,7 @@ class Recorder:
             raise AnatomyError(
                 f"The encoder gave a state of shape {tuple(memory.shape)}; expected (batch, token, channel)."
             )
-        self.memory, self.memory_value = self.run.slot_of(memory), value_of(memory)  # type: ignore[arg-type]
+        self.memory = self._kept(memory)
 
     def _join_streams(self, decoder: Live) -> None:
         """What entered the encoder's blocks, with what waits at the decoder."""
@@ -252,98 +299,34 @@ class Recorder:
             raise AnatomyError(
                 f"The encoder of `{name}` gave no state to the decoder. Pass inputs for both, and no `encoder_outputs`."
             )
-        for n, value in enumerate(self.values):
+        for n, value in enumerate(self.states):
             if value.shape[-1] != decoder.shape[-1]:
                 raise AnatomyError(
                     f"The encoder of `{name}` has {value.shape[-1]} channels, its decoder {decoder.shape[-1]}; one "
                     "operator from both needs equal numbers."
                 )
-            self.states[n] = (*self.states[n], decoder.slot)  # type: ignore[arg-type]
-            self.values[n] = torch.cat([value, value_of(decoder).to(value)], 1)
+            self.slots[n] = (*self.slots[n], self.run.slot_of(decoder))
+            self.states[n] = torch.cat([value, value_of(decoder).to(value)], 1)
 
     def _leave_body(self, state: Tensor) -> None:
         tokens = self._layout(state, -1).to_tokens(state)
-        self.end = self.run.slot_of(tokens) if is_live(tokens) else -1  # type: ignore[arg-type]
-        self.end_value = value_of(tokens)
+        if not is_live(tokens):
+            raise AnatomyError(
+                f"What leaves the blocks in `{self.anatomy.stack}` does not depend on the tensor that enters the first "
+                "of them as its state, by anything a rule carries. Let the blocks take their state first, or pass the "
+                "path of the right list as `blocks=`."
+            )
+        self.end = self._kept(tokens)
 
 
-# Module calls of this thread -----------------------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_original = nn.Module.__call__
-_n_inside = 0
-
-
-def _reporting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    run = tape()
-    recorder = None if run is None else run.recorder
-    return _original(module, *args, **kwargs) if recorder is None else recorder.call(module, _original, args, kwargs)
-
-
-@contextmanager
-def module_calls_seen() -> Iterator[None]:
-    """Let module calls report to the recording of their thread, by one patch of `nn.Module`; no instance is touched."""
-    global _n_inside
-    with _lock:
-        _n_inside += 1
-        nn.Module.__call__ = _reporting  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        with _lock:
-            _n_inside -= 1
-            if _n_inside == 0:
-                nn.Module.__call__ = _original  # type: ignore[method-assign]
-
-
-@contextmanager
-def methods_seen(modules: tuple[nn.Module, ...]) -> Iterator[None]:
-    """Let some modules report calls of their methods, for code that does not call the modules themselves."""
-    placed = [(module, name) for module in modules for name in _own_methods(module) if name not in module.__dict__]
-    try:
-        for module, name in placed:
-            module.__dict__[name] = _reporting_method(module, getattr(module, name))
-        yield
-    finally:
-        for module, name in placed:
-            module.__dict__.pop(name, None)
-
-
-def _own_methods(module: nn.Module) -> list[str]:
-    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
-    methods = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-    return [name for name, value in methods.items() if callable(value) and not name.startswith("_")]
-
-
-def _reporting_method(module: nn.Module, method: Forward) -> Forward:
-    @functools.wraps(method)
-    def report(*args: Any, **kwargs: Any) -> Any:
-        run = tape()
-        is_state = any(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in (*args, *kwargs.values()))
-        if run is None or run.recorder is None or run.block is not None or not is_state:
-            return method(*args, **kwargs)
-        return run.recorder.call(module, lambda _, *a, **k: method(*a, **k), args, kwargs)
-
-    return report
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """Another forward for one call, so that the module's hooks stay around it; other threads go by its own."""
-    own, run = module.__dict__.get("forward"), tape()
-    first = module.forward
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return (forward if tape() is run else first)(*args, **kwargs)
-
-    module.__dict__["forward"] = replaced
-    try:
-        yield
-    finally:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = own
-
-
-__all__ = ["OtherParts", "Reached", "Recorder", "module_calls_seen", "tensors_in"]
+def _head_of(unembedding: nn.Linear | None, readout: Tensor) -> Head | None:
+    """Weight and bias of the unembedding, fetched if accelerate has put them off the device."""
+    if unembedding is None:
+        return None
+    weight, bias = unembedding.weight, unembedding.bias
+    if not weight.is_meta:
+        return Head(weight.detach(), None if bias is None else bias.detach())
+    hook: Any = unembedding._hf_hook
+    stored = next(part.weights_map for part in getattr(hook, "hooks", (hook,)) if getattr(part, "weights_map", None))
+    like = value_of(readout)
+    return Head(stored["weight"].to(like), None if bias is None else stored["bias"].to(like))

@@ -1,20 +1,63 @@
-"""`Recording`: what one pass left behind: the program, the states, and where it came from."""
+r"""`Recording`: what one pass left behind. The program, the states on its way, and where it came from.
+
+A state is (sample, token, channel). With an encoder it is the encoder's tokens, then the decoder's, so that every range
+of blocks composes with the next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.program.marks import Meeting, Mixture, count_heads
+from tensorlens.program.constants import Constants
+from tensorlens.program.marks import MOVES, Meeting, Mixture, count_heads
 from tensorlens.program.program import Program, SideChannelError
+from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
+
+Heads = Mapping[int, Tensor]
+"""For each block named, a multiplier for each head."""
+
+
+class Span(NamedTuple):
+    """From the state entering block `start` to the state entering block `stop`; `stop` = number of blocks is $X^N$."""
+
+    start: int
+    stop: int
+
+
+class Origin(NamedTuple):
+    """The model that was recorded, where its parts are, what it was called with, and how its blocks were."""
+
+    anatomy: Anatomy
+    inputs: dict[str, Any]
+    calls: tuple[BlockCall, ...] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.anatomy.model
+
+
+class ModuleOutput(NamedTuple):
+    """What a module gave: its slot, or None where all of it is held."""
+
+    path: str
+    slot: int | None
+
+
+class Head(NamedTuple):
+    """The unembedding: logits are $W y + b$ of what it reads."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,42 +65,43 @@ class Recording:
     r"""What one pass left behind.
 
     Attributes:
-        anatomy: Where the model's parts are.
-        inputs: What the model was called with.
-        rules: The conventions in force.
-        program: All steps of the pass, from $X^0$ on.
-        states: $X^0 … X^N$, each (sample, token, channel); `states[n]` enters block n, the last is the output. With an
-            encoder, the encoder's tokens come first and the decoder's after them; the last is the decoder's alone.
+        program: All steps of the pass, from $X^0$ to what it ended with.
+        states: $X^0 … X^N$; `states[n]` enters block n, the last is the output, with an encoder the decoder's alone.
         slots: The slots of each of them: one, or the encoder's and the decoder's.
+        rules: The conventions in force.
         readout: What the pass ended with: the input of the unembedding, or the logits of another head; None without a
             head.
-        readout_slot: Its slot, if it is live.
+        readout_slot: Its slot; None if it is not live.
+        head: The unembedding, where the readout is what it reads.
         n_encoder_blocks: How many of the blocks are the encoder's.
+        starts_at_embedding: Whether $X^0$ is the token embeddings, because the first block takes only a part of them.
         mixtures: Where attention met values.
         meetings: Where queries met keys.
+        modules: What each module gave, in the order of their ends.
         rules_applied: How often each rule was applied, by (rule, module).
+        mixes_samples: What made something held of several samples together, if anything did.
+        name: Of the model's class.
+        origin: The model; None for a recording that was loaded from a file.
     """
 
-    anatomy: Anatomy
-    inputs: dict[str, Any] = field(repr=False)
-    rules: Rules
     program: Program = field(repr=False)
     states: tuple[Tensor, ...] = field(repr=False)
     slots: tuple[tuple[int, ...], ...] = field(repr=False)
+    rules: Rules
     readout: Tensor | None = field(default=None, repr=False)
     readout_slot: int | None = None
+    head: Head | None = field(default=None, repr=False)
     n_encoder_blocks: int = 0
     starts_at_embedding: bool = False
     mixtures: tuple[Mixture, ...] = field(default=(), repr=False)
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    modules: tuple[ModuleOutput, ...] = field(default=(), repr=False)
     rules_applied: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
-    modules: tuple[tuple[str, int | None, float], ...] = field(default=(), repr=False)
     mixes_samples: str | None = None
+    name: str = ""
+    origin: Origin | None = field(default=None, repr=False)
 
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self.anatomy.model
+    # What there is ----------------------------------------------------------------------------------------------------
 
     @property
     def n_blocks(self) -> int:
@@ -69,34 +113,183 @@ class Recording:
         """How many samples were recorded together."""
         return len(self.states[0])
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model goes on after $X^N$, to logits."""
+        return self.readout is not None
+
+    @property
+    def pools(self) -> bool:
+        """Whether the head gives one set of logits for the whole input, and not one for each token."""
+        return self.head is None and self.readout is not None and self.readout.dim() == 2
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the input is so long that blocks are recorded again when they are needed."""
+        constants = self.program.constants
+        return isinstance(constants, Constants) and not constants.is_complete
+
+    def split(self, n: int) -> int:
+        """How many of the tokens of state n are the encoder's."""
+        slots = self.slots[n]
+        return self.program.specs[slots[0]].shape[1] if len(slots) > 1 else 0
+
     @cached_property
     def n_heads(self) -> dict[int, int]:
         """Number of attention heads by block, where a head axis was recognised."""
-        found: dict[int, int] = {}
-        for mixture in self.mixtures:
-            n_heads = count_heads(self.program, mixture)
-            if n_heads is not None:
-                found[mixture.block] = n_heads
-        return found
+        return {self._block_of(slot): n for slot, n in self._by_head.items()}
 
-    def part(self, start: int, stop: int, heads: Mapping[int, Tensor] | None = None, *, to_logits: bool = False) -> Program:
-        """The program from the state entering block `start` to the one entering `stop`, or to what the head reads."""
-        outputs = (self.readout_slot,) if to_logits else self.slots[stop]
-        assert None not in outputs
-        program = self.program if not heads else self.program.scaled(self._factors(heads))
+    @cached_property
+    def _by_head(self) -> dict[int, int]:
+        """The mixtures in which heads can be told apart, by slot, and how many heads they have."""
+        found = {mixture.slot: count_heads(self.program, mixture) for mixture in self.mixtures}
+        return {slot: n for slot, n in found.items() if n is not None}
+
+    def _block_of(self, slot: int) -> int:
+        return next(mixture.block for mixture in self.mixtures if mixture.slot == slot)
+
+    def from_model(self, what: str) -> Origin:
+        """The model behind this recording.
+
+        Raises:
+            MethodError: it was loaded from a file, without one.
+        """
+        if self.origin is None:
+            raise MethodError(
+                f"{what} needs the model itself, and this tensor was loaded without it. Ask a lens on the model."
+            )
+        return self.origin
+
+    # Parts of the program ---------------------------------------------------------------------------------------------
+
+    def part(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Program:
+        """The program from one state to another, or to what the head reads.
+
+        Args:
+            span: The range of blocks.
+            heads: Multipliers of heads.
+            to_logits: Whether it ends at the readout.
+
+        Raises:
+            AnatomyError: the range begins after block 0, and something else from before it is read.
+        """
+        key = (span, to_logits, tuple((block, tuple(m.tolist())) for block, m in sorted((heads or {}).items())))
+        if key not in self._parts:
+            self._parts[key] = self._part(span, heads or {}, to_logits)
+        program = self._parts[key]
+        if isinstance(self.program.constants, Constants):
+            self.program.constants.check()
+        return program
+
+    @cached_property
+    def _parts(self) -> dict[Any, Program]:
+        return {}
+
+    def _part(self, span: Span, heads: Heads, to_logits: bool) -> Program:
+        outputs = self.slots[span.stop]
+        if to_logits:
+            outputs = (-1,) if self.readout_slot is None else (self.readout_slot,)
+        program = self.program.scaled(self._factors(heads)) if heads else self.program
         try:
-            return program.part(self.slots[start], outputs)  # type: ignore[arg-type]
+            return program.part(self.slots[span.start], outputs)
         except SideChannelError as error:
             raise AnatomyError(
-                f"Block {start} cannot be the first of a range in `{type(self.model).__name__}`: {error} "
-                "Take ranges that begin at block 0."
+                f"Block {span.start} cannot be the first of a range in `{self.name}`: {error} Take ranges that begin "
+                "at block 0."
             ) from None
 
-    def _factors(self, heads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Multipliers of heads at the mixtures of the blocks named."""
+    def _factors(self, heads: Heads) -> dict[int, Tensor]:
+        """Multipliers of heads by the slot of the mixture: (head, 1, 1)."""
         found = {}
-        for mixture in self.mixtures:
-            if mixture.block in heads and count_heads(self.program, mixture) is not None:
-                spec = self.program.specs[mixture.slot]
-                found[mixture.slot] = heads[mixture.block].to(dtype=spec.dtype, device=spec.device)[:, None, None]
+        for slot, n_heads in self._by_head.items():
+            multiplier = heads.get(self._block_of(slot))
+            if multiplier is not None:
+                if len(multiplier) != n_heads:
+                    raise MethodError(
+                        f"Block {self._block_of(slot)} has attentions of {len(multiplier)} and of {n_heads} heads, so "
+                        "that a number does not say which head is meant."
+                    )
+                spec = self.program.specs[slot]
+                found[slot] = multiplier.to(dtype=spec.dtype, device=spec.device)[:, None, None]
         return found
+
+    # Forwards and backwards -------------------------------------------------------------------------------------------
+
+    def push(
+        self, x: Tensor, span: Span, heads: Heads | None = None, *, linear: bool = False, to_logits: bool = False
+    ) -> Tensor:
+        r"""$\tilde F_X(x)$, or $T x$ alone, of one state (sample, token, channel)."""
+        program = self.part(span, heads, to_logits=to_logits)
+        return self._joined((program.linear if linear else program).run(*self._divided(program, x)))
+
+    def pull(self, u: Tensor, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor:
+        r"""$T^\top u$ of one cotangent of the output, or of what the head reads: (sample, token, channel)."""
+        program = self.part(span, heads, to_logits=to_logits).linear
+        sizes = [program.specs[slot].shape[1] for slot in program.outputs]
+        parts = (u,) if len(sizes) == 1 else u.split(sizes, 1)
+        specs = [program.specs[slot] for slot in program.outputs]
+        return self._joined(program.pull(*(p.to(s.dtype, s.device) for p, s in zip(parts, specs, strict=True))))
+
+    def _divided(self, program: Program, x: Tensor) -> list[Tensor]:
+        specs = [program.specs[slot] for slot in program.inputs]
+        parts = [x] if len(specs) == 1 else x.split([spec.shape[1] for spec in specs], 1)
+        return [part.to(spec.dtype, spec.device) for part, spec in zip(parts, specs, strict=True)]
+
+    def _joined(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The encoder's tokens and the decoder's, on one device."""
+        return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[-1].device) for part in parts], 1)
+
+    # The head ---------------------------------------------------------------------------------------------------------
+
+    def place_read(self, out_token: int) -> int:
+        """Where the head reads an output: some models hand it the last token alone."""
+        readout, end = self.readout, self.states[-1]
+        if readout is None or readout.dim() < 3 or readout.shape[1] == end.shape[1]:
+            return out_token
+        if out_token not in self._places_read:
+            raise InputError(
+                f"The head of `{self.name}` reads {readout.shape[1]} of {end.shape[1]} tokens, and token {out_token} is "
+                "not one of them. Ask for one that it reads, such as the last."
+            )
+        return self._places_read.index(out_token)
+
+    @cached_property
+    def _places_read(self) -> list[int]:
+        """The output that each row of the readout holds, found by sending the numbers of the outputs that way."""
+        if self.readout_slot is None:
+            return []
+        end = self.states[-1]
+        program = self.part(Span(self.n_blocks, self.n_blocks), to_logits=True)
+        if any(step.operation not in MOVES for step in program.steps):
+            return []
+        numbers = torch.arange(end.shape[1], dtype=end.dtype, device=end.device)[:, None].expand(end.shape)
+        return [int(row) for row in program.run(numbers)[0][0, :, 0]]
+
+    def logits(self, readout: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
+        """Logits (sample, class) at one output from what a pass ended with; straight out of the unembedding."""
+        if self.head is not None:
+            weight, bias = self.head
+            if classes is not None:
+                weight, bias = weight[classes], None if bias is None else bias[classes]
+            return torch.nn.functional.linear(readout[:, self.place_read(out_token)], weight, bias)
+        found = readout if readout.dim() == 2 else readout[:, out_token]
+        return found if classes is None else found[:, classes]
+
+    def logits_at(self, out_token: int, classes: Tensor | None = None) -> Tensor:
+        """Logits (class,) at the input of the recording."""
+        assert self.readout is not None, "asked of a model with a head"
+        return self.logits(self.readout, out_token, classes)[0]
+
+    def head_cotangent(self, weights: Tensor, out_token: int) -> Tensor:
+        """The cotangent (1, …) of the readout for a weighted sum of logits (class,) at one output."""
+        assert self.readout is not None, "asked of a model with a head"
+        u = torch.zeros_like(self.readout[:1])
+        if self.head is not None:
+            classes = weights.nonzero()[:, 0]
+            rows = self.head.weight[classes]
+            u[0, self.place_read(out_token)] = weights[classes].to(rows) @ rows
+        elif u.dim() == 2:
+            u[0] = weights
+        else:
+            u[0, out_token] = weights
+        return u

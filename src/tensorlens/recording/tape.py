@@ -7,8 +7,9 @@ same table. Held tensors are ordinary tensors: nothing watches them, and a step 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Held, Slot, Spec, Step
+from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves
 from tensorlens.recording.conventions import Rules
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.recording.live import Live, found_in, is_live, raw, set_tape, tape
@@ -38,12 +39,16 @@ class Tape:
 
     Args:
         rules: The user's conventions.
+        weights: Tensors of the model, by identity: they are bound by reference.
         n_samples: How many samples the inputs hold.
-        copies: Whether constants are copied when they are bound, for a model that writes over them later.
+        copies: Whether other constants are copied when they are bound, for a model that writes over them later.
     """
 
-    def __init__(self, rules: Rules, *, n_samples: int = 1, copies: bool = False) -> None:
+    def __init__(
+        self, rules: Rules, *, weights: Iterable[Tensor] = (), n_samples: int = 1, copies: bool = False
+    ) -> None:
         self.rules, self.n_samples, self.copies = rules, n_samples, copies
+        self.weights = frozenset(map(id, weights))
         self.steps: list[Step] = []
         self.constants: list[Tensor | None] = []
         self.specs: dict[int, Spec] = {}
@@ -54,11 +59,12 @@ class Tape:
         self.mixes_samples: str | None = None
         self.is_running = False
         self.refused: Exception | None = None
-        self.recorder: Any = None
+        self.calls: Any = None
         self.mixtures: list[Mixture] = []
         self.meetings: list[Meeting] = []
         self.writes = Writes(self)
         self._n_slots = 0
+        self._alive: list[weakref.ref[Live]] = []
         self._bound: dict[int, tuple[Held, Tensor]] = {}
         self._keys: list[int] = []
         self._versions: list[int] = []
@@ -108,6 +114,7 @@ class Tape:
         stamp = version_of(value)
         value.__class__ = Live
         value.slot, value.role, value.of, value.stamp = slot, role, self, stamp  # type: ignore[attr-defined]
+        self._alive.append(weakref.ref(value))  # type: ignore[arg-type]
         return value  # type: ignore[return-value]
 
     def slot_of(self, x: Live) -> int:
@@ -125,13 +132,27 @@ class Tape:
         held = Held(len(self.constants))
         self._bound[id(value)] = held, value  # which stays alive, and with it the identity
         constant = raw(Tensor.detach, value) if type(value) in (nn.Parameter, Live) else value
-        if self.copies and not isinstance(value, nn.Parameter):
+        if self.copies and not self.is_weight(value):
             constant = raw(Tensor.clone, constant)
         self.constants.append(constant)
         self._keys.append(id(value))
         self._versions.append(version_of(constant))
         self.writes.note_constant(held.index, constant)
         return held
+
+    def is_weight(self, value: Tensor) -> bool:
+        """Whether a tensor is one of the model's own, or a view of one."""
+        return id(value) in self.weights or id(raw(getattr, value, "_base")) in self.weights
+
+    def is_weight_constant(self, n: int) -> bool:
+        """Whether a constant lies in the memory of the model's own."""
+        known = self._bound.get(self._keys[n])
+        return known is not None and self.is_weight(known[1])
+
+    def forget_constant(self, n: int) -> None:
+        """Let go of a constant; whoever binds the tensor again binds it anew."""
+        self._bound.pop(self._keys[n], None)
+        self.constants[n] = None
 
     def own_constant(self, n: int) -> None:
         """Give a constant memory of its own; whoever binds the tensor again binds what it holds then."""
@@ -215,6 +236,46 @@ class Tape:
             "adapter for the module's class with `tensorlens.adapter`, or a rule for the function with "
             "`tensorlens.rules_for`."
         )
+
+    # Dead code --------------------------------------------------------------------------------------------------------
+
+    def prune(self, since: int, first_constant: int) -> list[int]:
+        """Drop the steps since one that nothing can need any more, and let go of what they held.
+
+        What can be needed is what some tensor of the model's still is, what a memory holds, and what has a mark.
+
+        Args:
+            since: The first step that may go.
+            first_constant: The first constant that may go.
+
+        Returns:
+            Which of these steps are left, counted from the first.
+        """
+        met = [ref() for ref in self._alive]
+        self._alive = [ref for ref, x in zip(self._alive, met, strict=True) if x is not None]
+        needed = {x.slot for x in met if x is not None} | {cell.slot for cell in self.writes.cells.values()}
+        needed |= {mixture.slot for mixture in self.mixtures}
+        needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key)}
+        kept, places, held = list[Step](), list[int](), set[int]()
+        for place in reversed(range(since, len(self.steps))):
+            step = self.steps[place]
+            if step.out in needed:
+                needed.update(step.slots)
+                kept.append(step)
+                places.append(place - since)
+                held.update(leaf.index for leaf in leaves(step.args) if type(leaf) is Held)
+            else:
+                del self.specs[step.out]
+        self.steps[since:] = reversed(kept)
+        for n in range(first_constant, len(self.constants)):
+            if n not in held:
+                self.forget_constant(n)
+        return places[::-1]
+
+    def changed_constants(self) -> list[int]:
+        """Constants that were written over, without anything live, after they were bound."""
+        pairs = enumerate(zip(self.constants, self._versions, strict=True))
+        return [n for n, (value, version) in pairs if value is not None and version_of(value) != version]
 
     # Functions --------------------------------------------------------------------------------------------------------
 
@@ -316,16 +377,16 @@ class Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def recording_on(new: Tape) -> Iterator[None]:
-    """Let live tensors of this thread go by a tape while this lasts."""
+def recording_on(new: Tape, calls: Any) -> Iterator[None]:
+    """Let live tensors of this thread go by a tape, and its module calls by `calls`, while this lasts."""
     before = tape()
     set_tape(new)
-    new.is_running = True
+    new.is_running, new.calls = True, calls
     try:
         with torch.no_grad(), Kernels(new):
             yield
     finally:
-        new.is_running = False
+        new.is_running, new.calls = False, None
         set_tape(before)
 
 

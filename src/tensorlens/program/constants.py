@@ -1,0 +1,102 @@
+"""`Constants`: the held tensors of a program. Those of a block can be let go and made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError
+
+Remake = Callable[[int], Mapping[int, Tensor]]
+"""Makes the constants of a block again, by their places."""
+
+
+class Constants(Sequence[Tensor]):
+    """Held tensors by their places.
+
+    Weights are there by reference. What a block holds beside them may be too much for the memory of a device; then it is
+    let go, and made again by `remake` whenever a step of that block reads it. Of such blocks one is there at a time.
+
+    Args:
+        values: The tensors.
+        names: Which of them are weights of the model, and what these are called.
+    """
+
+    def __init__(self, values: Iterable[Tensor | None], names: Mapping[int, str] | None = None) -> None:
+        self.values = list(values)
+        self.names = dict(names or {})
+        self._versions = [_version(value) for value in self.values]
+        self._block_of: dict[int, int] = {}
+        self._remake: Remake | None = None
+        self._fetched: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, n: Any) -> Any:
+        value = self.values[n]
+        if value is None:
+            self._fetch(self._block_of[n])
+            value = self.values[n]
+        return value
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing has to be made again."""
+        return not self._block_of
+
+    def let_go(self, places: Mapping[int, Iterable[int]], remake: Remake) -> None:
+        """Let go of the constants of some blocks, given by block."""
+        self._remake = remake
+        for block, some in places.items():
+            for n in some:
+                self._block_of[n] = block
+                self.values[n] = None
+
+    def _fetch(self, block: int) -> None:
+        assert self._remake is not None, "only what can be made again is let go"
+        for n, of in self._block_of.items():
+            if of == self._fetched:
+                self.values[n] = None
+        self._fetched = block
+        for n, value in self._remake(block).items():
+            self.values[n] = value
+            self._versions[n] = _version(value)
+
+    def check(self) -> None:
+        """Raise if a weight was written to since it was bound: T belongs to the model as it was."""
+        for n, (value, version) in enumerate(zip(self.values, self._versions, strict=True)):
+            if value is not None and version is not None and value._version != version:
+                name = self.names.get(n)
+                raise InputError(
+                    f"{f'`{name}`' if name else 'A tensor of the model'} was written to since this input was recorded, "
+                    "and this tensor belongs to the model as it was. Ask the lens for the input again."
+                )
+
+    def cast(self, places: Iterable[int], change: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """Some of them, changed; nothing at the other places."""
+        found: list[Tensor | None] = [None] * len(self.values)
+        for n in places:
+            found[n] = change(self[n])
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is let go cannot travel: it is made again first."""
+        if not self.is_complete:
+            raise InputError(
+                "This input is too long for its operator to be stored: what its blocks hold is made again when it is "
+                "needed. Save its maps instead, or use a shorter input."
+            )
+        return {"values": [None if v is None else v.detach() for v in self.values], "names": self.names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["values"], state["names"])
+
+
+def _version(value: Tensor | None) -> int | None:
+    if value is None or value.is_inference() or type(value) is not torch.Tensor:
+        return None
+    return value._version

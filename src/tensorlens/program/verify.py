@@ -1,0 +1,77 @@
+"""What is linear in what: a table that shares nothing with the rules or the operations, and a walk that applies it.
+
+A program that passes is affine by its structure, whatever its constants are: every step is of a kind that the table
+knows, its live arguments stand where the table allows them, and it reads nothing that no step before it wrote.
+"""
+
+from __future__ import annotations
+
+from tensorlens.errors import NotLinearError
+from tensorlens.program.nodes import Held, Slot, Step, leaves
+from tensorlens.program.program import Program
+
+TOGETHER = {
+    0: "reshape permute expand cast index narrow select index_select gather cat stack flip repeat_interleave triangle "
+    "as_strided sum mean cumsum div gain constant diagonal diag diag_embed roll diff trace view_as_real "
+    "view_as_complex real imag conj_physical take repeat unfold window avg_pool1d avg_pool2d avg_pool3d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate fold pixel_shuffle pixel_unshuffle "
+    "channel_shuffle pad grid_sample fft ifft rfft irfft fftn ifftn fft2 ifft2 rfftn irfftn rfft2 irfft2 hfft ihfft "
+    "fftshift ifftshift index_fill",
+    1: "solve",
+    2: "attention",
+}
+"""Operations that are affine in the argument at one place, all others being constants."""
+
+SEVERAL = {
+    "add": (0, 1), "sub": (0, 1), "blend": (0, 1), "where": (1, 2), "linear": (0, 2), "convolution": (0, 2),
+    "put": (0, 2), "index_add": (0, 3), "index_copy": (0, 3), "scatter": (0, 3), "scatter_add": (0, 3),
+    "as_strided_scatter": (0, 1), "norm": (0, 3), "softmax": (0, 3), "live_attention": (0, 1, 2, 3), "complex": (0, 1),
+}
+"""Operations that are affine in several arguments together."""
+
+EITHER = {"mul": (0, 1), "matmul": (0, 1), "grouped_mm": (0, 1), "einsum": tuple(range(1, 9))}
+"""Operations that are linear in one of several arguments, the others being constants."""
+
+_PLACES: dict[str, tuple[int, ...]] = {
+    **{name: (place,) for place, names in TOGETHER.items() for name in names.split()}, **SEVERAL, **EITHER
+}
+
+
+def verify(program: Program) -> None:
+    """Raise unless every step is affine by its structure.
+
+    Raises:
+        NotLinearError: says which step is not, and in which module.
+    """
+    written = set(program.inputs)
+    for step in program.steps:
+        fault = fault_of(step, written, len(program.constants))
+        if fault is not None:
+            raise NotLinearError(
+                f"Step {step.out} of the program, `{step.operation}` in `{step.module or 'the model'}`, {fault}. "
+                "Expected steps that are affine in what is live."
+            )
+        written.add(step.out)
+    missing = set(program.outputs) - written
+    if missing:
+        raise NotLinearError(f"The program ends in values {sorted(missing)} that no step of it made.")
+
+
+def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:
+    """What is wrong with a step, or None."""
+    allowed = _PLACES.get(step.operation)
+    if allowed is None:
+        return "is not known to be linear in anything"
+    live = [place for place, value in enumerate(step.args) if any(type(leaf) is Slot for leaf in leaves(value))]
+    if not live and step.operation != "constant":
+        return "takes nothing live"
+    if any(place not in allowed for place in live):
+        return f"is not linear in its argument {next(place for place in live if place not in allowed)}"
+    if step.operation in EITHER and len(step.slots) > 1:
+        return "multiplies two live values"
+    if any(type(value) is Slot for value in step.options.values()):
+        return "takes something live as an option"
+    if any(slot not in written for slot in step.slots):
+        return "reads a value that no step before it wrote"
+    held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
+    return "reads a constant that is not there" if any(n >= n_constants for n in held) else None

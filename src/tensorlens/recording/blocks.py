@@ -1,0 +1,197 @@
+"""Blocks on their own: run as they are, or recorded again, from any state.
+
+A recording keeps how each block was called. So a block can be run once more at another state, for the laws that compare
+the program with the model, and recorded once more at its own, where an input is too long to keep what all blocks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import InputError
+from tensorlens.memory import free_bytes
+from tensorlens.models.evidence import eagerly
+from tensorlens.models.plain_pass import evaluating, in_own_precision
+from tensorlens.models.precision import TOLERANCES
+from tensorlens.program.constants import Constants
+from tensorlens.program.nodes import Held, Step, leaves
+from tensorlens.program.program import Program
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.layouts import AxisLayout, put_state, state_of
+from tensorlens.recording.live import raw
+from tensorlens.recording.module_calls import ModuleCalls, ModulePlaces, module_calls_seen, straight
+from tensorlens.recording.tape import Tape, recording_on, spec_of
+
+KEPT_SHARE = 0.3
+"""Part of the free memory that what blocks hold may take; beyond it they are recorded again when they are needed."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockCall:
+    """How one block was called.
+
+    Attributes:
+        n: Which call of a block it was.
+        module: The block.
+        path: Where it is in the model.
+        args: Its arguments, the state among them.
+        kwargs: Its named arguments.
+        entry: Which of the tensors it takes is the state.
+        place: Which of the tensors it gives is the state.
+        layout: How the state that it takes is laid out.
+        is_closed: Whether nothing live enters it but the state.
+    """
+
+    n: int
+    module: nn.Module
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    entry: int
+    place: int
+    layout: AxisLayout
+    is_closed: bool
+
+    def run(self, x: Tensor) -> Tensor:
+        """What the block itself gives at a state (sample, token, channel), in its own layout."""
+        with _alone(self.module), torch.no_grad():
+            args, kwargs = put_state(self.args, self.kwargs, self.layout.to_native(x), self.entry)
+            return state_of(self.module(*args, **kwargs), self.place)
+
+    def record(self, x: Tensor, rules: Rules) -> BlockProgram:
+        """The program of the block at a state, nothing of it dropped."""
+        run = Tape(rules, weights=[*self.module.parameters(), *self.module.buffers()])
+        calls = ModuleCalls(ModulePlaces(self.module, self.path), run, straight)
+        try:
+            with _alone(self.module), module_calls_seen(), recording_on(run, calls):
+                slot = run.new_slot(spec_of(x))
+                live = self.layout.to_native(run.live(raw(Tensor.clone, x), slot))
+                args, kwargs = put_state(self.args, self.kwargs, live, self.entry)
+                run.block, n_before = self.n, len(run.steps)
+                output: Any = state_of(self.module(*args, **kwargs), self.place)
+                end = run.slot_of(output)
+        finally:
+            run.writes.forget()
+        program = Program(
+            steps=tuple(run.steps), constants=run.constants, specs=run.specs, inputs=(slot,), outputs=(end,)
+        )
+        return BlockProgram(program, n_before, raw(Tensor.detach, output))
+
+
+class BlockProgram(NamedTuple):
+    """A block that was recorded on its own.
+
+    Attributes:
+        program: From (sample, token, channel) to what the block gives in its own layout.
+        n_before: How many of its steps only lay out the state.
+        output: What it gave.
+    """
+
+    program: Program
+    n_before: int
+    output: Tensor
+
+
+@contextmanager
+def _alone(module: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in (in_own_precision(), evaluating(module), eagerly()):
+            stack.enter_context(context)
+        yield
+
+
+@dataclass
+class _Kept:
+    """One block of a recording: its steps, which of all its steps they are, what only they hold, and what it gave.
+
+    `output` is None where what it holds is kept.
+    """
+
+    steps: list[Step]
+    places: list[int]
+    held: list[int]
+    output: Tensor | None
+
+
+class KeptBlocks:
+    """The blocks of a recording under way, and how much of what they hold is kept.
+
+    Args:
+        model: The model, on whose device memory is asked for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        self._budget = KEPT_SHARE * free_bytes(device)
+        self._has_other_weights = any(p.is_meta for p in model.parameters())
+        self.calls: list[BlockCall] = []
+        self._blocks: list[_Kept] = []
+        self._since = self._first = 0
+
+    def begin(self, run: Tape) -> None:
+        """A block begins."""
+        self._since, self._first = len(run.steps), len(run.constants)
+
+    def end(self, run: Tape, call: BlockCall, output: Any) -> None:
+        """A block is over: its dead steps go, and so does what it holds where there is no more room for it."""
+        places = run.prune(self._since, self._first)
+        self.calls.append(call)
+        held = [
+            n
+            for n in range(self._first, len(run.constants))
+            if run.constants[n] is not None and not run.is_weight_constant(n)
+        ]
+        self._budget -= sum(run.constants[n].nbytes for n in held)  # type: ignore[union-attr]
+        is_let_go = call.is_closed and (self._budget < 0 or self._has_other_weights)
+        output = raw(Tensor.clone, output) if is_let_go else None
+        self._blocks.append(_Kept(run.steps[self._since :], places, held, output))
+        if is_let_go:
+            for n in held:
+                run.forget_constant(n)
+
+    def let_go(self, program: Program, constants: Constants, states: Sequence[Tensor], rules: Rules) -> None:
+        """Let blocks whose constants are gone be recorded again when a question needs them."""
+        gone = {n: kept.held for n, kept in enumerate(self._blocks) if kept.output is not None}
+        if not gone:
+            return
+        calls, blocks = self.calls, self._blocks
+
+        def remake(n: int) -> Mapping[int, Tensor]:
+            again = calls[n].record(states[n], rules)
+            _check_same(n, again.output, blocks[n].output)  # type: ignore[arg-type]
+            return _matched(blocks[n], again.program, again.n_before)
+
+        constants.let_go(gone, remake)
+
+
+def _check_same(n: int, again: Tensor, first: Tensor) -> None:
+    """A block that is recorded again must give what it gave: the state is all it depends on."""
+    error = float((again.double() - first.double()).norm() / first.double().norm().clamp_min(1e-300))
+    if not error <= TOLERANCES[first.dtype]:
+        raise InputError(
+            f"Block {n} gave a different state when it was recorded again (relative difference {error:.1e}): the model "
+            "has changed since this input was recorded, or keeps something from call to call. Ask the lens for the "
+            "input again."
+        )
+
+
+def _matched(kept: _Kept, program: Program, n_before: int) -> Mapping[int, Tensor]:
+    """The constants of a block from its second recording, by their places in the first."""
+    found: dict[int, Tensor] = {}
+    for step, place in zip(kept.steps, kept.places, strict=True):
+        place += n_before
+        again = program.steps[place] if place < len(program.steps) else None
+        pairs = [] if again is None else list(zip(leaves(step.args), leaves(again.args), strict=False))
+        if again is None or again.operation != step.operation:
+            raise InputError(
+                f"Block {step.block} took another way when it was recorded again: expected `{step.operation}` in "
+                f"`{step.module}`. The model has changed since; ask the lens for the input again."
+            )
+        found |= {old.index: program.constants[new.index] for old, new in pairs if type(old) is Held}
+    return {n: found[n] for n in kept.held}
