@@ -16,10 +16,10 @@ from tensorlens.errors import MissingExtraError as MissingExtraError
 from tensorlens.errors import NotLinearError as NotLinearError
 from tensorlens.errors import SizeError as SizeError
 from tensorlens.errors import TensorLensError as TensorLensError
-from tensorlens.freezing.conventions import Rules as Rules
-from tensorlens.freezing.rules.activations import activate as activate
-from tensorlens.freezing.rules.modules import adapter as adapter
-from tensorlens.freezing.rules.table import rules_for as rules_for
+from tensorlens.recording.conventions import Rules as Rules
+from tensorlens.recording.rules.activations import activate as activate
+from tensorlens.recording.rules.modules import adapter as adapter
+from tensorlens.recording.table import rules_for as rules_for
 from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.component_graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.component_map import ComponentMap as ComponentMap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from tensorlens.models.precision import Precision
 from tensorlens.operators.base import Pulled, check_token
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
+from tensorlens.operators.model_itself import plain_logits
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.recording import Heads, Span
 
@@ -50,7 +51,7 @@ class AttentionTensor(InsideQuestions):
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:
         self.operator, self.context = operator, context
-        self._certified: tuple[tuple[str, ...], Certificate] | None = None
+        self._certified: Certificate | None = None
 
     def __repr__(self) -> str:
         """One line: model, sizes, blocks, and blocks whose heads are not all there."""
@@ -280,7 +281,7 @@ class AttentionTensor(InsideQuestions):
 
     def meta(self) -> dict[str, Any]:
         """What a map says of where it came from: input, model, blocks, heads, rules, certificate."""
-        certificate = None if self._certified is None else self._certified[1]
+        certificate = self._certified
         heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}
         verdict = None if certificate is None else {"passed": certificate.passed, "errors": certificate.errors}
         return {
@@ -315,20 +316,11 @@ class AttentionTensor(InsideQuestions):
         return self.operator.pull_outputs(out_tokens, starts)
 
     @own_modes
-    def certificate(self, engines: Literal["answered", "all"] = "answered") -> Certificate:
-        """Value, linearity, adjoint, completeness and composition errors, the verdict, and the rules applied.
-
-        Kept, and measured again when another engine has answered since.
-
-        Args:
-            engines: Which engines it proves: those that answered so far, or every one there is.
-        """
-        if engines not in ("answered", "all"):
-            raise InputError(f"`engines` must be 'answered' or 'all'; got {engines!r}.")
-        state = (engines, *self.operator.engines.answered, *self.operator.engines.ways)
-        if self._certified is None or self._certified[0] != state:
-            self._certified = (state, certify(self.operator, engines=engines))
-        return self._certified[1]
+    def certificate(self) -> Certificate:
+        """Whether T is exact, linear and complete: the errors of its laws, the verdict, and the rules applied. Kept."""
+        if self._certified is None:
+            self._certified = certify(self.operator)
+        return self._certified
 
     @own_modes
     def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
@@ -340,8 +332,8 @@ class AttentionTensor(InsideQuestions):
         if type(k) is not int or k < 1:
             raise InputError(f"`k` must be a number of predictions, 1 or more; got {k!r}.")
         if classes is None or recording.readout is None:
-            raise no_head(recording.anatomy.model)
-        logits = plain_logits(recording, check_token(out_token, self.shape[0]))
+            raise no_head(recording.name)
+        logits = plain_logits(recording, [check_token(out_token, self.shape[0])])[0]
         probabilities = logits.softmax(-1)
         best = logits.topk(min(k, len(logits))).indices.tolist()
         return [Prediction(classes.name(i), i, float(logits[i]), float(probabilities[i])) for i in best]

@@ -19,7 +19,7 @@ from tensorlens.maps.collapse import weigh
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.methods import BY_COMPLETENESS
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 Engine = Literal["pulls", "pushes"]
 

@@ -19,7 +19,7 @@ from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.inside.target import Explained, Pass, pass_to
 from tensorlens.maps.targets import Classes
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 from tensorlens.strict_json import to_json
 
 FORMAT = "tensorlens.ablation/1"

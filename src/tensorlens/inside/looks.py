@@ -15,7 +15,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.score import score_map
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 MOST_ROWS = 16
 """How many rows and columns of a pair map a picture shows; the weakest go into one of all others."""

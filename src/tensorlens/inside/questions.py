@@ -21,7 +21,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import TensorOperator
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 
 class InsideQuestions(TensorOperator):

@@ -32,7 +32,7 @@ from tensorlens.inside.target import StreamPass, sums_of
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.base import check_token
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 By = Literal["token", "component"]
 

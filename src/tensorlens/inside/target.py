@@ -26,7 +26,7 @@ from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.base import check_token
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 Weights = dict[int, float]
 

@@ -28,7 +28,7 @@ from tensorlens.freezing.observe import Mixing, mixings
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
 """Rollout adds the identity to measures without the residual only."""

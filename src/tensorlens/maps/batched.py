@@ -33,7 +33,7 @@ from tensorlens.maps.gradients import jacobian_rules
 from tensorlens.maps.methods import BY_COMPLETENESS, Answer, not_carried
 from tensorlens.maps.targets import no_head
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.norms import probe_vectors
 
 GRAPH_SHARE = 0.7

@@ -25,7 +25,7 @@ from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.maps.methods import METHODS, Answer, Question, method
 from tensorlens.memory import in_parts
 from tensorlens.models.plain_pass import evaluating, hooked
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator
 
 N_STEPS = 32
 """Points along the path of integrated gradients."""

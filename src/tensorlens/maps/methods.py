@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_whole
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at
 from tensorlens.maps import collapse
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import sketched_norms
+from tensorlens.operators.operator import FrozenOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +82,8 @@ class Method:
 
 
 SHARE_ROUNDING = 1e-3
-"""How far rounding may move a share of the bias that is found by completeness; beyond it, a replay at zero is worth
-its time."""
+"""How far rounding may move a share of the bias that is found by completeness; beyond it, a run at zero is worth its
+time."""
 
 METHODS: dict[str, Method] = {}
 """Every map by name."""
@@ -107,10 +105,7 @@ def answer(name: str, question: Question) -> Answer:
     """Ask one method."""
     check_question(name, question.target, question.norm, question.probes, question.seed)
     question = replace(question, probes=question.probes and int(question.probes), seed=int(question.seed))
-    found = METHODS[name].compute(question)
-    return (
-        replace(found, notes=question.operator.engines.notes() | found.notes) if name.startswith("tensor.") else found
-    )
+    return METHODS[name].compute(question)
 
 
 def check_question(
@@ -165,9 +160,9 @@ def _in_out(question: Question) -> Answer:
     scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
     size = in_float64(operator.output[list(question.out_tokens)]).square().sum(-1)
     is_single = len(question.out_tokens) == 1 and not operator.heads and _is_exact(scores, size)
-    if not operator.is_streamed and not is_single:
+    if not operator.recording.is_streamed and not is_single:
         return Answer(scores=scores, bias_share=_share(question))
-    # A replay at zero would cost more than the map.
+    # A run at zero would cost as much as the map.
     return Answer(scores=scores, bias_share=not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
 
 
@@ -189,9 +184,9 @@ def _in_class(question: Question) -> Answer:
     Rows sum to the logit less what the biases give.
     """
     operator, classes = question.operator, question.classes
-    recording, start = operator.recording, operator.span.start
+    recording = operator.recording
     if classes is None or recording.readout is None:
-        raise no_head(recording.anatomy.model)
+        raise no_head(recording.name)
     if operator.span.stop != recording.n_blocks:
         raise MethodError(
             f"`tensor.in_class` needs a range of blocks that ends at the last one ({recording.n_blocks}); got "
@@ -199,23 +194,21 @@ def _in_class(question: Question) -> Answer:
         )
     positions = (0,) if recording.pools else question.out_tokens
     chosen = [
-        classes.weights(_prediction(recording, i) if question.target is None else question.target) for i in positions
+        classes.weights(int(recording.logits_at(i).argmax()) if question.target is None else question.target)
+        for i in positions
     ]
     weights = torch.zeros(len(positions), classes.n_classes, dtype=operator.dtype, device=operator.device)
     for row, by_class in enumerate(chosen):
         for index, weight in by_class.items():
             weights[row, index] = weight
-    scores = collapse.weigh(
-        operator.replay.pull_logits(weights, torch.tensor(positions), start, operator.heads), operator.input
-    )
-    operator.engines.note(operator.engines.slow_to(to_logits=True))
+    scores = collapse.weigh(operator.pull_logits(weights, positions), operator.input)
     named = weights.abs().sum(0).nonzero()[:, 0]
-    at_x = torch.stack([logits_at(recording, i, named) for i in positions])
+    at_x = torch.stack([recording.logits_at(i, named) for i in positions])
     names = tuple(classes.names(by_class) for by_class in chosen)
     logits = (weights[:, named] * at_x).sum(1)
     notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
-    # Of a long input a replay at zero costs more than the map.
-    if not operator.heads and (operator.is_streamed or _is_exact(scores, logits)):
+    # A run at zero would cost as much as the map.
+    if not operator.heads and (recording.is_streamed or _is_exact(scores, logits)):
         bias_share, notes["bias"] = not_carried(scores, logits), BY_COMPLETENESS
     else:  # without all of its heads, the model gives other logits than these
         at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
@@ -227,10 +220,6 @@ def _is_exact(scores: Tensor, logits: Tensor) -> bool:
     """Whether scores that sum to a logit, less the biases' part, were rounded by little of it."""
     rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
     return bool((in_float64(rounded) <= SHARE_ROUNDING * in_float64(logits).abs()).all())
-
-
-def _prediction(recording: Recording, out_token: int) -> int:
-    return int(logits_at(recording, out_token).argmax())
 
 
 def check_out_token(question_token: object, pools: bool, name: str) -> None:

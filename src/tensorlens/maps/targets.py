@@ -103,10 +103,10 @@ class Classes:
         )
 
 
-def no_head(model: Any) -> MethodError:
+def no_head(model: str) -> MethodError:
     """The error for a question about classes asked of a model that has none."""
     return MethodError(
-        f"`{type(model).__name__}` has no head that gives logits, so it has no classes to explain. Use "
+        f"`{model}` has no head that gives logits, so it has no classes to explain. Use "
         "`tensor.in_out` or `tensor.norm`, "
         "or load the model with its head."
     )

@@ -52,6 +52,7 @@ class Anatomy:
             block itself; empty for what the model returns, or for the input of its unembedding where it has one.
         has_head: Whether anything follows $X^N$; None if that was not seen.
         reads_state: Whether the unembedding takes tokens of $X^N$ as they are, all or some of them.
+        gives_raw_logits: Whether the model returns what its unembedding gives, with no soft cap or scale behind it.
         head_linear: Path of the last linear layer before the model's output, if it is no unembedding.
         readout: Path of the module whose output are the logits, where a softmax or its like follows; None if the model
             returns them itself.
@@ -80,6 +81,7 @@ class Anatomy:
     body_end: str | None = None
     has_head: bool | None = None
     reads_state: bool = False
+    gives_raw_logits: bool = False
     head_linear: str | None = None
     readout: str | None = None
     ends_in: str | None = None
@@ -252,6 +254,7 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         body_end=ending.body_end,
         has_head=ending.has_head or unembedding is not None,
         reads_state=bool(taken) and evidence.is_same(taken[-1].node, ending.state.node),
+        gives_raw_logits=_gives_raw_logits(unembedding, evidence),
         head_linear=None if linear is None or linear.module is unembedding else linear.path,
         readout=readout,
         ends_in=ends_in,
@@ -262,6 +265,13 @@ def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         entry_place=chain[0].place,
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
+
+
+def _gives_raw_logits(unembedding: nn.Linear | None, evidence: Evidence) -> bool:
+    """Whether what the unembedding gives is what the model returns."""
+    given = [call.given[0].node for call in evidence.calls if call.module is unembedding and call.given]
+    output = evidence.output
+    return bool(given) and output is not None and evidence.is_flow_known and evidence.is_same(given[-1], output.node)
 
 
 def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module | None, evidence: Evidence) -> int:

@@ -12,8 +12,7 @@ import torch
 from tensorlens.errors import InputError, check_whole
 from tensorlens.folding.pull import folding_pays
 from tensorlens.models.precision import Precision, matmul_mode
-from tensorlens.operators.engines import inner_width_by_sizes
-from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
+from tensorlens.operators.operator import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
 

@@ -1,94 +1,80 @@
-"""The laws that a certificate measures, each a number, and how much of the input an operator passes on."""
+"""The laws that a certificate measures on the program, each a number, and how much of the input passes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.folding.pull import CAPTURES, FoldedRows
-from tensorlens.folding.rebuild import held_factors, norm_scale, rebuild, rebuild_norm
-from tensorlens.folding.search import block_parts, final_norm
-from tensorlens.freezing.places import Place, Span
-from tensorlens.freezing.proof import compare
-from tensorlens.freezing.recording import Recording
-from tensorlens.models.precision import in_float64
-from tensorlens.operators.matrix_free import ENOUGH_TO_FOLD, FrozenOperator
+from tensorlens.models.precision import in_float64, tf32
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.recording import Recording, Span
 
 N_CLASSES = 5
 """Classes whose logits are tried."""
 
-WAYS = ("states", "few", "many", "matrices")
-"""How folded cotangents can go, on any device."""
+N_BLOCKS = 4
+"""Blocks of a half-precision model whose laws are measured in float32."""
+
+TINY = 1e-300
 
 
 class Probes:
     """Random states and cotangents, and the laws that need them."""
 
-    def __init__(self, operator: FrozenOperator, n_probes: int, seed: int) -> None:
-        self.operator = operator
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, operator: FrozenOperator, n_probes: int, generator: torch.Generator) -> None:
+        self.operator, self._generator = operator, generator
         n_out, d_out, n_in, d_in = operator.shape
         self.u = self.normal(n_probes, n_out, d_out)
-        size = operator.input.square().mean().sqrt()
-        self.v, self.w = size * self.normal(n_in, d_in), size * self.normal(n_in, d_in)
+        self.v = operator.input.square().mean().sqrt() * self.normal(n_in, d_in)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers of the operator's type."""
         return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.operator.input)
 
-    def linearity(self) -> float:
-        """Relative error of $T(aV + bW) = aTV + bTW$."""
-        a, b, bias = 2.0, -3.0, self.operator.bias
-        of_v, of_w, of_both = self.operator.push(torch.stack([self.v, self.w, a * self.v + b * self.w])) - bias
-        return relative(of_both - a * of_v - b * of_w, of_both)
-
     def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
         """Root mean square of ⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
-        differences = (self.u * y).sum((1, 2)) - (pulled * x).sum((1, 2))
-        norm = (y if scale is None else scale).norm()
-        return float(differences.square().mean().sqrt() / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+        differences = in_float64(self.u * y).sum((1, 2)) - in_float64(pulled * x).sum((1, 2))
+        norm = in_float64(y if scale is None else scale).norm().clamp_min(TINY)
+        return float(differences.square().mean().sqrt() / norm)
 
-    def composition(self) -> float:
-        """Relative error of blocks in two steps against all at once, away from X."""
-        replay, (start, stop), heads = self.operator.replay, self.operator.span, self.operator.heads
+    def composition(self, at_once: Tensor) -> float | None:
+        """Relative error of blocks in two steps against all at once; None where a range in the middle is refused.
+
+        Args:
+            at_once: The affine map at v.
+        """
+        recording, (start, stop), heads = self.operator.recording, self.operator.span, self.operator.heads
         if stop - start < 2:
             return 0.0
         middle = (start + stop) // 2
-        halfway = replay.push(self.v[None], Span(start, middle), heads)
-        in_two_steps = replay.push(halfway, Span(middle, stop), heads)
-        at_once = replay.push(self.v[None], self.operator.span, heads)
-        return relative(in_two_steps - at_once, at_once)
+        try:
+            recording.part(Span(middle, stop), heads)
+        except AnatomyError:
+            return None
+        halfway = recording.push(self.v[None], Span(start, middle), heads)
+        return relative(recording.push(halfway, Span(middle, stop), heads)[0] - at_once, at_once)
 
     def logits(self) -> float:
-        r"""Relative error of $⟨w, T_{\text{logits}} V⟩ = ⟨T_{\text{logits}}^\top w, V⟩$ for weights w of a few classes.
-
-        By the way that maps of a logit go: the recording's own graph, where it is kept.
-        """
-        operator, (start, _) = self.operator, self.operator.span
-        out_token = _last_read(operator.recording, operator.shape[0])
-        of_v, of_zero = (
-            operator.replay.push_logits(x[None], out_token, start, operator.heads)[0]
-            for x in (self.v, torch.zeros_like(self.v))
-        )
-        moved = of_v - of_zero
-        some = torch.randperm(len(moved), generator=self._generator)[:N_CLASSES].to(moved.device)
-        weights = torch.zeros_like(moved)
-        weights[some] = self.normal(len(some)).to(moved)
-        places = torch.tensor([out_token], device=moved.device)
-        pulled = operator.replay.pull_logits(weights[None], places, start, operator.heads)[0]
-        difference = (weights * moved).sum() - (pulled.to(self.v) * self.v).sum()
-        return float(difference.abs() / (weights.norm() * moved[some].norm()).clamp_min(torch.finfo(moved.dtype).tiny))
+        r"""Relative error of $⟨w, T_{\text{logits}} V⟩ = ⟨T_{\text{logits}}^\top w, V⟩$ for weights w of a few classes."""
+        operator, recording = self.operator, self.operator.recording
+        out_token = last_read(recording, operator.shape[0])
+        end = operator.push_to_head(self.v[None], linear=True)
+        weights = torch.zeros(recording.logits_at(out_token).shape, dtype=operator.dtype, device=operator.device)
+        some = torch.randperm(len(weights), generator=self._generator)[:N_CLASSES].to(weights.device)
+        weights[some] = self.normal(len(some))
+        u = recording.head_cotangent(weights, out_token)
+        pulled = operator.pull_from_head(u)[0]
+        difference = in_float64(u * end).sum() - in_float64(pulled * self.v).sum()
+        return float(difference.abs() / (in_float64(u).norm() * in_float64(end).norm()).clamp_min(TINY))
 
 
-def _last_read(recording: Recording, n_tokens: int) -> int:
+def last_read(recording: Recording, n_tokens: int) -> int:
     """The last output that the head reads: it may read fewer places than the body ends with."""
     readout = recording.readout
-    if recording.anatomy.unembedding is None:
+    if recording.head is None:
         n_read = n_tokens if readout is None or readout.dim() < 3 else readout.shape[1]
         return min(n_tokens, n_read) - 1
     for token in reversed(range(n_tokens)):
@@ -100,88 +86,95 @@ def _last_read(recording: Recording, n_tokens: int) -> int:
 
 def relative(difference: Tensor, scale: Tensor) -> float:
     """The norm of a difference by that of what it is a difference of."""
-    size = in_float64(scale).norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return float(in_float64(difference).norm() / size)
+    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(TINY))
 
 
-# Heads ---------------------------------------------------------------------------------------------------------------
+def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str, float]:
+    """The largest error of the laws over a few blocks of a half-precision model, cast to float32: no rounding hides.
 
-
-def value_with_heads(operator: FrozenOperator) -> float:
-    r"""How far blocks with chosen heads are from what their weights and attention matrices give.
-
-    A block that cannot be taken apart is held to $F(m) + F(1 - m) - F(0) = F(1)$ in the multipliers m of its heads,
-    with F(1) from the recording.
+    In bfloat16 every law holds to a few per cent alone. The constants of a block are copied, nothing of the model is.
     """
-    recording, replay, errors = operator.recording, operator.replay, [0.0]
-    for n, heads in operator.heads.items():
-        span = operator.span if recording.side_channels else Span(n, n + 1)
-        x = recording.states[span.start]
-        found, expected = replay.push(x, span, {n: heads})[0], _rebuilt(operator, n, heads)
-        if expected is None:
-            others, none = (replay.push(x, span, {n: m})[0] for m in (1 - heads, torch.zeros_like(heads)))
-            found, expected = found + others - none, recording.states[span.stop][0]
-        errors.append(relative(found - expected, expected))
-    return max(errors)
+    start, stop = operator.span
+    chosen = sorted({start, (start + stop) // 2, stop - 1, *_some(start, stop, generator)})[:N_BLOCKS]
+    worst: dict[str, float] = {}
+    with tf32(False):
+        for n in chosen:
+            try:
+                program = operator.recording.part(Span(n, n + 1), operator.heads).to(torch.float32)
+            except AnatomyError:  # it reads more than the state
+                continue
+            v, u = (_normal(program.specs[slots[0]].shape, operator, generator) for slots in _ends(program))
+            at_v, at_zero = program.run(v)[0], program.run(torch.zeros_like(v))[0]
+            of_v, pulled = program.linear.run(v)[0], program.linear.pull(u)[0]
+            found = {
+                "linearity, float32": relative(at_v - at_zero - of_v, at_v),
+                "adjoint, float32": relative((u * of_v).sum() - (pulled * v).sum(), u.norm() * of_v.norm()),
+            }
+            worst = {law: max(error, worst.get(law, 0.0)) for law, error in found.items()}
+    return worst
 
 
-def _rebuilt(operator: FrozenOperator, n: int, heads: Tensor) -> Tensor | None:
-    """A block at its recorded input from its weights, heads multiplied into the attention matrices."""
+def _some(start: int, stop: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(start, stop, (1,), generator=generator).tolist()
+
+
+def _ends(program: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return program.inputs, program.outputs  # type: ignore[attr-defined]
+
+
+def _normal(shape: tuple[int, ...], operator: FrozenOperator, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(operator.device)
+
+
+# How much passes on ---------------------------------------------------------------------------------------------------
+
+
+def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float, ...]:
+    r"""For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
+
+    By the size of what the block gave: a norm at its end makes any state small. Empty where ranges are refused, because
+    blocks read more than the state.
+    """
+    recording, found = operator.recording, []
+    for n in range(*operator.span):
+        state = recording.states[n]
+        v = state.square().mean().sqrt() * torch.randn(state.shape, generator=generator).to(state)
+        try:
+            pushed = recording.push(v, Span(n, n + 1), operator.heads, linear=True)
+        except AnatomyError:
+            return ()
+        found.append(relative(pushed, recording.states[n + 1]))
+    return tuple(found)
+
+
+def held_by_module(operator: FrozenOperator) -> dict[str, float]:
+    r"""For each module $\lVert Y(0) \rVert / \lVert Y(X) \rVert$, with Y what it gives in a run of the program.
+
+    Zero is a module whose output is all carried by T, one a module whose output is all in B. Empty for a range of
+    blocks, for chosen heads, and for a long input.
+    """
     recording = operator.recording
-    if operator.is_streamed or recording.side_channels:
-        return None
-    try:
-        parts = block_parts(recording, n)
-        tail = final_norm(recording) if n == recording.n_blocks - 1 else None
-    except AnatomyError:
-        return None
-    held = held_factors(recording, parts)
-    held = replace(held, attention=held.attention * heads.to(held.attention)[:, None, None])
-    with torch.no_grad():
-        y = rebuild(parts, held, recording.states[n][0])
-        scale = None if tail is None else norm_scale(recording, Place(n), tail)
-        return y if tail is None or scale is None else rebuild_norm(tail, scale, y)
+    if not operator.is_whole or recording.is_streamed:
+        return {}
+    # Slots of what nobody reads any more, such as queries that are held, are gone.
+    live = {output.slot for output in recording.modules if output.slot in recording.program.specs}
+    program = recording.program.part(recording.slots[0], recording.slots[-1], also=live)  # type: ignore[arg-type]
+    at_x, at_zero = (_sizes(recording, program, live, x) for x in (recording.states[0], 0 * recording.states[0]))
+    squares: dict[str, list[float]] = {}
+    for path, slot in recording.modules:
+        if slot is None:
+            squares.setdefault(path, [0.0, 0.0])  # held whole, unless it also gave something live
+        elif slot in live:
+            both = squares.setdefault(path, [0.0, 0.0])
+            both[0], both[1] = both[0] + at_zero[slot], both[1] + at_x[slot]
+    return {
+        path: (zero / there) ** 0.5 if there else 1.0
+        for path, (zero, there) in squares.items()
+        if there or any(output.path == path and output.slot is None for output in recording.modules)
+    }
 
 
-# Engines -------------------------------------------------------------------------------------------------------------
-
-
-def engine_errors(operator: FrozenOperator, probes: Probes, pulled: Tensor, *, every: bool) -> dict[str, float]:
-    """How far each engine is from cotangents pulled one by one through a replay.
-
-    Args:
-        operator: The operator.
-        probes: Random cotangents.
-        pulled: They, pulled one by one.
-        every: Whether to try every engine there is; otherwise those that answered, and the one behind single maps.
-    """
-    errors, slow = {}, operator.engines.slow
-    if slow != "replayed":
-        two = operator.replay.pull(probes.u[:2], operator.span, operator.heads)  # at once, as many others go
-        errors[slow] = relative(two - pulled[:2], pulled[:2])
-    ways = [*WAYS, "captured"] if every else list(operator.engines.ways)
-    if ways and operator.folded is not None:
-        for way, found, u in _folded_answers(operator, operator.folded, probes, ways):
-            name = "captured" if way == "captured" else "folded"
-            errors[name] = max(errors.get(name, 0.0), compare(found, u, operator.pull_replayed, 0.0).error)
-    return errors
-
-
-def _folded_answers(
-    operator: FrozenOperator, folded: FoldedRows, probes: Probes, ways: list[str]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What folded blocks give by each of some ways, and from which cotangents."""
-    n_out, d_out = operator.shape[:2]
-    if "states" in ways:
-        u = probes.normal(ENOUGH_TO_FOLD, n_out, d_out)
-        yield "states", operator.adjoint_folded(u), u
-    outputs = sorted({n_out // 2, n_out - 1})  # not the first: tokens before it must be found to be in sight
-    starts = probes.normal(len(outputs), 2, d_out).to(operator.compute_type)
-    for way in ways:
-        if way == "states" or way == "captured" and operator.device.type not in CAPTURES:
-            continue
-        options = {"few": way in ("few", "captured"), "keep_matrices": way == "matrices"}
-        for _ in range(3 if way == "captured" else 1):  # launched, captured, replayed
-            rows, tokens, _ = folded.pull(outputs, starts, **options)
-        folded.forget_matrices()
-        yield way, *operator.as_states(rows, tokens, outputs, starts)  # type: ignore[possibly-unbound]
+def _sizes(recording: Recording, program: object, slots: set[int], x: Tensor) -> dict[int, float]:
+    values = recording._divided(program, x)  # type: ignore[arg-type]
+    found = program.observe(values, slots)  # type: ignore[attr-defined]
+    return {slot: float(in_float64(value.abs()).square().sum()) for slot, value in found.items()}

@@ -159,7 +159,7 @@ def _repeated(x: Tensor | None, n_heads: int) -> Any:
 
 
 def _times(a: Tensor | None, b: Tensor | None) -> Any:
-    """a bᵀ, or zero where one of them does not move."""
+    """A bᵀ, or zero where one of them does not move."""
     return 0.0 if a is None or b is None else a @ b.transpose(-1, -2)
 
 

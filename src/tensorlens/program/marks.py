@@ -51,10 +51,10 @@ class Meeting(NamedTuple):
     is_fused: bool
 
 
-MOVES = frozenset("reshape permute expand cast index narrow select index_select flip as_strided".split())
+MOVES = frozenset(["reshape", "permute", "expand", "cast", "index", "narrow", "select", "index_select", "flip", "as_strided"])
 """Operations that put numbers elsewhere and change none."""
 
-ALIKE = frozenset("mul div add sub blend norm where".split())
+ALIKE = frozenset(["mul", "div", "add", "sub", "blend", "norm", "where"])
 """Operations after which a number still stands where it stood."""
 
 
@@ -89,8 +89,12 @@ def _followed(program: Program, slot: int, numbers: Tensor, readers: dict[int, l
         if step.operation in MOVES:
             args = [value if type(value) is not Slot else numbers for value in step.args]
             args = [program.constants[value.index] if type(value) is Held else value for value in args]
-            args = [tuple(program.constants[v.index].cpu() if type(v) is Held else v for v in value)
-                    if type(value) is tuple else value for value in args]
+            args = [
+                tuple(program.constants[v.index].cpu() if type(v) is Held else v for v in value)
+                if type(value) is tuple
+                else value
+                for value in args
+            ]
             moved = numbers if step.operation == "cast" else OPERATIONS[step.operation].run(*args, **step.options)
         elif step.operation in ALIKE and program.specs[step.out].shape == tuple(numbers.shape):
             moved = numbers

@@ -362,7 +362,7 @@ def _(u: Tensor, x: Spec, axis: int) -> Tensor:
 
 @operation(joint=(0, 1))
 def add(a: Any, b: Any) -> Tensor:
-    """a + b."""
+    """A + b."""
     return a + b
 
 
@@ -373,7 +373,7 @@ def _(u: Tensor, a: Any, b: Any) -> tuple[Tensor, ...]:
 
 @operation(joint=(0, 1))
 def sub(a: Any, b: Any) -> Tensor:
-    """a - b."""
+    """A - b."""
     return a - b
 
 
@@ -384,7 +384,7 @@ def _(u: Tensor, a: Any, b: Any) -> tuple[Tensor, ...]:
 
 @operation(single=(0, 1))
 def mul(a: Any, b: Any) -> Tensor:
-    """a ⊙ b, one of them a constant."""
+    """A ⊙ b, one of them a constant."""
     return a * b
 
 
@@ -395,7 +395,7 @@ def _(u: Tensor, a: Any, b: Any) -> Tensor:
 
 @operation(joint=(0,))
 def gain(x: Tensor, factor: Tensor) -> Tensor:
-    """x ⊙ factor, and zero where the factor is, though x be infinite: what is masked does not move."""
+    """X ⊙ factor, and zero where the factor is, though x be infinite: what is masked does not move."""
     return torch.where(factor == 0, 0, x) * factor
 
 
@@ -406,7 +406,7 @@ def _(u: Tensor, x: Spec, factor: Tensor) -> Tensor:
 
 @operation(joint=(0,))
 def div(a: Tensor, b: Any) -> Tensor:
-    """a / b with b constant."""
+    """A / b with b constant."""
     return a / b
 
 
@@ -417,7 +417,7 @@ def _(u: Tensor, a: Spec, b: Any) -> Tensor:
 
 @operation(joint=(0, 1))
 def blend(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
-    """a ⊙ of_a + b ⊙ of_b: a product of two live tensors, in which each is weighed by what the other was."""
+    """A ⊙ of_a + b ⊙ of_b: a product of two live tensors, in which each is weighed by what the other was."""
     return a * of_a + b * of_b
 
 
@@ -428,7 +428,7 @@ def _(u: Tensor, a: Any, b: Any, of_a: Tensor, of_b: Tensor) -> tuple[Tensor, ..
 
 @operation(joint=(1, 2))
 def where(mask: Tensor, a: Any, b: Any) -> Tensor:
-    """a where the mask says so, b elsewhere."""
+    """A where the mask says so, b elsewhere."""
     return torch.where(mask, a, b)
 
 
@@ -441,7 +441,7 @@ def _(u: Tensor, mask: Tensor, a: Any, b: Any) -> tuple[Tensor, ...]:
 
 @operation(single=(0, 1))
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b, one of them a constant."""
+    """A b, one of them a constant."""
     return torch.matmul(a, b)
 
 
@@ -454,7 +454,7 @@ def _(u: Tensor, a: Any, b: Any) -> Tensor:
 
 @operation(joint=(0, 2), optional=(2,))
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b."""
+    """X Wᵀ + b."""
     return F.linear(x, weight, bias)
 
 
@@ -520,7 +520,7 @@ def constant(value: Tensor) -> Tensor:
 
 @operation(joint=(0, 2))
 def put(x: Tensor, at: tuple[Any, ...], value: Any, accumulate: bool = False) -> Tensor:
-    """x after `x[at] = value`, or after `x[at] += value`."""
+    """X after `x[at] = value`, or after `x[at] += value`."""
     if accumulate:
         return x.index_put(_whole_index(at), value, accumulate=True)
     x = x.clone()
@@ -543,7 +543,7 @@ def _(u: Tensor, x: Any, at: tuple[Any, ...], value: Any, accumulate: bool = Fal
 
 @operation(joint=(0, 3))
 def index_add(x: Tensor, axis: int, places: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
-    """x with rows of the source added at places of an axis."""
+    """X with rows of the source added at places of an axis."""
     return x.index_add(axis, places, source, alpha=alpha)
 
 
@@ -555,13 +555,13 @@ def _(u: Tensor, x: Any, axis: int, places: Tensor, source: Any, alpha: float = 
 
 @operation(joint=(0, 3))
 def scatter(x: Tensor, axis: int, places: Tensor, source: Any) -> Tensor:
-    """x with numbers of the source written over its own at places of an axis."""
+    """X with numbers of the source written over its own at places of an axis."""
     return x.scatter(axis, places, source)
 
 
 @operation(joint=(0, 3))
 def scatter_add(x: Tensor, axis: int, places: Tensor, source: Tensor) -> Tensor:
-    """x with numbers of the source added to its own at places of an axis."""
+    """X with numbers of the source added to its own at places of an axis."""
     return x.scatter_add(axis, places, source)
 
 

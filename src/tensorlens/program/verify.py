@@ -23,9 +23,22 @@ TOGETHER = {
 """Operations that are affine in the argument at one place, all others being constants."""
 
 SEVERAL = {
-    "add": (0, 1), "sub": (0, 1), "blend": (0, 1), "where": (1, 2), "linear": (0, 2), "convolution": (0, 2),
-    "put": (0, 2), "index_add": (0, 3), "index_copy": (0, 3), "scatter": (0, 3), "scatter_add": (0, 3),
-    "as_strided_scatter": (0, 1), "norm": (0, 3), "softmax": (0, 3), "live_attention": (0, 1, 2, 3), "complex": (0, 1),
+    "add": (0, 1),
+    "sub": (0, 1),
+    "blend": (0, 1),
+    "where": (1, 2),
+    "linear": (0, 2),
+    "convolution": (0, 2),
+    "put": (0, 2),
+    "index_add": (0, 3),
+    "index_copy": (0, 3),
+    "scatter": (0, 3),
+    "scatter_add": (0, 3),
+    "as_strided_scatter": (0, 1),
+    "norm": (0, 3),
+    "softmax": (0, 3),
+    "live_attention": (0, 1, 2, 3),
+    "complex": (0, 1),
 }
 """Operations that are affine in several arguments together."""
 
@@ -33,7 +46,9 @@ EITHER = {"mul": (0, 1), "matmul": (0, 1), "grouped_mm": (0, 1), "einsum": tuple
 """Operations that are linear in one of several arguments, the others being constants."""
 
 _PLACES: dict[str, tuple[int, ...]] = {
-    **{name: (place,) for place, names in TOGETHER.items() for name in names.split()}, **SEVERAL, **EITHER
+    **{name: (place,) for place, names in TOGETHER.items() for name in names.split()},
+    **SEVERAL,
+    **EITHER,
 }
 
 

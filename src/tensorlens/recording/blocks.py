@@ -6,9 +6,8 @@ the program with the model, and recorded once more at its own, where an input is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +15,17 @@ from torch import Tensor, nn
 
 from tensorlens.errors import InputError
 from tensorlens.memory import free_bytes
-from tensorlens.models.evidence import eagerly
-from tensorlens.models.plain_pass import evaluating, in_own_precision
+from tensorlens.models.layouts import AxisLayout, put_state, state_of
+from tensorlens.models.module_calls import observing
 from tensorlens.models.precision import TOLERANCES
+from tensorlens.models.runner import plainly
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.layouts import AxisLayout, put_state, state_of
 from tensorlens.recording.live import raw
-from tensorlens.recording.module_calls import ModuleCalls, ModulePlaces, module_calls_seen, straight
 from tensorlens.recording.tape import Tape, recording_on, spec_of
+from tensorlens.recording.walk import ModuleCalls, ModulePlaces, straight
 
 KEPT_SHARE = 0.3
 """Part of the free memory that what blocks hold may take; beyond it they are recorded again when they are needed."""
@@ -45,7 +44,8 @@ class BlockCall:
         entry: Which of the tensors it takes is the state.
         place: Which of the tensors it gives is the state.
         layout: How the state that it takes is laid out.
-        is_closed: Whether nothing live enters it but the state.
+        is_closed: Whether nothing live enters it but the state, and the call can be repeated.
+        is_plain: Whether the call can be repeated: its arguments are tensors and plain values.
     """
 
     n: int
@@ -57,10 +57,15 @@ class BlockCall:
     place: int
     layout: AxisLayout
     is_closed: bool
+    is_plain: bool
+
+    def like(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        """The same call of another module."""
+        return replace(self, module=module, args=args, kwargs=kwargs)
 
     def run(self, x: Tensor) -> Tensor:
         """What the block itself gives at a state (sample, token, channel), in its own layout."""
-        with _alone(self.module), torch.no_grad():
+        with plainly(self.module):
             args, kwargs = put_state(self.args, self.kwargs, self.layout.to_native(x), self.entry)
             return state_of(self.module(*args, **kwargs), self.place)
 
@@ -69,7 +74,7 @@ class BlockCall:
         run = Tape(rules, weights=[*self.module.parameters(), *self.module.buffers()])
         calls = ModuleCalls(ModulePlaces(self.module, self.path), run, straight)
         try:
-            with _alone(self.module), module_calls_seen(), recording_on(run, calls):
+            with plainly(self.module), observing(calls), recording_on(run):
                 slot = run.new_slot(spec_of(x))
                 live = self.layout.to_native(run.live(raw(Tensor.clone, x), slot))
                 args, kwargs = put_state(self.args, self.kwargs, live, self.entry)
@@ -96,14 +101,6 @@ class BlockProgram(NamedTuple):
     program: Program
     n_before: int
     output: Tensor
-
-
-@contextmanager
-def _alone(module: nn.Module) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in (in_own_precision(), evaluating(module), eagerly()):
-            stack.enter_context(context)
-        yield
 
 
 @dataclass

@@ -38,7 +38,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:
-    """x ⊙ factor + added, with the value that the model itself has there."""
+    """X ⊙ factor + added, with the value that the model itself has there."""
     run = tape()
     factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
     if added is None:
@@ -71,8 +71,15 @@ def slope_of(function: Elementwise, x: Tensor) -> Tensor:
 
 
 def product(
-    multiply: Callable[[Tensor, Tensor], Tensor], operation: str, a: Live, b: Live, how: str, *,
-    role: Role | None = None, note: str | None = None, options: tuple[Any, ...] = (),
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    operation: str,
+    a: Live,
+    b: Live,
+    how: str,
+    *,
+    role: Role | None = None,
+    note: str | None = None,
+    options: tuple[Any, ...] = (),
 ) -> Live:
     r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
 

@@ -122,7 +122,9 @@ def value_of(value: Any) -> Any:
     return raw(Tensor.detach, value) if isinstance(value, Tensor) else value
 
 
-_SIMPLE = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor, nn.Parameter])
+_SIMPLE = frozenset(
+    [int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor, nn.Parameter]
+)
 """Types of most arguments that hold no live tensor: one look instead of three."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tensorlens.recording.live import Live, found_in, is_live, raw
+from tensorlens.recording.live import found_in, is_live, raw
 from tensorlens.recording.names import name_of
 from tensorlens.recording.table import DESCRIBES
 
@@ -51,9 +51,13 @@ class Prologue(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(result, (Tensor, tuple, list)) and name_of(func) not in DESCRIBES:
+        if is_noted(func, result):
             self._calls.append((func, args, kwargs, result))
         return result
+
+    def birth_of(self, state: Tensor) -> int | None:
+        """Which of the noted functions gave a state last, if one did."""
+        return next((n for n in reversed(range(len(self._calls))) if self._calls[n][3] is state), None)
 
     def repeat(self, run: Tape) -> None:
         """Run again what was made of live tensors before they were live, and note nothing more."""
@@ -71,6 +75,32 @@ class Prologue(TorchFunctionMode):
                     run.writes.borrow(old, run.slot_of(new))
 
 
+def is_noted(function: Any, result: Any) -> bool:
+    """Whether a function makes tensors of tensors, and does not only describe one."""
+    return isinstance(result, (Tensor, tuple, list)) and name_of(function) not in DESCRIBES
+
+
+class Reborn(TorchFunctionMode):
+    """Gives a state another value where it is made, so that whatever the model makes of it sees the other one.
+
+    Args:
+        birth: Which of the noted functions makes it.
+        value: In the model's own layout.
+    """
+
+    def __init__(self, birth: int, value: Tensor) -> None:
+        super().__init__()
+        self._left, self._value = birth, value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._left >= 0 and is_noted(func, result):
+            self._left -= 1
+            if self._left < 0:
+                result.copy_(self._value)
+        return result
+
+
 def _parts(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
@@ -78,6 +108,3 @@ def _parts(result: Any) -> list[Any]:
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same numbers: one that was written to since does not."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(raw(torch.allclose, a, b, equal_nan=True))
-
-
-__all__ = ["Live", "Prologue"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -12,17 +11,27 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.evidence import eagerly, main_tensor
-from tensorlens.models.plain_pass import evaluating, in_own_precision
+from tensorlens.models.evidence import main_tensor
+from tensorlens.models.layouts import (
+    AxisLayout,
+    axis_layout,
+    changed,
+    find_state,
+    is_plain,
+    put_state,
+    state_layout,
+    state_of,
+)
+from tensorlens.models.module_calls import observing
+from tensorlens.models.runner import plainly
 from tensorlens.program.constants import Constants
 from tensorlens.program.program import Program
 from tensorlens.recording.blocks import BlockCall, KeptBlocks
-from tensorlens.recording.layouts import AxisLayout, axis_layout, changed, find_state, is_plain, put_state, state_of
 from tensorlens.recording.live import Live, found_in, is_live, raw, value_of
-from tensorlens.recording.module_calls import ModuleCalls, ModulePlaces, methods_seen, module_calls_seen
 from tensorlens.recording.prologue import Prologue
 from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
 from tensorlens.recording.tape import Tape, recording_on, spec_of
+from tensorlens.recording.walk import ModuleCalls, ModulePlaces
 
 Forward = Callable[..., Any]
 
@@ -62,6 +71,7 @@ class Recorder:
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
         self.end: tuple[int, Tensor] | None = None
+        self.birth: int | None = None
         self.last_output: Any = None
         self.prologue = Prologue()
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
@@ -78,13 +88,11 @@ class Recorder:
         run, anatomy = self.run, self.anatomy
         try:
             with ExitStack() as stack:
-                stack.enter_context(in_own_precision())
-                stack.enter_context(evaluating(anatomy.model))
-                stack.enter_context(eagerly())
-                stack.enter_context(module_calls_seen())
-                if not anatomy.channels:  # whose blocks were not seen to be called
-                    stack.enter_context(methods_seen(anatomy.blocks))
-                stack.enter_context(recording_on(run, ModuleCalls(self.places, run, self._at)))
+                stack.enter_context(plainly(anatomy.model))
+                # Blocks that were not seen to be called may be run by their methods.
+                methods_of = () if anatomy.channels else anatomy.blocks
+                stack.enter_context(observing(ModuleCalls(self.places, run, self._at), methods_of))
+                stack.enter_context(recording_on(run))
                 readout = self._run_model()
                 if self.n_entered and self.end is None and anatomy.body_end == "":
                     self._leave_body(readout)
@@ -125,13 +133,22 @@ class Recorder:
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
         self.blocks.let_go(program, held, states, run.rules)
         return Recording(
-            program=program, states=tuple(states), slots=tuple(slots), rules=run.rules,
+            program=program,
+            states=tuple(states),
+            slots=tuple(slots),
+            rules=run.rules,
             readout=value_of(readout) if anatomy.has_head else None,
             readout_slot=run.slot_of(readout) if anatomy.has_head and is_live(readout) else None,
-            head=_head_of(anatomy.unembedding, readout), n_encoder_blocks=self.n_encoder_blocks or 0,
-            starts_at_embedding=self.starts_at_embedding, mixtures=tuple(run.mixtures), meetings=tuple(run.meetings),
-            modules=tuple(self.modules), rules_applied=run.rules_applied, mixes_samples=run.mixes_samples,
-            name=type(anatomy.model).__name__, origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls)),
+            head=_head_of(anatomy.unembedding, readout),
+            n_encoder_blocks=self.n_encoder_blocks or 0,
+            starts_at_embedding=self.starts_at_embedding,
+            mixtures=tuple(run.mixtures),
+            meetings=tuple(run.meetings),
+            modules=tuple(self.modules),
+            rules_applied=run.rules_applied,
+            mixes_samples=run.mixes_samples,
+            name=type(anatomy.model).__name__,
+            origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth),
         )
 
     # Modules ----------------------------------------------------------------------------------------------------------
@@ -193,13 +210,22 @@ class Recorder:
         self, n: int, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
     ) -> BlockCall:
         """How a block is called, with values alone."""
-        is_closed = all(x is state or x.slot is None for x in found_in(args, kwargs)) and not self._encoder
-        is_closed &= not self.starts_at_embedding and all(map(is_plain, (*args, *kwargs.values())))
+        is_repeatable = all(map(is_plain, (*args, *kwargs.values())))
+        is_closed = is_repeatable and not self._encoder and not self.starts_at_embedding
+        is_closed &= all(x is state or x.slot is None for x in found_in(args, kwargs))
         stands_in = value_of(state)
         args, kwargs = changed((args, kwargs), lambda x: stands_in if x is state else value_of(x))
         return BlockCall(
-            n=n, module=module, path=name, args=args, kwargs=kwargs, entry=self.anatomy.entry_place,
-            place=self.anatomy.state_place, layout=self._layout(state, n), is_closed=is_closed,
+            n=n,
+            module=module,
+            path=name,
+            args=args,
+            kwargs=kwargs,
+            entry=self.anatomy.entry_place,
+            place=self.anatomy.state_place,
+            layout=self._layout(state, n),
+            is_closed=is_closed,
+            is_plain=is_repeatable,
         )
 
     # States -----------------------------------------------------------------------------------------------------------
@@ -214,6 +240,7 @@ class Recorder:
             layout = self._layout(state, n)
             if n == 0 and len(layout.channels) > 1 and self._has_embedded:
                 raise StartEarly  # several streams are made of one
+            self.birth = self.prologue.birth_of(state) if n == 0 else self.birth
             alike = [x for x in beside if type(x) is Tensor and x is not state and x.shape == state.shape]
             alike = [x for x in alike if torch.equal(x, value_of(state))]
             state = self._begin(state, layout)
@@ -262,18 +289,7 @@ class Recorder:
 
     def _layout(self, state: Tensor, n: int) -> AxisLayout:
         """How the state entering block n is laid out, or the last one."""
-        channels = self.anatomy.channels
-        channel = channels[n] if channels and n < len(channels) else None
-        return axis_layout(state, channel, self._n_text_tokens, self.run.n_samples)
-
-    @functools.cached_property
-    def _n_text_tokens(self) -> int | None:
-        """Number of tokens of a text, as far as the inputs say."""
-        for name, axis in (("input_ids", -1), ("inputs_embeds", 1), ("decoder_input_ids", -1)):
-            if isinstance(self.inputs.get(name), Tensor):
-                return self.inputs[name].shape[axis]
-        ids = [v for v in self.inputs.values() if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64)]
-        return next((tensor.shape[-1] for tensor in ids if tensor.dim() == 2), None)  # by whatever name
+        return state_layout(state, n, self.anatomy.channels, self.inputs, self.run.n_samples)
 
     def _embed(self, output: Tensor) -> Tensor:
         """Token embeddings: where the program begins if the first block takes only a part of them."""

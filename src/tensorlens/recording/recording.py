@@ -34,11 +34,19 @@ class Span(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The model that was recorded, where its parts are, what it was called with, and how its blocks were."""
+    """The model that was recorded.
+
+    Attributes:
+        anatomy: Where its parts are.
+        inputs: What it was called with.
+        calls: How its blocks were called.
+        birth: Which torch function of a pass makes $X^0$, counted as `prologue` does; None if none was seen to.
+    """
 
     anatomy: Anatomy
     inputs: dict[str, Any]
     calls: tuple[BlockCall, ...] = ()
+    birth: int | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -228,12 +236,14 @@ class Recording:
         sizes = [program.specs[slot].shape[1] for slot in program.outputs]
         parts = (u,) if len(sizes) == 1 else u.split(sizes, 1)
         specs = [program.specs[slot] for slot in program.outputs]
-        return self._joined(program.pull(*(p.to(s.dtype, s.device) for p, s in zip(parts, specs, strict=True))))
+        return self._joined(
+            program.pull(*(p.to(device=s.device, dtype=s.dtype) for p, s in zip(parts, specs, strict=True)))
+        )
 
     def _divided(self, program: Program, x: Tensor) -> list[Tensor]:
         specs = [program.specs[slot] for slot in program.inputs]
         parts = [x] if len(specs) == 1 else x.split([spec.shape[1] for spec in specs], 1)
-        return [part.to(spec.dtype, spec.device) for part, spec in zip(parts, specs, strict=True)]
+        return [part.to(device=spec.device, dtype=spec.dtype) for part, spec in zip(parts, specs, strict=True)]
 
     def _joined(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The encoder's tokens and the decoder's, on one device."""

@@ -19,16 +19,16 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
+from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves
 from tensorlens.recording.conventions import Rules
-from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.recording.live import Live, found_in, is_live, raw, set_tape, tape
 from tensorlens.recording.names import name_of, spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import DESCRIBES, find_rule
 from tensorlens.recording.writes import Writes
 
-OVER_ALL = frozenset("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std".split())
+OVER_ALL = frozenset(["any", "all", "unique", "bincount", "histc", "norm", "dist", "det", "equal", "allclose", "count_nonzero", "nonzero", "var", "std"])
 """Functions that take all of a tensor together where no axis is named."""
 
 _PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
@@ -59,7 +59,6 @@ class Tape:
         self.mixes_samples: str | None = None
         self.is_running = False
         self.refused: Exception | None = None
-        self.calls: Any = None
         self.mixtures: list[Mixture] = []
         self.meetings: list[Meeting] = []
         self.writes = Writes(self)
@@ -77,7 +76,13 @@ class Tape:
     # What rules ask of it ---------------------------------------------------------------------------------------------
 
     def emit(
-        self, operation: str, value: Tensor, /, *args: Any, role: Role | None = None, note: str | None = None,
+        self,
+        operation: str,
+        value: Tensor,
+        /,
+        *args: Any,
+        role: Role | None = None,
+        note: str | None = None,
         **options: Any,
     ) -> Live:
         """Append a step and give its value, live.
@@ -315,9 +320,7 @@ class Tape:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    def _on_held(
-        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Live]
-    ) -> Any:
+    def _on_held(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Live]) -> Any:
         """A function of held tensors, one of which carries a role: the role is handed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
@@ -377,16 +380,16 @@ class Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def recording_on(new: Tape, calls: Any) -> Iterator[None]:
-    """Let live tensors of this thread go by a tape, and its module calls by `calls`, while this lasts."""
+def recording_on(new: Tape) -> Iterator[None]:
+    """Let live tensors of this thread go by a tape while this lasts."""
     before = tape()
     set_tape(new)
-    new.is_running, new.calls = True, calls
+    new.is_running = True
     try:
         with torch.no_grad(), Kernels(new):
             yield
     finally:
-        new.is_running, new.calls = False, None
+        new.is_running = False
         set_tape(before)
 
 

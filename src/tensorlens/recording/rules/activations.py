@@ -20,9 +20,7 @@ from tensorlens.recording.rules import gains
 from tensorlens.recording.table import family, rule
 
 
-def activate(
-    run: Any, name: str, z: Tensor, gain: Callable[[Tensor], Tensor], value: Elementwise | None = None
-) -> Any:
+def activate(run: Any, name: str, z: Tensor, gain: Callable[[Tensor], Tensor], value: Elementwise | None = None) -> Any:
     """φ(z) as z ⊙ φ(z)/z with the gain held, or by its derivative where the rules say so.
 
     Args:

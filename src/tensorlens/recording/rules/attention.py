@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorlens.errors import NotLinearError
-from tensorlens.recording.live import Live, is_live, raw, tape, value_of
+from tensorlens.recording.live import is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.table import family, rule
 
@@ -44,13 +44,25 @@ def softmax(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 @rule("scaled_dot_product_attention")
 def attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
     """Fused attention: with q, k and mask held, A is fixed without being formed; with A live, by its derivative."""
     run = tape()
     mixed = raw(
-        F.scaled_dot_product_attention, query, key, value, attn_mask, is_causal=is_causal, scale=scale,
+        F.scaled_dot_product_attention,
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal=is_causal,
+        scale=scale,
         enable_gqa=enable_gqa,
     )
     q, k, v, mask = (value_of(x) for x in (query, key, value, attn_mask))
@@ -65,8 +77,18 @@ def attention(
         run.note(f"attention: fused, {run.rules.attention}")
         live = [x if is_live(x) else None for x in (query, key, value)]
         shares = _shares(query, key, value)
-        found = run.emit("live_attention", mixed, *live, raw(Tensor.clone, mixed), (q, k, v), mask, is_causal, scale,
-                         enable_gqa, shares)
+        found = run.emit(
+            "live_attention",
+            mixed,
+            *live,
+            raw(Tensor.clone, mixed),
+            (q, k, v),
+            mask,
+            is_causal,
+            scale,
+            enable_gqa,
+            shares,
+        )
     run.note_fused(found, query, key, value, mask, is_causal, scale)
     return found
 
@@ -92,9 +114,11 @@ def _spelled_out(
     return torch.matmul(torch.softmax(scores + mask, -1), value)
 
 
-@family("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
-        "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math")
+@family(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math"
+)
 def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The kernels of fused attention, by device; what they give beside the mixture only a backward pass reads."""
     arguments = function._schema.arguments
@@ -131,11 +155,7 @@ def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 # torch's whole layer --------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = (
-    "query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn dropout_p "
-    "out_proj_weight out_proj_bias training key_padding_mask need_weights attn_mask use_separate_proj_weight "
-    "q_proj_weight k_proj_weight v_proj_weight static_k static_v average_attn_weights is_causal"
-).split()
+_ARGUMENTS = ["query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights", "is_causal"]
 
 
 @family("multi_head_attention_forward")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, of_factors, of_largest
-from tensorlens.recording.table import family, rule
+from tensorlens.recording.table import family
 
 
 @family(

@@ -90,21 +90,38 @@ def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     return tape().emit("expand", value, x, tuple(value.shape), role=role_after(name, x))
 
 
-@family("contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift as_subclass "
-        "deepcopy requires_grad_ _conj_copy view_copy")
+@family(
+    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift as_subclass "
+    "deepcopy requires_grad_ _conj_copy view_copy"
+)
 def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers. Cutting the gradient changes none: T includes the path that training leaves out."""
     x = args[0]
     if name in ("detach_", "requires_grad_", "as_subclass"):
         return x
-    value = raw(Tensor.detach, x) if name == "get:data" else raw(Tensor.clone if name == "deepcopy" else function,
-                                                                x, *([] if name == "deepcopy" else args[1:]), **kwargs)
+    value = (
+        raw(Tensor.detach, x)
+        if name == "get:data"
+        else raw(
+            Tensor.clone if name == "deepcopy" else function, x, *([] if name == "deepcopy" else args[1:]), **kwargs
+        )
+    )
     return same(x, value, role_after(name, x) or (x.role if x.role is Role.GATE else None))
 
 
-COARSE = frozenset([
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
-])
+COARSE = frozenset(
+    [
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+    ]
+)
 """Types in which nothing is linear."""
 
 
@@ -158,8 +175,10 @@ def _plain_part(part: Any) -> Any:
     if isinstance(part, slice):
         return slice(*(None if edge is None else int(edge) for edge in (part.start, part.stop, part.step)))
     if isinstance(part, Tensor):
-        return raw(torch.atleast_1d, value_of(part))[0].item() if part.dim() == 0 and not part.dtype == torch.bool else (
-            value_of(part)
+        return (
+            raw(torch.atleast_1d, value_of(part))[0].item()
+            if part.dim() == 0 and not part.dtype == torch.bool
+            else (value_of(part))
         )
     if isinstance(part, (list, range)):
         return torch.tensor(list(part))
@@ -221,8 +240,9 @@ def narrowed(x: Live, dim: int, start: Any, length: int) -> Any:
     """Some places in a row of one axis."""
     start = int(start)
     value = raw(Tensor.narrow, x, dim, start, length)
-    return tape().emit("narrow", value, x, dim, start % x.shape[dim] if length else start, length,
-                       role=role_after("narrow", x))
+    return tape().emit(
+        "narrow", value, x, dim, start % x.shape[dim] if length else start, length, role=role_after("narrow", x)
+    )
 
 
 @rule("select")
@@ -270,7 +290,9 @@ def joined(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     parts = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     value = raw(function, list(parts), dim)
-    parts = [part for part in parts if name == "stack" or part.dim() > 1 or part.numel()]  # torch passes over empty ones
+    parts = [
+        part for part in parts if name == "stack" or part.dim() > 1 or part.numel()
+    ]  # torch passes over empty ones
     parts = [part if part.dtype == value.dtype else part.to(value.dtype) for part in parts]
     return tape().emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
@@ -369,7 +391,7 @@ def running_sums(x: Live, dim: int, dtype: Any = None) -> Any:
 
 @family("add sub rsub")
 def added(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """a + b, a - b, with a factor of b."""
+    """A + b, a - b, with a factor of b."""
     a, b = (*args, *([kwargs["other"]] if "other" in kwargs else []))[:2]
     alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
     if name == "rsub":
@@ -403,7 +425,7 @@ def negated(x: Live) -> Any:
 
 @rule("where")
 def chosen(condition: Any, *both: Any, **named: Any) -> Any:
-    """a where a mask says so, b elsewhere."""
+    """A where a mask says so, b elsewhere."""
     if not both and not named:
         return raw(torch.where, condition)
     a, b = (*both, *(named[key] for key in ("input", "self", "other") if key in named))[:2]
@@ -423,7 +445,7 @@ def _contents(x: Any) -> Any:
 
 @rule("masked_fill")
 def filled(x: Any, mask: Any, value: Any) -> Any:
-    """x with a number where a mask says so."""
+    """X with a number where a mask says so."""
     mask, fill = value_of(mask), value
     if isinstance(fill, Tensor) and not is_live(fill):
         fill = value_of(fill).to(x.dtype)
@@ -440,7 +462,7 @@ def picked(x: Live, mask: Tensor) -> Any:
 
 @rule("masked_scatter")
 def poured(x: Any, mask: Any, source: Any) -> Any:
-    """x with values of a source, in their order, where a mask says so."""
+    """X with values of a source, in their order, where a mask says so."""
     value = raw(Tensor.masked_scatter, x, mask, source)
     mask = raw(torch.broadcast_to, value_of(mask), value.shape)
     n = int(raw(Tensor.sum, mask))
@@ -479,7 +501,7 @@ def assign(x: Tensor, at: Any, new: Any) -> None:
 
 @family("index_put _index_put_impl")
 def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x with values put, or added, at places."""
+    """X with values put, or added, at places."""
     x, indices, values = args[:3]
     accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     at = tuple([slice(None) if one is None else value_of(one) for one in indices])
@@ -489,7 +511,7 @@ def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 @rule("slice_scatter")
 def put_slice(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """x with a slice of one axis replaced."""
+    """X with a slice of one axis replaced."""
     value = raw(torch.slice_scatter, x, src, dim, start, end, step)
     end = None if end is None or end >= x.shape[dim] else end
     return tape().emit("put", value, x, (*[slice(None)] * (dim % x.dim()), slice(start, end, step)), src)
@@ -497,28 +519,28 @@ def put_slice(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None
 
 @rule("select_scatter")
 def put_place(x: Any, src: Any, dim: int, index: int) -> Any:
-    """x with one place of an axis replaced."""
+    """X with one place of an axis replaced."""
     value = raw(torch.select_scatter, x, src, dim, index)
     return tape().emit("put", value, x, (*[slice(None)] * (dim % x.dim()), index), src)
 
 
 @rule("index_add")
 def rows_added(x: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> Any:
-    """x with rows of a source added at places."""
+    """X with rows of a source added at places."""
     value = raw(torch.index_add, x, dim, index, source, alpha=alpha)
     return tape().emit("index_add", value, x, dim, value_of(index), source, alpha)
 
 
 @rule("index_copy")
 def rows_copied(x: Any, dim: int, index: Tensor, source: Any) -> Any:
-    """x with rows of a source at places."""
+    """X with rows of a source at places."""
     value = raw(torch.index_copy, x, dim, index, source)
     return tape().emit("index_copy", value, x, dim, value_of(index), source)
 
 
 @rule("index_fill")
 def rows_filled(x: Live, dim: int, index: Tensor, value: Any) -> Any:
-    """x with one number at places."""
+    """X with one number at places."""
     if is_live(value):
         raise tape().refusal("index_fill with a live number")
     places = (*[slice(None)] * (dim % x.dim()), value_of(index))
@@ -556,15 +578,29 @@ def rows_of_table(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
 # Functions without a form of their own ------------------------------------------------------------------------------
 
 
-@family(" ".join([*(name for name in LINEAR_FUNCTIONS if name not in ("repeat", "index_copy", "window")),
-                  *(f"fft_{name}" for name in LINEAR_FUNCTIONS if "fft" in name), "im2col",
-                  "get:real", "get:imag", "conj", "_conj"]))
+@family(
+    " ".join(
+        [
+            *(name for name in LINEAR_FUNCTIONS if name not in ("repeat", "index_copy", "window")),
+            *(f"fft_{name}" for name in LINEAR_FUNCTIONS if "fft" in name),
+            "im2col",
+            "get:real",
+            "get:imag",
+            "conj",
+            "_conj",
+        ]
+    )
+)
 def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear in the first argument: the same function as a step."""
     value = raw(function, *args, **kwargs)
     name = name.removeprefix("fft_").removeprefix("get:").replace("_conj", "conj").replace("conj", "conj_physical")
     name = "conj_physical" if name.startswith("conj_physical") else name
-    if name == "unfold" and not isinstance(args[1] if len(args) > 1 else kwargs.get("dimension"), int) or name == "im2col":
+    if (
+        name == "unfold"
+        and not isinstance(args[1] if len(args) > 1 else kwargs.get("dimension"), int)
+        or name == "im2col"
+    ):
         name = "window"
     live = [n for n, arg in enumerate(args) if is_live(arg)]
     if live and live != [0] and name not in ("complex", "grid_sample"):

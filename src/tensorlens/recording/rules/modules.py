@@ -108,9 +108,7 @@ def gate_layer(run: Any, module: nn.Module, forward: Callable[..., Any], x: Tens
     "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv",
     "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
 )
-def gated_convolution(
-    run: Any, module: Any, forward: Callable[..., Any], hidden_states: Tensor, **_: Any
-) -> Any:
+def gated_convolution(run: Any, module: Any, forward: Callable[..., Any], hidden_states: Tensor, **_: Any) -> Any:
     """C ⊙ conv(B ⊙ x): both gates are held, the convolution stays linear."""
     if run.rules.gate in ("half", "taylor"):
         return forward(hidden_states, **_)

@@ -48,7 +48,7 @@ def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return _as_statistics(found)
 
 
-_ONE_BY_ONE = frozenset("rsqrt sqrt reciprocal log log2 log10 pow rpow logit".split())
+_ONE_BY_ONE = frozenset(["rsqrt", "sqrt", "reciprocal", "log", "log2", "log10", "pow", "rpow", "logit"])
 """Statistics of single numbers."""
 
 
@@ -122,7 +122,14 @@ def _logcumsumexp(x: Live, dim: int) -> Any:
 
 
 def normalised(
-    name: str, x: Live, inverse: Tensor, axes: tuple[int, ...], value: Tensor, *, centred: bool, weight: Any = None,
+    name: str,
+    x: Live,
+    inverse: Tensor,
+    axes: tuple[int, ...],
+    value: Tensor,
+    *,
+    centred: bool,
+    weight: Any = None,
     bias: Any = None,
 ) -> Any:
     """One step for a whole norm: γ ⊙ (x - mean(x))/σ + β.
@@ -169,7 +176,11 @@ def _inverse_std(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
 
 @rule("layer_norm")
 def layer_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
     """γ ⊙ (x - mean(x))/σ + β with 1/σ held. The mean is not held: centring is linear."""
@@ -178,9 +189,7 @@ def layer_norm(
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
     axes = tuple(range(-len(normalized_shape), 0))
-    value, _, inverse = raw(
-        torch.native_layer_norm, input, normalized_shape, value_of(weight), value_of(bias), eps
-    )
+    value, _, inverse = raw(torch.native_layer_norm, input, normalized_shape, value_of(weight), value_of(bias), eps)
     if inverse.dtype in (torch.float16, torch.bfloat16):
         inverse = raw(_inverse_std, value_of(input), axes, eps)
     return normalised("layer_norm", input, inverse, axes, value, centred=True, weight=weight, bias=bias)
@@ -223,9 +232,7 @@ def group_norm(
 
 
 @rule("native_group_norm")
-def group_norm_kernel(
-    x: Live, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float
-) -> Any:
+def group_norm_kernel(x: Live, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> Any:
     """The kernel of a group norm."""
     return group_norm(x, group, weight, bias, eps), None, None
 

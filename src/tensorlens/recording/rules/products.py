@@ -151,8 +151,11 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
             return _live_weight(x, weight, bias)
         found = torch.matmul(x, weight.mT) if weight.dim() > 1 else torch.matmul(x, weight)
         return found if bias is None else found + bias
-    value = raw(function, x, weight, bias) if type(weight) in (Tensor, nn.Parameter, Live) else function(
-        value_of(x), weight, bias)
+    value = (
+        raw(function, x, weight, bias)
+        if type(weight) in (Tensor, nn.Parameter, Live)
+        else function(value_of(x), weight, bias)
+    )
     return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
 
 
@@ -168,7 +171,21 @@ def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
 def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
-    names = ("input", "self", "batch1", "mat1", "vec1", "tensor1", "end", "batch2", "mat2", "vec2", "vec", "tensor2", "weight")
+    names = (
+        "input",
+        "self",
+        "batch1",
+        "mat1",
+        "vec1",
+        "tensor1",
+        "end",
+        "batch2",
+        "mat2",
+        "vec2",
+        "vec",
+        "tensor2",
+        "weight",
+    )
     base, left, right = (*args, *(kwargs[key] for key in names if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
     if name == "lerp":
@@ -183,12 +200,14 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
 
 @rule("outer")
 def outer_product(a: Any, b: Any) -> Any:
-    """a bᵀ as a product of a column and a row."""
+    """A bᵀ as a product of a column and a row."""
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-@family("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
-        "convolution_overrideable")
+@family(
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
+    "convolution_overrideable"
+)
 def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A convolution; a weight that is live as its input is gets held."""
     run = tape()
@@ -226,7 +245,8 @@ def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     run = tape()
     names = ("mat2", "mat_b", "offs", "bias", "out_dtype")
     given = dict(zip(("a", "b", "offs", "bias", "out_dtype"), args, strict=False)) | {
-        {"mat2": "b", "mat_b": "b"}.get(key, key): value for key, value in kwargs.items() if key in names}
+        {"mat2": "b", "mat_b": "b"}.get(key, key): value for key, value in kwargs.items() if key in names
+    }
     a, b, bias = given["a"], given["b"], given.get("bias")
     if bias is not None:
         raise run.refusal(f"{name} with a bias")
@@ -235,8 +255,15 @@ def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
         b = value_of(b)
     value = raw(function, *args, **kwargs)
     offsets = given.get("offs")
-    return run.emit("grouped_mm", value, _operand(a), _operand(b), None if offsets is None else value_of(offsets),
-                    given.get("out_dtype"), role=role_after(name, a, b))
+    return run.emit(
+        "grouped_mm",
+        value,
+        _operand(a),
+        _operand(b),
+        None if offsets is None else value_of(offsets),
+        given.get("out_dtype"),
+        role=role_after(name, a, b),
+    )
 
 
 @rule("einsum")
@@ -366,7 +393,7 @@ def _solve_options(name: str, kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _live_solve(function: Any, matrix: Live, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
+    """X = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
     x0 = raw(function, matrix, b, *rest, **kwargs)
     is_unit, upper = kwargs.get("unitriangular", False), kwargs.get("upper")
     if upper is not None:  # torch reads no other part of the matrix
@@ -374,5 +401,3 @@ def _live_solve(function: Any, matrix: Live, b: Live, rest: tuple[Any, ...], kwa
     moved = b - (torch.matmul(matrix, x0) if kwargs.get("left", True) else torch.matmul(x0, matrix))
     moved = moved - x0 if is_unit else moved  # zero at X
     return function(value_of(matrix), moved, *rest, **kwargs) + x0
-
-

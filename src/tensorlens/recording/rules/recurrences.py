@@ -81,7 +81,6 @@ def _holding(run: Any, name: str, function: Callable[..., Any]) -> Callable[...,
     return run_kernel
 
 
-
 # The table ------------------------------------------------------------------------------------------------------------
 
 kernel("mamba_selective_scan", "selective_scan_fn", "mamba_inner_fn", hold="delta A B C D z gate dt delta_bias")

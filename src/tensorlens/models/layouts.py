@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -78,6 +78,31 @@ def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None,
     if token is not None:
         return AxisLayout(shape, batch, tuple(axis for axis in range(len(shape)) if axis not in (batch, token)))
     return AxisLayout(shape, batch, (last if channel is None else channel,))
+
+
+def state_layout(
+    state: Tensor, n: int, channels: Sequence[int | None], inputs: Mapping[str, Any], n_samples: int = 1
+) -> AxisLayout:
+    """How the state that enters block n is laid out, or with n = -1 the last one.
+
+    Args:
+        state: The state.
+        n: Which one.
+        channels: `Anatomy.channels`.
+        inputs: What the model was called with.
+        n_samples: How many samples there are.
+    """
+    channel = channels[n] if channels and n < len(channels) else None
+    return axis_layout(state, channel, n_text_tokens(inputs), n_samples)
+
+
+def n_text_tokens(inputs: Mapping[str, Any]) -> int | None:
+    """Number of tokens of a text, as far as the inputs say."""
+    for name, axis in (("input_ids", -1), ("inputs_embeds", 1), ("decoder_input_ids", -1)):
+        if isinstance(inputs.get(name), Tensor):
+            return inputs[name].shape[axis]
+    ids = [v for v in inputs.values() if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64)]
+    return next((tensor.shape[-1] for tensor in ids if tensor.dim() == 2), None)  # by whatever name
 
 
 def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n_tokens: int | None) -> int | None:

@@ -1,0 +1,175 @@
+r"""The law of capture: does the program see everything that the input moves?
+
+The capture (which operations carry the input) is one for all members of the family; only the replacements differ. The
+Jacobian's member has a truth outside: finite differences of the model itself. A path that was lost, to a kernel that
+torch's dispatcher does not see, to numpy, to another thread, is a constant in every other law; here it is a gap,
+
+    ‖(F(X + εv) - F(X - εv)) / 2ε - T_J v‖ / ‖T_J v‖,
+
+of the size of that path. Block by block from its own state, and end to end, on the first tokens of the input; blocks of
+a half-precision model are copied to float32, since finite differences in half precision are noise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import TensorLensError
+from tensorlens.models.layouts import changed
+from tensorlens.models.precision import in_float64, tf32
+from tensorlens.models.runner import End, run
+from tensorlens.operators.model_itself import as_tokens
+from tensorlens.recording.blocks import BlockCall
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.prologue import Reborn
+from tensorlens.recording.record import record
+from tensorlens.recording.recording import Origin, Recording, Span
+
+MOST_TOKENS = 64
+"""Tokens of the input that are enough to show which operations carry it."""
+
+STEPS = {torch.float64: (3e-4, 1e-5), torch.float32: (3e-3, 3e-4)}
+"""Sizes of a step, relative to the state: the second where the first is not small enough."""
+
+ACCEPTED = 2e-2
+"""The smallest lost path that the law is sure to see, as a part of what the block carries."""
+
+HALF = (torch.bfloat16, torch.float16)
+READS = ("held: item", "held: cast")
+"""Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+
+
+@dataclass
+class Capture:
+    """What finite differences say.
+
+    Attributes:
+        blocks: The gap of each block that was measured.
+        whole: That of the whole model; None for one in half precision.
+        left_out: Blocks that cannot be run on their own.
+        by_design: Modules that hold what finite differences move.
+    """
+
+    blocks: dict[int, float] = field(default_factory=dict)
+    whole: float | None = None
+    left_out: list[int] = field(default_factory=list)
+    by_design: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """The largest gap; None if nothing could be measured."""
+        return max([*self.blocks.values(), *([] if self.whole is None else [self.whole])], default=None)
+
+
+def capture(recording: Recording, generator: torch.Generator) -> Capture:
+    """Compare the Jacobian's member of a model with finite differences of the model itself."""
+    short = _shortened(recording)
+    origin = short.from_model("The law of capture")
+    found = Capture(by_design=tuple(sorted({module for rule, module in short.rules_applied if rule.startswith(READS)})))
+    rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
+    with tf32(False):
+        for call, state in zip(origin.calls, short.states, strict=False):
+            gap = _gap_of_block(call, _own_part(short, call.n, state), generator)
+            if gap is None:
+                found.left_out.append(call.n)
+            else:
+                found.blocks[call.n] = gap
+        if recording.states[0].dtype not in HALF and not recording.n_encoder_blocks:
+            found.whole = _gap_of_model(origin, rules, short, generator)
+    return found
+
+
+def _shortened(recording: Recording) -> Recording:
+    """A recording of the first tokens, for an input that is long; of all of it where it cannot be cut."""
+    origin = recording.from_model("The law of capture")
+    inputs = beginning(origin.inputs, MOST_TOKENS)
+    if inputs is None:
+        return recording
+    try:
+        return record(origin.anatomy, inputs, recording.rules)
+    except (TensorLensError, RuntimeError, ValueError, IndexError):  # a model for inputs of one length
+        return recording
+
+
+def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
+    """The first `n` tokens of a text: every axis over tokens is cut; None where there are no more, or none at all."""
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] <= n or "decoder_input_ids" in inputs:
+        return None
+    length = tokens.shape[1]
+    return {name: _cut(value, length, n) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _cut(value: Tensor, length: int, n: int) -> Tensor:
+    # Of (sample, token, channel) the last axis may be as long as the input by chance.
+    axes = (1,) if value.is_floating_point() and value.dim() == 3 else range(value.dim())
+    for axis in axes:
+        if value.shape[axis] == length:
+            value = value.narrow(axis, 0, n)
+    return value
+
+
+def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
+    """The tokens of a state that a block takes: the encoder's, or the decoder's."""
+    split = recording.split(n)
+    return state[:, :split] if n < recording.n_encoder_blocks else state[:, split:]
+
+
+def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator) -> float | None:
+    """The gap of one block at its own state; None if it cannot be run on its own."""
+    if not call.is_plain:
+        return None
+    try:
+        if x.dtype in HALF:
+            call, x = _in_float32(call), x.float()
+        program = call.record(x, Rules.jacobian()).program.linear
+        return _gap(call.run, lambda v: program.run(v)[0], x, generator)
+    except (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+        return None
+
+
+def _in_float32(call: BlockCall) -> BlockCall:
+    def wide(x: Tensor) -> Tensor:
+        return x.float() if x.dtype in HALF else x
+
+    args, kwargs = changed((call.args, call.kwargs), wide)
+    return call.like(copy.deepcopy(call.module).float(), args, kwargs)
+
+
+def _gap_of_model(origin: Origin, rules: Rules, short: Recording, generator: torch.Generator) -> float | None:
+    """The gap from X⁰ to X^N; None where the place that makes X⁰ was not seen."""
+    if origin.birth is None or short.starts_at_embedding:
+        return None
+    recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
+    to: End = "end" if rules.include_final_norm else "last block"
+    layout, birth = origin.calls[0].layout, origin.birth
+
+    def model(x: Tensor) -> Tensor:
+        other = Reborn(birth, layout.to_native(x))
+        return as_tokens(origin, run(origin.anatomy, origin.inputs, to=to, n_blocks=recorded.n_blocks, within=other))
+
+    span = Span(0, recorded.n_blocks)
+    return _gap(model, lambda v: recorded.push(v, span, linear=True), recorded.states[0], generator)
+
+
+def _gap(
+    function: Callable[[Tensor], Tensor], tangent: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator
+) -> float:
+    """The relative difference of a derivative and a central difference, by the better of two steps."""
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+    v = x.square().mean().sqrt() * noise
+    expected = in_float64(tangent(v))
+    best = float("inf")
+    for step in STEPS.get(x.dtype, STEPS[torch.float32]):
+        moved = in_float64(function(x + step * v)) - in_float64(function(x - step * v))
+        gap = float((moved / (2 * step) - expected).norm() / expected.norm().clamp_min(1e-300))
+        best = min(best, gap)
+        if best <= ACCEPTED / 4:
+            break
+    return best

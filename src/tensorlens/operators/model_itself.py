@@ -1,0 +1,54 @@
+"""What the model itself gives, nothing recorded: the truth that laws compare with."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import torch
+from torch import Tensor
+
+from tensorlens.models.layouts import state_layout, state_of
+from tensorlens.models.runner import End, plainly, run
+from tensorlens.recording.recording import Origin, Recording
+
+
+def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
+    """$X^N$ (sample, token, channel) from the model left to itself: what must be reproduced.
+
+    Args:
+        recording: Of the model and the input.
+        is_nudged: Whether every other number that enters the first block is changed in its last digit.
+    """
+    origin = recording.from_model("The value law")
+
+    def nudge(n: int, state: Tensor) -> Tensor | None:
+        return _nudged(state) if is_nudged and n == 0 else None
+
+    to: End = "end" if recording.rules.include_final_norm else "last block"
+    state = run(origin.anatomy, origin.inputs, to=to, n_blocks=recording.n_blocks, entering=nudge)
+    return as_tokens(origin, state, recording.n_samples)
+
+
+def as_tokens(origin: Origin, state: Tensor, n_samples: int = 1) -> Tensor:
+    """The last state of a model as (sample, token, channel)."""
+    return state_layout(state, -1, origin.anatomy.channels, origin.inputs, n_samples).to_tokens(state)
+
+
+def _nudged(state: Tensor) -> Tensor:
+    steps = torch.arange(state.numel(), device=state.device).view(state.shape) % 2
+    return state + state * steps * torch.finfo(state.dtype).eps
+
+
+def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
+    """Logits (output, class) as the model itself gives them, after whatever its code does behind the unembedding.
+
+    One row for a head that reads the whole input at once. No pass is needed where nothing is behind it.
+    """
+    if recording.head is not None and (recording.origin is None or recording.origin.anatomy.gives_raw_logits):
+        return torch.stack([recording.logits_at(i) for i in out_tokens])
+    origin = recording.from_model("Predictions after a soft cap or a scale")
+    places = torch.tensor(out_tokens, device=recording.states[-1].device)
+    keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
+    with plainly(origin.model):
+        logits = state_of(origin.model(**origin.inputs, **({"logits_to_keep": places} if keeps else {})))[0]
+    return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]
