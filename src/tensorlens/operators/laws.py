@@ -58,7 +58,7 @@ class Probes:
         return relative(recording.push(halfway, Span(middle, stop), heads)[0] - at_once, at_once)
 
     def logits(self) -> float:
-        r"""Relative error of $⟨w, T_{\text{logits}} V⟩ = ⟨T_{\text{logits}}^\top w, V⟩$ for weights w of a few classes."""
+        r"""Relative error of $⟨w, T_{logits} V⟩ = ⟨T_{logits}^\top w, V⟩$ for weights w of a few classes."""
         operator, recording = self.operator, self.operator.recording
         out_token = last_read(recording, operator.shape[0])
         end = operator.push_to_head(self.v[None], linear=True)

@@ -17,8 +17,8 @@ Remake = Callable[[int], Mapping[int, Tensor]]
 class Constants(Sequence[Tensor]):
     """Held tensors by their places.
 
-    Weights are there by reference. What a block holds beside them may be too much for the memory of a device; then it is
-    let go, and made again by `remake` whenever a step of that block reads it. Of such blocks one is there at a time.
+    Weights are there by reference. What a block holds beside them may be too much for the memory of a device; then it
+    is let go, and made again by `remake` whenever a step of that block reads it. Of such blocks one is there at a time.
 
     Args:
         values: The tensors.

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import Held, Slot, Step
+from tensorlens.program.nodes import Held, Slot, Step, words
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 
 
 class Mixture(NamedTuple):
-    """Attention meeting values: $\\sum_j A_{h,ij} v_{h,j}$.
+    r"""Attention meeting values: $\sum_j A_{h,ij} v_{h,j}$.
 
     Attributes:
         slot: What it gave.
@@ -51,10 +51,10 @@ class Meeting(NamedTuple):
     is_fused: bool
 
 
-MOVES = frozenset(["reshape", "permute", "expand", "cast", "index", "narrow", "select", "index_select", "flip", "as_strided"])
+MOVES = words("reshape permute expand cast index narrow select index_select flip as_strided")
 """Operations that put numbers elsewhere and change none."""
 
-ALIKE = frozenset(["mul", "div", "add", "sub", "blend", "norm", "where"])
+ALIKE = words("mul div add sub blend norm where")
 """Operations after which a number still stands where it stood."""
 
 

@@ -75,3 +75,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is list:
         return [mapped(part, change) for part in value]
     return change(value)
+
+
+def words(text: str) -> frozenset[str]:
+    """Names, from a text with spaces between them."""
+    return frozenset(text.split())

@@ -3,7 +3,8 @@ r"""The operations that steps are made of, each with its transpose.
 An operation is affine *jointly* in the arguments at its `joint` places, where a constant is added and therefore left
 out of the linear part, and linear in *one* of those at its `single` places while the others are constant factors. Its
 transpose takes a cotangent u of the result and the same arguments, with a `Spec` in the place of each live tensor, and
-gives a cotangent for each live argument. Operations without a transpose of their own are differentiated, one step alone.
+gives a cotangent for each live argument. Operations without a transpose of their own are differentiated, one step
+alone.
 """
 
 from __future__ import annotations

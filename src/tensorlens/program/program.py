@@ -89,7 +89,7 @@ class Program:
         return replace(self, steps=tuple(steps), constants=constants, specs=specs)
 
     def to(self, dtype: torch.dtype) -> Program:
-        """The same list in another type of floating-point numbers: constants are cast, and nothing is rounded below it."""
+        """The same list in another type of floating-point numbers: constants are cast, casts go to that type."""
 
         def is_narrow(kind: torch.dtype) -> bool:
             return kind.is_floating_point and kind != dtype

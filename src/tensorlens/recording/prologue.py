@@ -1,8 +1,8 @@
 """What a model makes of its first state before the first block runs.
 
 A skip from the embedding (`skip = x.clone()`, added back after the last block) is a function of $X^0$ like everything
-else, but it is computed before the state enters the first block and becomes live. So the torch functions before that are
-noted, and those that took the state are run again once it is live.
+else, but it is computed before the state enters the first block and becomes live. So the torch functions before that
+are noted, and those that took the state are run again once it is live.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Recorder`: one pass under way. It knows where the model's parts are, where live values begin and where the pass ends."""
+"""`Recorder`: one pass under way. It knows where live values begin, where the blocks are and where the pass ends."""
 
 from __future__ import annotations
 

@@ -258,8 +258,8 @@ class Recording:
             return out_token
         if out_token not in self._places_read:
             raise InputError(
-                f"The head of `{self.name}` reads {readout.shape[1]} of {end.shape[1]} tokens, and token {out_token} is "
-                "not one of them. Ask for one that it reads, such as the last."
+                f"The head of `{self.name}` reads {readout.shape[1]} of {end.shape[1]} tokens, and token {out_token} "
+                "is not one of them. Ask for one that it reads, such as the last."
             )
         return self._places_read.index(out_token)
 

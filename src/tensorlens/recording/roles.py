@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from tensorlens.program.nodes import words
 from tensorlens.recording.conventions import Rules
 
 
@@ -44,13 +45,17 @@ FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.ST
 CARRIED = frozenset([Role.ACTIVATED, Role.ATTENTION])
 """Roles that a function of `KEEPS_ROLE` hands on, of whatever else it takes."""
 
-KEEPS_ROLE = frozenset(
-    ["add", "sub", "mul", "div", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "contiguous", "clone", "expand", "repeat", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "select", "getitem", "index_select", "to", "type", "type_as", "float", "double", "half", "bfloat16", "dropout", "masked_fill", "clamp", "pad", "repeat_interleave", "_to_copy", "slice", "alias", "detach", "t", "_unsafe_view", "expand_as", "view_as", "native_dropout"]
+KEEPS_ROLE = words(
+    "add sub mul div view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous clone "
+    "expand repeat chunk split split_with_sizes tensor_split unbind narrow select getitem index_select to type "
+    "type_as float double half bfloat16 dropout masked_fill clamp pad repeat_interleave _to_copy slice alias "
+    "detach t _unsafe_view expand_as view_as native_dropout"
 )
 """Functions after which an activated tensor is still an activated one, and attention still attention."""
 
-CONTRACTIONS = frozenset(
-    ["linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "grouped_mm", "_grouped_mm", "matmul", "bmm", "mm", "mv", "dot", "inner", "outer", "ger", "tensordot", "kron", "einsum", "addmm", "baddbmm", "addbmm", "addmv"]
+CONTRACTIONS = words(
+    "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution grouped_mm "
+    "_grouped_mm matmul bmm mm mv dot inner outer ger tensordot kron einsum addmm baddbmm addbmm addmv"
 )
 """Functions by which a weight reads a factor as the input of another layer: what comes out is not a factor."""
 

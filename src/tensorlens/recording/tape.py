@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves
+from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, words
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import Live, found_in, is_live, raw, set_tape, tape
 from tensorlens.recording.names import name_of, spelled_alike
@@ -28,7 +28,7 @@ from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import DESCRIBES, find_rule
 from tensorlens.recording.writes import Writes
 
-OVER_ALL = frozenset(["any", "all", "unique", "bincount", "histc", "norm", "dist", "det", "equal", "allclose", "count_nonzero", "nonzero", "var", "std"])
+OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
 """Functions that take all of a tensor together where no axis is named."""
 
 _PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
@@ -183,6 +183,12 @@ class Tape:
     def note(self, rule: str) -> None:
         """Note that a rule was applied in the current module."""
         self.rules_applied[rule, self.path[-1]] += 1
+
+    def note_cast(self, value: Tensor, source: Tensor) -> None:
+        """Note where a model leaves the precision of its states."""
+        kind = value.dtype
+        if kind.is_floating_point and kind.itemsize < source.dtype.itemsize:
+            self.note(f"cast: {str(kind).removeprefix('torch.')}")
 
     def note_mixing(self, what: str) -> None:
         """Note that something held was made of several samples together."""

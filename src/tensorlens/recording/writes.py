@@ -83,10 +83,7 @@ class Writes:
         address, geometry = address_of(target), geometry_of(target)
         is_whole = _covers(target, geometry)
         content = None if is_whole else self._content(target)
-        if is_live(new):
-            slot = tape.slot_of(new)
-        else:
-            slot = tape.append("constant", (raw(Tensor.clone, new),), {}, _spec(new))
+        slot = tape.slot_of(new) if is_live(new) else self._constant(new)
         raw(Tensor.copy_, target, new)
         if content is None:
             self._set(address, slot, geometry, target)
@@ -150,6 +147,9 @@ class Writes:
         """Make a tensor of the model's or the user's own live, in place, until the recording is over."""
         self.borrowed.append(x)
         return self._tape.live(x, slot)
+
+    def _constant(self, value: Tensor) -> int:
+        return self._tape.append("constant", (raw(Tensor.clone, value),), {}, _spec(value))
 
     def _made_live(self, target: Tensor, slot: int, role: Any) -> Live:
         if type(target) is not Live:

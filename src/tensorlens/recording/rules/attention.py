@@ -20,6 +20,7 @@ from tensorlens.recording.table import family, rule
 def softmax(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention matrix A (Eq. 7), held or live."""
     run, weights = tape(), raw(function, *args, **kwargs)
+    run.note_cast(weights, args[0])
     if run.rules.attention == "hold":
         run.note("attention: softmax")
         return run.held(weights, Role.ATTENTION)
@@ -155,13 +156,18 @@ def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 # torch's whole layer --------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = ["query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights", "is_causal"]
+_ARGUMENTS = (
+    "query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn "
+    "dropout_p out_proj_weight out_proj_bias training key_padding_mask need_weights attn_mask "
+    "use_separate_proj_weight q_proj_weight k_proj_weight v_proj_weight static_k static_v average_attn_weights "
+    "is_causal"
+)
 
 
 @family("multi_head_attention_forward")
 def multi_head_attention(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's whole attention layer, (token, batch, channel) or (token, channel), by the rules of its parts."""
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    given = dict(zip(_ARGUMENTS.split(), args, strict=False)) | kwargs
     if given.get("static_k") is not None or given.get("static_v") is not None:
         raise NotLinearError(
             "An attention layer that is given keys or values of its own (`static_k`, `static_v`) has no rule. Register "

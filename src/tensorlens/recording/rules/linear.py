@@ -140,8 +140,7 @@ def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     role = role_after("to", x)
     if value.dtype == x.dtype and value.device == x.device:
         return same(x, value, role)
-    if value.dtype.is_floating_point and value.dtype.itemsize < x.dtype.itemsize:
-        run.note(f"cast: {str(value.dtype).removeprefix('torch.')}")
+    run.note_cast(value, x)
     moves = (value.device,) if value.device != x.device else ()
     return run.emit("cast", value, x, value.dtype, *moves, role=role)
 
@@ -177,7 +176,7 @@ def _plain_part(part: Any) -> Any:
     if isinstance(part, Tensor):
         return (
             raw(torch.atleast_1d, value_of(part))[0].item()
-            if part.dim() == 0 and not part.dtype == torch.bool
+            if part.dim() == 0 and part.dtype != torch.bool
             else (value_of(part))
         )
     if isinstance(part, (list, range)):

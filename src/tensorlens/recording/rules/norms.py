@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.program.nodes import words
 from tensorlens.recording.calculus import at_least_float32, tangent
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
@@ -48,7 +49,7 @@ def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return _as_statistics(found)
 
 
-_ONE_BY_ONE = frozenset(["rsqrt", "sqrt", "reciprocal", "log", "log2", "log10", "pow", "rpow", "logit"])
+_ONE_BY_ONE = words("rsqrt sqrt reciprocal log log2 log10 pow rpow logit")
 """Statistics of single numbers."""
 
 

@@ -284,7 +284,7 @@ def einstein_sum(equation: str, *operands: Any) -> Any:
             run.note("factor: held")
         return raw(torch.einsum, equation, *given)
     note = "left factor held" if len(live) > 1 and not factors else None
-    for i in live[:-1]:
+    for _ in live[:-1]:
         run.note("product: left factor held")
     role = role_after("einsum", *given) if len(live) == 1 else None
     value = raw(torch.einsum, equation, *given)
