@@ -23,12 +23,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.batch import Batch, Source
+from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.depths import Depths, depths_of, logits_from, unembedded
 from tensorlens.maps.files import replace_file
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.rows import check_several
+from tensorlens.specimen import Specimen
 from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
@@ -105,7 +106,7 @@ class CorpusTensor:
     @classmethod
     @own_modes
     def fit(
-        cls, lens: Source, texts: Iterable[Any], *, outputs: Outputs = "own", probes: int | None = None,
+        cls, lens: Any, texts: Iterable[Any], *, outputs: Outputs = "own", probes: int | None = None,
         batch_size: int = 4, skip_first: int = 0, skip_last: int = 0, seed: int = 0, progress: bool | None = None,
     ) -> CorpusTensor:  # fmt: skip
         """The mean over texts; each counts as much as any other, however long it is.
@@ -130,7 +131,7 @@ class CorpusTensor:
         with bar:
             for some in _in_batches(texts, batch_size):
                 cancel.check()
-                sums.add(lens, some)
+                sums.add(lens.specimen, some)
                 bar.update(len(some))
         if sums.n_texts == 0 or sums.matrices is None or sums.bias is None:
             raise InputError(
@@ -229,17 +230,17 @@ class _Sums:
     matrices: Tensor | None = None
     bias: Tensor | None = None
 
-    def add(self, lens: Source, texts: list[Any]) -> None:
+    def add(self, specimen: Specimen, texts: list[Any]) -> None:
         """Add some texts that share one recording."""
         prepared = []
-        for one in lens.prepare_all(texts):
+        for one in specimen.prepare_all(texts):
             if isinstance(one, TensorLensError):
                 raise one
             prepared.append(one)
-        batch = Batch(lens, prepared)
+        batch = Batch(specimen, prepared)
         batch.check()
-        recording = batch.replay.recording
-        counted = self._counted(batch.lengths or (recording.states[0].shape[1],) * len(prepared), recording.states[0])
+        recording = batch.recording
+        counted = self._counted(batch.lengths, recording.states[0])
         n_of = counted.sum(1)
         self.n_texts += int((n_of > 0).sum())
         self.n_short += int((n_of == 0).sum())

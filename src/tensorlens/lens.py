@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -12,24 +10,15 @@ import torch
 from torch import nn
 
 from tensorlens.answers.answer import Answer, make_answer
-from tensorlens.batch import Batch
-from tensorlens.dataset_maps import Asked, Rows, maps
-from tensorlens.errors import InputError, TensorLensError
-from tensorlens.maps.targets import Classes, Target
-from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.anatomies import Anatomies
+from tensorlens.batches import Asked, Batch, Rows, dataset_maps
+from tensorlens.errors import InputError
+from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.around import said_of
-from tensorlens.models.forward_signature import check_arguments, is_causal
-from tensorlens.models.inputs import ModelInput, batch_size, make_input, split_batch, tokenizer_of
+from tensorlens.models.inputs import ModelInput, batch_size, split_batch
 from tensorlens.models.plain_pass import own_modes
-from tensorlens.models.rows import check_several, make_inputs
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.models.rows import check_several
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.record import record
-from tensorlens.recording.recording import Recording
-from tensorlens.tensor import AttentionTensor, Context
-from tensorlens.versions import package_versions
+from tensorlens.specimen import Specimen
 
 
 class Lens:
@@ -46,9 +35,14 @@ class Lens:
     """
 
     def __init__(
-        self, model: nn.Module, processor: Any = None, *, rules: Rules | None = None, blocks: str | None = None,
+        self,
+        model: nn.Module,
+        processor: Any = None,
+        *,
+        rules: Rules | None = None,
+        blocks: str | None = None,
         name: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
@@ -60,15 +54,44 @@ class Lens:
                 f"`blocks` must be the path of a list of blocks, such as 'model.layers'; got {blocks!r:.60}."
             )
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
-        self.model, self.processor, self.rules = model, processor, rules or Rules()
-        self.anatomies, self._blocks = Anatomies(model, blocks), blocks
-        if blocks is not None:  # a wrong path is said at once
+        if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
-        self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        self.specimen = Specimen(model, processor, rules or Rules(), blocks, name)
 
     def __repr__(self) -> str:
-        """One line: model and number of blocks."""
+        """One line: the model."""
         return f"Lens({self.name}: {type(self.model).__name__})"
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.specimen.model
+
+    @property
+    def processor(self) -> Any:
+        """Its tokenizer, image processor or processor."""
+        return self.specimen.processor
+
+    @property
+    def rules(self) -> Rules:
+        """The conventions."""
+        return self.specimen.rules
+
+    @property
+    def name(self) -> str:
+        """What maps call the model."""
+        return self.specimen.name
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
+        return self.specimen.anatomy
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up the shorter texts of a batch."""
+        return self.specimen.pad_id
 
     @own_modes
     def __call__(self, value: Any) -> Any:
@@ -85,16 +108,7 @@ class Lens:
             return [self(one) for one in split_batch(value)]
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, np.integer)):
             return [self(one) for one in value]
-        prepared = self.prepare(value)
-        return self.tensor(prepared, self.record(prepared.arguments))
-
-    def record(self, arguments: dict[str, Any], *, n_samples: int = 1) -> Recording:
-        """Run the model once on some arguments and keep the program it leaves behind."""
-        anatomy, arguments = self.recording_arguments(arguments)
-        found = record(anatomy, arguments, self.rules, n_samples=n_samples)
-        if found.origin is not None and found.origin.anatomy is not anatomy:
-            self.anatomies.learn(arguments, found.origin.anatomy)
-        return found
+        return self.specimen.look(self.specimen.prepare(value))
 
     @own_modes
     def batch(self, inputs: Sequence[Any]) -> Batch:
@@ -104,32 +118,42 @@ class Lens:
             inputs: Each as for a call; texts of different lengths are padded at their end.
 
         Raises:
-            InputError: The model hears padding, or mixes samples, so that they would not be what they are alone.
+            InputError: The model reacts to padding, or mixes samples, so that they would not be what they are alone.
         """
         check_several(inputs)
-        made = Batch(self, [self.prepare(value) for value in inputs])
+        made = Batch(self.specimen, [self.prepare(value) for value in inputs])
         made.check()
         return made
 
     def maps(
-        self, inputs: Iterable[Any], method: str = "tensor.in_out", *, out_token: int = -1,
-        target: Target | None = None, batch_size: int | None = None, probes: int | None = None, seed: int = 0,
-        progress: bool | None = None, on_error: Literal["raise", "skip"] = "raise",
-        skipped: list[tuple[int, str]] | None = None, truncate: bool = False,
+        self,
+        inputs: Iterable[Any],
+        method: str | Sequence[str] = "tensor.in_out",
+        *,
+        out_token: int = -1,
+        target: Target | None = None,
+        batch_size: int | None = None,
+        probes: int | None = None,
+        seed: int = 0,
+        progress: bool | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        skipped: list[tuple[int, str]] | None = None,
+        truncate: bool = False,
         first_row: int = 0,
-    ) -> Iterator[TokenMap]:  # fmt: skip
+    ) -> Iterator[Any]:
         """Maps of a data set, in batches and in the order of the inputs: each is what it would be alone.
 
         Args:
             inputs: Each as for a call; any iterable.
-            method: A name in `METHODS`.
+            method: A name in `METHODS`. With several, each input gives a dictionary: by method its map, or the error
+                that says why there is none.
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`; the model's own prediction for each sample if None.
             batch_size: Samples at a time; as many as go into free memory if None.
             probes: For `tensor.norm`: random probes to sketch it with.
-            seed: Seed for the probes.
+            seed: Random seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
-            on_error: What becomes of an input that the model cannot take (empty, too long, no text): ``raise``, with
+            on_error: What becomes of an input that the model cannot take (empty, too long, not text): ``raise``, with
                 its row, or ``skip``: there is no map of it.
             skipped: A list that is given the (row, reason) of each input left out.
             truncate: Whether a text that is too long for the model is cut at its end.
@@ -139,15 +163,23 @@ class Lens:
             InputError: An input that the model cannot take, with its row.
         """
         check_several(inputs)
-        asked = Asked(method=method, out_token=out_token, target=target, probes=probes, seed=seed)
+        names = (method,) if isinstance(method, str) else tuple(method)
+        asked = Asked(methods=names, out_token=out_token, target=target, probes=probes, seed=seed)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
-        return maps(self, inputs, asked, rows, batch_size=batch_size, progress=progress)
+        found = dataset_maps(self.specimen, inputs, asked, rows, batch_size=batch_size, progress=progress)
+        return (maps[method] for maps in found) if isinstance(method, str) else found
 
     @own_modes
     def answer(
-        self, prompt: Any, answer: str | Sequence[int] | None = None, *, logprobs: Sequence[float] | None = None,
-        max_new_tokens: int = 64, seed: int | None = None, **options: Any,
-    ) -> Answer:  # fmt: skip
+        self,
+        prompt: Any,
+        answer: str | Sequence[int] | None = None,
+        *,
+        logprobs: Sequence[float] | None = None,
+        max_new_tokens: int = 64,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Answer:
         """What the model says after a prompt, or an answer given, ready to be traced back to the prompt.
 
         Args:
@@ -157,7 +189,7 @@ class Lens:
             logprobs: What a server gave as the log-probability of each token of that answer: compared with the model's
                 own in `Answer.agreement`, with a warning where they differ by more than rounding.
             max_new_tokens: How long an answer may become; no longer than the model has places for.
-            seed: Of a sampled answer.
+            seed: Random seed for a sampled answer.
             **options: Of the model's `generate`. Without any the answer is the greedy one.
         """
         return make_answer(
@@ -166,78 +198,12 @@ class Lens:
 
     def prepare(self, value: Any) -> ModelInput:
         """What the model takes, of anything that a call takes."""
-        return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
+        return self.specimen.prepare(value)
 
-    def prepare_all(self, values: Sequence[Any], *, truncate: bool = False) -> list[ModelInput | TensorLensError]:
-        """For each input what the model takes, or the error that it would raise; texts are tokenised together.
-
-        Args:
-            values: The inputs.
-            truncate: Whether a text that is too long for the model is cut at its end.
-        """
-        return make_inputs(values, self.model, self.processor, truncate=truncate)
-
-    def recording_arguments(self, arguments: dict[str, Any]) -> tuple[Anatomy, dict[str, Any]]:
-        """Where the model's parts are for such arguments, and the arguments with the constant ones."""
-        arguments = arguments | _constant_arguments(self.model)
-        check_arguments(self.model, arguments)
-        return self.anatomies.at(arguments), arguments
-
-    def tensor(self, prepared: ModelInput, recording: Recording) -> AttentionTensor:
-        """The attention tensor of an input that was recorded."""
-        return AttentionTensor(FrozenOperator(recording), self.context(prepared, recording))
-
-    @cached_property
-    def anatomy(self) -> Anatomy:
-        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
-        return find_anatomy(self.model, blocks=self._blocks)
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills up the shorter texts of a batch; it is masked, so that any would do."""
-        found = getattr(tokenizer_of(self.processor), "pad_token_id", None)
-        found = getattr(getattr(self.model, "config", None), "pad_token_id", None) if found is None else found
-        return found if isinstance(found, int) and found >= 0 else 0
-
-    def context(self, prepared: ModelInput, recording: Recording, n_tokens: int | None = None) -> Context:
-        """What maps should say of an input.
-
-        Args:
-            prepared: The input.
-            recording: Its recording, or that of a batch with it.
-            n_tokens: Its number of tokens, where the recording is of longer ones too.
-        """
-        n_tokens = n_tokens or recording.states[0].shape[1]
-        meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
-        anatomy = recording.from_model("A map").anatomy
-        if anatomy.beside:
-            meta["beside"] = said_of(anatomy.stack, anatomy.beside)
-        if prepared.text is not None:
-            meta["text"] = prepared.text
-            if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
-                meta["offsets"] = [pair and list(pair) for pair in prepared.offsets]
-        if is_causal(self.model):
-            meta["causal"] = True
-        grid = prepared.grid(self.model)
-        if grid is not None and grid[0] * grid[1] <= n_tokens:
-            meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
-            meta["image"] = prepared.image
-        tokens = prepared.labels(n_tokens, self.model, self.processor)
-        n_out = recording.states[-1].shape[1]
-        n_out = n_tokens if n_out == recording.states[0].shape[1] else n_out
-        out_tokens = _out_labels(tokens, n_out, is_decoder=recording.n_encoder_blocks > 0)
-        return Context(tokens=tokens, classes=self._classes(recording), meta=meta, out_tokens=out_tokens)
-
-    def _classes(self, recording: Recording) -> Classes | None:
-        if recording.readout is None:
-            return None
-        if recording.head is not None:
-            return Classes(n_classes=len(recording.head.weight), tokenizer=tokenizer_of(self.processor))
-        labels = getattr(getattr(self.model, "config", None), "id2label", None)
-        return Classes(
-            n_classes=recording.readout.shape[-1],
-            labels=labels or {i: str(i) for i in range(recording.readout.shape[-1])},
-        )
+    def with_rules(self, rules: Rules) -> Lens:
+        """The same model looked at by other rules."""
+        of = self.specimen
+        return Lens(of.model, of.processor, rules=rules, blocks=of.blocks, name=of.name)
 
 
 def load(
@@ -266,22 +232,3 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     return Lens(loaded.model, loaded.processor, rules=rules, name=loaded.name)
-
-
-def _constant_arguments(model: nn.Module) -> dict[str, Any]:
-    """No cache, which would cut the influence of earlier tokens; outputs by name."""
-    parameters = inspect.signature(model.forward).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments = {"use_cache": False} if "use_cache" in parameters else {}
-    return arguments | (
-        {"return_dict": True}
-        if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix")
-        else {}
-    )
-
-
-def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tuple[str, ...] | None:
-    """Labels of outputs that are not the inputs: the decoder's tokens, or places after patches were merged."""
-    if n_out == len(tokens):
-        return None
-    return tokens[len(tokens) - n_out :] if is_decoder else tuple(str(position) for position in range(n_out))

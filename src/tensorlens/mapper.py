@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tensorlens.errors import InputError
-from tensorlens.freezing.conventions import Rules
+from tensorlens.recording.conventions import Rules
 from tensorlens.lens import Lens, load
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target

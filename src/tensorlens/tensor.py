@@ -14,10 +14,10 @@ from torch import Tensor
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.inside.questions import InsideQuestions
-from tensorlens.maps.collapse import NormKind
 from tensorlens.maps.context import Context as Context
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.methods import METHODS, Question, answer, check_out_token
+from tensorlens.maps import finishing
+from tensorlens.maps.methods import METHODS, NormKind, Question, check_out_token, check_question
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.plain_pass import modes_left, own_modes
@@ -224,28 +224,30 @@ class AttentionTensor(InsideQuestions):
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
+        check_question(method, target, norm, probes, seed)
         every = self._outputs(out_token)
         if groups is not None:  # before the work
             find_groups(groups, self.tokens, self.context.meta)
-        found = answer(
-            method,
-            Question(
-                operator=self.operator if precision is None else self.with_precision(precision).operator,
-                out_tokens=every,
-                target=target,
-                classes=self.context.classes,
-                norm=norm,
-                probes=probes,
-                seed=seed,
-            ),
+        operator = self.operator if precision is None else self.with_precision(precision).operator
+        pools = operator.recording.pools and method == "tensor.in_class"
+        question = Question(
+            operator=operator,
+            out_tokens=(0,) if pools else every,
+            samples=(operator.sample,) * (1 if pools else len(every)),
+            target=target,
+            classes=self.context.classes,
+            norm=norm,
+            probes=probes and int(probes),
+            seed=int(seed),
         )
+        found = finishing.begin(METHODS[method].compute(question), question.classes)()
         made = TokenMap(
             scores=found.scores,
-            out_tokens=found.row_labels or tuple(self.out_tokens[i] for i in every),
+            out_tokens=found.names if pools and found.names else tuple(self.out_tokens[i] for i in every),
             in_tokens=self.tokens,
             method=method,
             bias_share=found.bias_share,
-            meta=self.meta() | {"out_positions": list(every)} | found.notes,
+            meta=self.meta() | {"out_positions": list(every)} | found.meta(),
         )
         return made if groups is None else made.group(groups)
 

@@ -16,7 +16,6 @@ from tensorlens.answers.served import Agreement, agreement, check_served
 from tensorlens.answers.shares import Engine, Shares, shares, through
 from tensorlens.answers.targets import TargetKind, make_targets
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing.observe import plain_logits_at
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
@@ -24,6 +23,7 @@ from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.operators.base import check_token
+from tensorlens.operators.model_itself import plain_logits
 from tensorlens.tensor import AttentionTensor
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
@@ -72,7 +72,7 @@ class Answer:
     @own_modes
     def log_probabilities(self) -> tuple[float, ...]:
         """The model's own log-probability of each token, after whatever its code does behind the unembedding."""
-        logits = plain_logits_at(self.tensor.operator.recording, self.positions)
+        logits = plain_logits(self.tensor.operator.recording, list(self.positions))
         chosen = torch.tensor(self.ids, device=logits.device)[:, None]
         return tuple(logits.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist())
 
@@ -252,10 +252,10 @@ def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
     tensor: AttentionTensor = lens(_together(lens, prompt, found))
     recording = tensor.operator.recording
     if recording.readout is None:
-        raise no_head(recording.model)
+        raise no_head(recording.name)
     if recording.readout.dim() != 3:
         raise MethodError(
-            f"`{type(recording.model).__name__}` gives one set of logits for the whole input; expected some for each "
+            f"`{recording.name}` gives one set of logits for the whole input; expected some for each "
             "token, of which an answer is made. Use `tensor.in_class`."
         )
     return Answer(text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens)

@@ -15,9 +15,9 @@ from torch import Tensor
 from tensorlens import cancel
 from tensorlens.answers.targets import Targets
 from tensorlens.errors import MethodError
-from tensorlens.maps.collapse import weigh
 from tensorlens.maps.groups import Group, group_sums
-from tensorlens.maps.methods import BY_COMPLETENESS
+from tensorlens.maps.tensor_maps import BY_COMPLETENESS
+from tensorlens.memory import in_parts
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 
@@ -25,6 +25,9 @@ Engine = Literal["pulls", "pushes"]
 
 TOGETHER = 32
 """Groups whose inputs are in memory at a time."""
+
+ROWS = 32
+"""Rows whose cotangents are in memory at a time."""
 
 
 class Shares(NamedTuple):
@@ -74,46 +77,39 @@ def shares(
 def _pulled(
     operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
 ) -> Shares:
-    pulled = operator.replay.pull(
-        rows.to(torch.promote_types(operator.dtype, targets.vectors.dtype)),
-        operator.span,
-        operator.heads,
-        read=lambda y: targets.read(y[0]),
-        to_logits=True,
-    )
-    name = operator.engines.slow_to(to_logits=True)
-    operator.engines.note(name)
-    by_token = weigh(pulled.to(rows), operator.input.to(rows))
-    n_before = operator.recording.splits[0]  # an encoder's tokens
+    recording = operator.recording
+    readout = recording.readout
+    assert readout is not None, "asked of a model with a head"
+    parts = in_parts(rows, ROWS, lambda some: operator.pull_from_head(targets.cotangents(some, readout)))
+    by_token = torch.cat([(pulled.to(rows) * operator.input.to(rows)).sum(-1) for pulled in parts])
+    n_before = recording.split(0)  # an encoder's tokens
     if bool(by_token[:, n_before + int(targets.positions[-1]) + 1 :].any()):
         raise MethodError(
-            f"`{type(operator.recording.model).__name__}` reads later tokens: no answer follows a prompt in it. "
-            "Use `tensor.in_class` on the whole text."
+            f"`{recording.name}` is not causal, so an answer cannot be attributed to the tokens before it. Use "
+            "`tensor.in_class` on the whole text."
         )
     scores = group_sums(by_token, groups)
-    passes = f"{len(rows)} pull{'s'[: len(rows) != 1]} ({name})"
+    passes = f"{len(rows)} pull{'s'[: len(rows) != 1]}"
     return Shares(scores, values - in_float64(by_token).sum(1).to(rows), values, passes, BY_COMPLETENESS)
 
 
 def _pushed(
     operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
 ) -> Shares:
-    tokens: list[Sequence[int]] = [(), *(group.tokens for group in groups)]  # zero gives the bias
+    tokens: list[Sequence[int]] = [group.tokens for group in groups]
     pushed = torch.cat([_push_some(operator, targets, some) for some in _split(tokens, TOGETHER)]).to(rows)
-    operator.engines.note("replayed" if operator.replay.keeps_factors else "streamed")
-    bias = rows @ (pushed[0] + targets.constants.to(rows))
-    columns = rows @ (pushed[1:] - pushed[0]).T
-    return Shares(columns, bias, values, f"{len(tokens)} pushes", "a push of zero")
+    bias = rows @ (targets.read(operator.push_to_head(0 * operator.input[None])).to(rows)[0] + targets.constants.to(rows))
+    return Shares(rows @ pushed.T, bias, values, f"{len(tokens) + 1} pushes", "a push of zero")
 
 
 def _push_some(operator: FrozenOperator, targets: Targets, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """The targets (push, target) of the input with all tokens but some left out."""
+    """What the linear part makes of the input with all tokens but some left out: the targets (push, target)."""
     cancel.check()
     x = operator.input
     alone = x.new_zeros(len(tokens), *x.shape)
     for state, some in zip(alone, tokens, strict=True):
         state[list(some)] = x[list(some)]
-    return operator.push_to_head(alone, targets.read)
+    return targets.read(operator.push_to_head(alone, linear=True))
 
 
 def _split(items: list[Sequence[int]], size: int) -> Iterator[list[Sequence[int]]]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import head_weights
+from tensorlens.recording.recording import Recording
 
 TargetKind = Literal["centred", "logit", "runner_up"]
 """The logit less the mean over the vocabulary, the logit, or the logit less that of the runner-up."""
@@ -34,6 +33,12 @@ class Targets(NamedTuple):
     positions: Tensor
     vectors: Tensor
     constants: Tensor
+
+    def cotangents(self, rows: Tensor, readout: Tensor) -> Tensor:
+        """Cotangents (row, position, channel) of what the head reads, for sums of targets (row, token)."""
+        u = torch.zeros(len(rows), *readout.shape[1:], dtype=readout.dtype, device=readout.device)
+        u[:, self.positions] = (rows[..., None] * self.vectors.to(rows)).to(u)
+        return u
 
     def read(self, state: Tensor) -> Tensor:
         r"""$⟨c_q, F_q⟩$ (…, token) of what passes ended with (…, position, channel), the constants left out."""
@@ -66,13 +71,11 @@ def make_targets(recording: Recording, ids: Sequence[int], first: int, kind: Tar
 
 def _head(recording: Recording, readout: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias of the head; the identity where the readout is the logits themselves."""
-    unembedding = recording.anatomy.unembedding
-    if unembedding is None:
+    if recording.head is None:
         weight, bias = torch.eye(readout.shape[-1], dtype=readout.dtype, device=readout.device), None
     else:
-        weight, bias = head_weights(unembedding, readout)
-    weight = weight.detach()
-    return weight, weight.new_zeros(len(weight)) if bias is None else bias.detach()
+        weight, bias = recording.head
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 
 def _runners_up(states: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import typer
 from tensorlens.errors import InputError
 
 if TYPE_CHECKING:
-    from tensorlens.freezing.conventions import Rules
+    from tensorlens.recording.conventions import Rules
     from tensorlens.lens import Lens
 
 RULES = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
@@ -123,7 +123,7 @@ def rules_named(name: str) -> Rules:
     Raises:
         InputError: There are none of that name.
     """
-    from tensorlens.freezing.conventions import Rules
+    from tensorlens.recording.conventions import Rules
 
     if name not in RULES:
         raise InputError(f"There are no rules {name!r}; available: {', '.join(RULES)}.")

@@ -4,3 +4,4 @@
 from tensorlens.maps import baselines as baselines
 from tensorlens.maps import controls as controls
 from tensorlens.maps import gradients as gradients
+from tensorlens.maps import tensor_maps as tensor_maps

@@ -31,27 +31,41 @@ def position_scores(n_tokens: int) -> Float[Tensor, " in_token"]:
     return recency_scores(n_tokens).flip(0)
 
 
-def _answer(question: Question, scores: Tensor) -> Answer:
-    rows = len(question.out_tokens)
-    scores = scores.expand(rows, -1) if scores.dim() == 1 else scores
-    return Answer(scores=scores, bias_share=torch.full((rows,), float("nan")))
+def unknown_bias(question: Question) -> Tensor:
+    """NaN per row: a method that knows no bias."""
+    return torch.full((len(question.out_tokens),), float("nan"))
 
 
-@method("control.random", "Control: random numbers, the same for every input of this length")
+def _by_place(question: Question, rows: list[Tensor]) -> Answer:
+    """Scores of each sample's own length, filled up with zeros where others are longer."""
+    longest = max(len(row) for row in rows)
+    scores = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
+    return Answer(scores=scores, bias_share=unknown_bias(question))
+
+
+def _lengths(question: Question) -> list[int]:
+    n_tokens = len(question.operator.input)
+    return [question.lengths[sample] if question.lengths else n_tokens for sample in question.of]
+
+
+@method("control.random", "Control: random numbers, the same for every input of this length", takes_samples=True)
 def _random(question: Question) -> Answer:
-    return _answer(question, random_scores(len(question.out_tokens), len(question.operator.input)))
+    if question.is_batch:
+        return _by_place(question, [random_scores(1, n)[0] for n in _lengths(question)])
+    return _by_place(question, list(random_scores(len(question.out_tokens), len(question.operator.input))))
 
 
-@method("control.recency", "Control: the later the token, the higher")
+@method("control.recency", "Control: the later the token, the higher", takes_samples=True)
 def _recency(question: Question) -> Answer:
-    return _answer(question, recency_scores(len(question.operator.input)))
+    return _by_place(question, [recency_scores(n) for n in _lengths(question)])
 
 
-@method("control.position", "Control: the earlier the token, the higher")
+@method("control.position", "Control: the earlier the token, the higher", takes_samples=True)
 def _position(question: Question) -> Answer:
-    return _answer(question, position_scores(len(question.operator.input)))
+    return _by_place(question, [position_scores(n) for n in _lengths(question)])
 
 
-@method("control.embedding_norm", "Control: length of the state that enters the first block")
+@method("control.embedding_norm", "Control: length of the state that enters the first block", takes_samples=True)
 def _embedding_norm(question: Question) -> Answer:
-    return _answer(question, question.operator.input.norm(dim=-1))
+    states = question.recording.states[question.operator.span.start]
+    return Answer(scores=states.norm(dim=-1)[list(question.of)], bias_share=unknown_bias(question))

@@ -6,26 +6,23 @@ its length along the output state otherwise. Both are taken at X⁰, the state e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.conventions import Rules
-from tensorlens.freezing.layouts import put_state, state_of
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at
-from tensorlens.freezing.replay_of import replay_of
-from tensorlens.freezing.replayed import check_unchanged
-from tensorlens.maps.methods import METHODS, Answer, Question, method
+from tensorlens.maps.controls import unknown_bias
+from tensorlens.maps.methods import Answer, Question, method
+from tensorlens.maps.tensor_maps import in_class, in_out
 from tensorlens.memory import in_parts
-from tensorlens.models.plain_pass import evaluating, hooked
+from tensorlens.models.runner import run
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.record import record
+from tensorlens.recording.recording import Recording
 
 N_STEPS = 32
 """Points along the path of integrated gradients."""
@@ -35,159 +32,127 @@ MOST_STATES = {"cuda": 128, "cpu": 8}
 
 
 @method(
-    "gradient.times_input", "Peer: gradient of the model itself times input; signed", takes_target=True, signed=True
+    "gradient.times_input",
+    "Peer: gradient of the model itself times input; signed",
+    takes_target=True,
+    signed=True,
+    takes_samples=True,
 )
-def _times_input(question: Question) -> Answer:
+def times_input(question: Question) -> Answer:
     r"""$⟨\partial r / \partial x_j, x_j⟩$: In+Class, or In+Out without classes, of the member `Rules.jacobian`."""
-    operator = _whole(question)
-    recording, rules = operator.recording, jacobian_rules(operator.recording.rules)
+    recording = _whole(question)
+    rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     if rules != recording.rules:
-        check_unchanged(recording)
-        operator = FrozenOperator(replay_of(recording.anatomy, recording.inputs, rules))
-    explains = "tensor.in_class" if _has_classes(question) else "tensor.in_out"
-    found = METHODS[explains].compute(replace(question, operator=operator))
-    rows = found.scores.expand(len(question.out_tokens), -1)  # a head that pools has one row, whatever the token
-    return _answered(rows, found.notes.get("target", "output state"))
+        origin = recording.from_model("The model's own gradient")
+        made = record(origin.anatomy, origin.inputs, rules, n_samples=recording.n_samples)
+        question = replace(question, operator=FrozenOperator(made), shared={})
+    if question.has_classes:
+        found = in_class(question)
+        return Answer(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
+    scores = in_out(question).scores
+    return Answer(scores=scores, bias_share=unknown_bias(question), notes={"explains": "output state"})
 
 
 @method(
-    "gradient.integrated", "Peer: integrated gradients of the model itself, from zero; signed", takes_target=True,
+    "gradient.integrated",
+    "Peer: integrated gradients of the model itself, from zero; signed",
+    takes_target=True,
     signed=True,
-)  # fmt: skip
-def _integrated(question: Question) -> Answer:
-    recording = _whole(question).recording
-    readers = [_reader(question, token) for token in question.out_tokens]
-    names = [name for _, name in readers]
-    scores = torch.cat([integrated_gradients(recording, read) for read, _ in readers])
-    return _answered(scores, names[0] if len(set(names)) == 1 else names)
+    takes_samples=True,
+)
+def integrated(question: Question) -> Answer:
+    r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017)."""
+    recording = _whole(question)
+    rows: dict[int, Tensor] = {}
+    for layer in question.layers():
+        found = integrated_gradients(recording, question, layer)
+        rows |= {row: found[question.of[row]] for row in layer}
+    scores = torch.stack([rows[row] for row in range(len(question.out_tokens))])
+    chosen = question.chosen if question.has_classes else None
+    notes = {"explains": "output state"} if chosen is None else _EXPLAINS
+    return Answer(scores=scores, bias_share=unknown_bias(question), chosen=chosen, notes=notes)
 
 
-Read = Callable[[Tensor], Tensor]
-"""From what a batch of passes ended with (see `_run`) to the numbers explained."""
+_EXPLAINS = {"explains": True}
+"""Says that the target is what is explained, under that name."""
 
 
-def jacobian_rules(like: Rules) -> Rules:
-    """The member whose operator is the model's own derivative, with the user's choice of the output."""
-    return Rules.jacobian(include_final_norm=like.include_final_norm)
-
-
-def integrated_gradients(
-    recording: Recording, read: Read, n_steps: int = N_STEPS
-) -> Float[Tensor, "sample token"]:  # fmt: skip
-    r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017).
+def integrated_gradients(recording: Recording, question: Question, layer: list[int], n_steps: int = N_STEPS) -> Tensor:
+    """Integrated gradients (sample, token) of the rows of a layer.
 
     Args:
         recording: Of one sample or several, at whose states the path ends.
-        read: The numbers explained, from what several points of the path of all samples ended with, a point after the
-            other.
+        question: What the rows explain.
+        layer: Rows, at most one per sample.
         n_steps: Points of the path.
     """
-    check_unchanged(recording)  # the path ends at the states of the model as it was
     x = recording.states[0].detach()
     points, weights = np.polynomial.legendre.leggauss(n_steps)
     path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)
 
     def along(part: Tensor) -> Tensor:
         alphas, shares = part.T[:, :, None, None, None]
-        states = (alphas * x).flatten(0, 1)
-        return (shares * _gradient(recording, states, read).unflatten(0, (len(part), -1))).sum(0)
+        states = (alphas * x).flatten(0, 1)  # (point · sample, token, channel)
+        found = _gradient(recording, states, question, layer)
+        return (shares * found.unflatten(0, (len(part), -1))).sum(0)
 
     most = max(1, MOST_STATES.get(x.device.type, 8) // len(x))
     total = torch.stack(in_parts(path, most, along)).sum(0)
     return (total * x).sum(-1)
 
 
-def _whole(question: Question) -> FrozenOperator:
+def _whole(question: Question) -> Recording:
     operator = question.operator
-    if operator.span != (0, operator.recording.n_blocks) or operator.heads:
+    if not operator.is_whole:
         raise MethodError(
             "Gradients are of the whole model; got a range of blocks or chosen heads. Use a method of the tensor."
         )
-    if not _has_classes(question) and question.target is not None:
+    if not question.has_classes and question.target is not None:
         raise MethodError("A target needs a model with classes; leave it out to explain the output state.")
-    return operator
+    return operator.recording
 
 
-def _has_classes(question: Question) -> bool:
-    return question.classes is not None and question.operator.recording.readout is not None
-
-
-def _answered(scores: Tensor, explains: str | list[str]) -> Answer:
-    share = torch.full((len(scores),), float("nan"))
-    return Answer(scores=scores, bias_share=share, notes={"explains": explains})
-
-
-def _reader(question: Question, token: int) -> tuple[Read, str]:
-    """The number to explain at one output, and what it is called."""
-    recording, classes = question.operator.recording, question.classes
-    if classes is None or recording.readout is None:
-        direction = recording.states[-1][0, token].detach()
-        return lambda states: states[:, token] @ direction.to(states), "output state"
-    weights = classes.weights(int(logits_at(recording, token).argmax()) if question.target is None else question.target)
-    name = classes.names(weights)
-    unembedding = recording.anatomy.unembedding
-    if unembedding is not None:
-        column = torch.stack([weight * unembedding.weight[index].detach() for index, weight in weights.items()]).sum(0)
-        return lambda states: states[:, token] @ column, name
-    return lambda logits: _weighted(logits, token, weights), name
-
-
-def _weighted(logits: Tensor, token: int, weights: dict[int, float]) -> Tensor:
-    logits = logits if logits.dim() == 2 else logits[:, token]
-    return torch.stack([weight * logits[:, index] for index, weight in weights.items()]).sum(0)
-
-
-# The model itself, from X⁰ on ----------------------------------------------------------------------------------------
-
-
-class _Done(BaseException):
-    """Ends a pass with the state that was asked for. Not an `Exception`, so that no model catches it."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
-
-
-def _gradient(recording: Recording, x: Tensor, read: Read) -> Tensor:
-    """The gradient at each state of a batch (batch, token, channel)."""
+def _gradient(recording: Recording, x: Tensor, question: Question, layer: list[int]) -> Tensor:
+    """The gradient of what the rows explain at each state of a batch (point · sample, token, channel)."""
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
-        return torch.autograd.grad(read(_run(recording, x)).sum(), x)[0]
+        ends = _run(recording, x).unflatten(0, (-1, recording.n_samples))
+        total = torch.stack([_explained(question, end, layer) for end in ends]).sum()
+        return torch.autograd.grad(total, x)[0]
+
+
+def _explained(question: Question, end: Tensor, layer: list[int]) -> Tensor:
+    """The numbers that rows explain, added up, from what one point of the path ended with."""
+    recording, total = question.recording, torch.zeros((), dtype=end.dtype, device=end.device)
+    for row in layer:
+        sample, i = question.of[row], question.out_tokens[row]
+        if not question.has_classes:
+            total = total + end[sample, i] @ recording.states[-1][sample, i].to(end)
+            continue
+        ids, weights = (part[row] for part in question.chosen)
+        logits = recording.logits(end[sample, None], i, ids)[0]
+        total = total + (logits * weights.to(logits)).sum()
+    return total
 
 
 def _run(recording: Recording, x: Tensor) -> Tensor:
     """The model from `x` on: to the input of its unembedding, to the logits of another head, or to $X^N$."""
-    anatomy = recording.anatomy
-    entered: list[nn.Module] = []
+    origin = recording.from_model("The model's own gradient")
+    anatomy, layout = origin.anatomy, origin.calls[0].layout
+    inputs = {name: _repeat(value, len(x), recording.n_samples) for name, value in origin.inputs.items()}
+    embedding = anatomy.embedding if recording.starts_at_embedding else None
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entered.append(module)
-        return put_state(args, kwargs, x, anatomy.entry_place) if len(entered) == 1 else None
+    def enter(n: int, state: Tensor) -> Tensor | None:
+        return layout.to_native(x).clone() if n == 0 and embedding is None else None  # it may be written to
 
-    def embed(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return x
-
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Done(args[0])
-
-    inputs = {name: _repeat(value, len(x), recording.n_samples) for name, value in recording.inputs.items()}
-    before: list[tuple[nn.Module, Any]] = [] if anatomy.unembedding is None else [(anatomy.unembedding, stop)]
-    at_embedding = recording.starts_at_embedding and anatomy.embedding is not None
-    after = [(anatomy.embedding, embed)] if at_embedding else []
-    before += [] if after else [(anatomy.blocks[0], enter)]
-    with hooked(before, after), evaluating(anatomy.model):  # type: ignore[arg-type]
-        try:
-            output = anatomy.model(**inputs)
-        except _Done as done:
-            return done.state
-    return state_of(output)
+    given = {} if embedding is None else {embedding: lambda _: x.clone()}
+    return run(
+        anatomy, inputs, to="readout", n_blocks=recording.n_blocks, entering=enter, given=given, grad=True
+    )
 
 
 def _repeat(value: Any, n: int, n_samples: int) -> Any:
     """What belongs to the samples, once for each of `n` states: a point of all samples after the other."""
     if not isinstance(value, Tensor) or not value.dim() or len(value) != n_samples:
         return value
-    return (
-        value.repeat(n // n_samples, *(1 for _ in value.shape[1:]))
-        if n_samples > 1
-        else value.expand(n, *value.shape[1:])
-    )
+    return value.repeat(n // n_samples, *(1 for _ in value.shape[1:]))

@@ -1,25 +1,40 @@
-"""`METHODS`: every map by name. The one place that knows both the operator and the model behind it.
+"""`METHODS`: every map by name. A method is data: a name, a sentence, and a function from a `Question` to an `Answer`.
 
-A method is data: a name, a sentence, and a function from a `Question` to an `Answer`. The command line, the explorer
-and the studies iterate over this table, so none of them can forget one.
+A question has rows, one per output that is asked for; each row belongs to a sample of the recording. One input has one
+sample and perhaps many rows, a batch has many samples with a row each. Methods are written once for both. The command
+line, the explorer and the studies iterate over this table, so none of them can forget one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_whole
-from tensorlens.maps import collapse
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.norms import sketched_norms
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.recording import Recording
+
+NormKind = Literal["frobenius", "spectral"]
+
+
+class Chosen(NamedTuple):
+    """What each row explains: a weighted sum of logits.
+
+    Attributes:
+        ids: (row, k) classes.
+        weights: (row, k) their weights.
+    """
+
+    ids: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,39 +42,220 @@ class Question:
     """What is asked of a method.
 
     Attributes:
-        operator: The attention tensor, with the frozen model behind it.
-        out_tokens: The outputs asked for, one row each.
+        operator: The attention tensor, with the recording behind it; of several samples, of the first of them.
+        out_tokens: The output of each row.
+        samples: The sample of each row.
+        lengths: Tokens of each sample without padding.
         target: What In+Class explains; None for the model's own prediction at each output.
+        targets: The same per row, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
         norm: Which norm `tensor.norm` takes of a block.
         probes: For `tensor.norm`: how many random probes to sketch it with; None for the exact norm.
-        seed: Of the probes.
+        seed: Random seed for the probes.
+        asked: All methods that are asked of these rows: what several need is computed once.
+        shared: What was computed for several methods.
     """
 
     operator: FrozenOperator
     out_tokens: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     target: Target | None = None
+    targets: Sequence[Target] | None = None
     classes: Classes | None = None
-    norm: collapse.NormKind = "frobenius"
+    norm: NormKind = "frobenius"
     probes: int | None = None
     seed: int = 0
+    asked: frozenset[str] = frozenset()
+    shared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def recording(self) -> Recording:
+        """Of one sample or several."""
+        return self.operator.recording
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether several samples were recorded together."""
+        return self.recording.n_samples > 1
+
+    @cached_property
+    def of(self) -> tuple[int, ...]:
+        """The sample of each row."""
+        return self.samples or (0,) * len(self.out_tokens)
+
+    def layers(self) -> Iterator[list[int]]:
+        """Rows in groups with at most one row per sample: a group is one pull, since samples do not touch."""
+        left = list(range(len(self.out_tokens)))
+        while left:
+            first: dict[int, int] = {}
+            for row in left:
+                first.setdefault(self.of[row], row)
+            layer = list(first.values())
+            yield layer
+            left = [row for row in left if row not in set(layer)]
+
+    def at_outputs(self, states: Tensor) -> Tensor:
+        """Each row's own output of states (sample, token, …): (row, …)."""
+        return states[self._places(list(range(len(self.out_tokens))), states.device)]
+
+    # What rows explain ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the outputs have logits."""
+        return self.classes is not None and self.recording.readout is not None
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """(row, class) at each row's output."""
+        recording, readout = self.recording, self.recording.readout
+        assert readout is not None, "asked of a model with a head"
+        if recording.head is not None:
+            return torch.nn.functional.linear(self._read(readout), *recording.head)
+        return readout[list(self.of)] if readout.dim() == 2 else self.at_outputs(readout)
+
+    def _read(self, readout: Tensor) -> Tensor:
+        """(row, channel) of what the unembedding reads at each row's output."""
+        return readout[self._places(list(range(len(self.out_tokens))), readout.device, read=True)]
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """The target of each row as weights on logits.
+
+        Raises:
+            MethodError: the model has no head.
+        """
+        if self.classes is None or self.recording.readout is None:
+            raise no_head(self.recording.name)
+        device = self.recording.readout.device
+        if self.target is None and self.targets is None:
+            best = self.logits.argmax(-1)
+            return Chosen(best[:, None], torch.ones(len(best), 1, device=device))
+        wanted = [self.target] * len(self.out_tokens) if self.targets is None else self.targets
+        found = [list(self.classes.weights(one).items()) for one in wanted]  # type: ignore[arg-type]
+        longest = max(map(len, found))
+        filled = [some + [(0, 0.0)] * (longest - len(some)) for some in found]
+        ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
+        return Chosen(ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device))
+
+    @cached_property
+    def chosen_logits(self) -> Tensor:
+        """(row,): what each row explains, at the input; only the classes with a weight are read."""
+        ids, weights = self.chosen
+        if self.recording.head is None:
+            logits = self.logits.gather(1, ids)
+        else:
+            weight, bias = self.recording.head
+            assert self.recording.readout is not None, "a head reads something"
+            logits = (weight[ids] * self._read(self.recording.readout)[:, None]).sum(-1)
+            logits = logits if bias is None else logits + bias[ids]
+        return (logits * weights.to(logits)).sum(1)
+
+    # Pulls ------------------------------------------------------------------------------------------------------------
+
+    def weigh(self, starts: Tensor) -> Weighed:
+        r"""$⟨(T^\top u)_j, x_j⟩$ for a cotangent (row, channel) at each row's output, by input token."""
+        if not self.is_batch:
+            return self._weigh_one(starts)
+        x = self.recording.states[0]
+        return self._by_layers(
+            lambda layer: self.operator.pull_samples(self._placed(self.recording.states[-1], layer, starts)), x
+        )
+
+    def weigh_logits(self) -> Weighed:
+        r"""The same for the target of each row, from what the head reads."""
+        recording = self.recording
+        assert recording.readout is not None, "a target has a head"
+        ids, weights = self.chosen
+        if recording.head is None:
+            columns = torch.zeros_like(self.logits).scatter_add(1, ids, weights.to(self.logits))
+        else:
+            weight = recording.head.weight
+            columns = (weight[ids] * weights.to(weight)[..., None]).sum(1)
+        x = recording.states[self.operator.span.start]
+        if not self.is_batch:
+            rows = [recording.at_readout(one, i) for one, i in zip(columns, self.out_tokens, strict=True)]
+            return _weighed(self.operator.pull_from_head(torch.cat(rows)), x[0])
+        readout = recording.readout
+        return self._by_layers(
+            lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
+        )
+
+    def _weigh_one(self, starts: Tensor) -> Weighed:
+        x = self.operator.input
+        scores, sizes = (x.new_zeros(len(self.out_tokens), len(x)) for _ in range(2))
+        for piece in self.operator.pull_outputs(self.out_tokens, starts[:, None]):
+            tokens = slice(*piece.tokens)
+            found = _weighed(piece.rows.transpose(0, 1).to(x), x[tokens])
+            scores[slice(*piece.outputs), tokens] = found.scores
+            sizes[slice(*piece.outputs), tokens] = found.sizes
+        return Weighed(scores, sizes)
+
+    def _by_layers(self, pull: Callable[[list[int]], Tensor], x: Tensor) -> Weighed:
+        parts: dict[int, Tensor] = {}
+        sizes: dict[int, Tensor] = {}
+        for layer in self.layers():
+            found = _weighed(pull(layer), x)
+            for row in layer:
+                parts[row], sizes[row] = found.scores[self.of[row]], found.sizes[self.of[row]]
+        n = range(len(self.out_tokens))
+        return Weighed(torch.stack([parts[row] for row in n]), torch.stack([sizes[row] for row in n]))
+
+    def _placed(self, like: Tensor, layer: list[int], starts: Tensor) -> Tensor:
+        """Cotangents (sample, token, channel) of the rows of a layer."""
+        u = torch.zeros_like(like)
+        samples, places = self._places(layer, like.device)
+        u[samples, places] = starts[layer].to(u)
+        return u
+
+    def _at_readout(self, readout: Tensor, layer: list[int], columns: Tensor) -> Tensor:
+        u = torch.zeros_like(readout)
+        samples, places = self._places(layer, readout.device, read=True)
+        u[samples if readout.dim() == 2 else (samples, places)] = columns[layer].to(u)
+        return u
+
+    def _places(self, layer: list[int], device: torch.device, *, read: bool = False) -> tuple[Tensor, Tensor]:
+        """Samples and outputs of some rows, or where the head reads these."""
+        outputs = [self.recording.place_read(self.out_tokens[row]) if read else self.out_tokens[row] for row in layer]
+        return torch.tensor([self.of[row] for row in layer], device=device), torch.tensor(outputs, device=device)
+
+
+class Weighed(NamedTuple):
+    """Scores (row, token), and the sums of magnitudes over channels that they are what is left of."""
+
+    scores: Tensor
+    sizes: Tensor
+
+    @property
+    def kept(self) -> Tensor:
+        """(row,): the part of the magnitudes that did not cancel."""
+        total = in_float64(self.sizes).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+        return in_float64(self.scores).abs().sum(1) / total
+
+
+def _weighed(pulled: Tensor, x: Tensor) -> Weighed:
+    products = pulled * x
+    return Weighed(products.sum(-1), products.abs().sum(-1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a method found: one row for each output.
+    """What a method found.
 
     Attributes:
         scores: (row, in_token).
         bias_share: Share of the bias in each row; NaN where a method has no such thing.
-        row_labels: Names of the rows, where they are not the output tokens.
-        notes: More for the map's `meta`.
+        notes: More for the `meta` of every map.
+        by_row: Numbers per row for the `meta`, by name.
+        chosen: The target of each row, where it explains one.
     """
 
     scores: Tensor
     bias_share: Tensor
-    row_labels: tuple[str, ...] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    by_row: dict[str, Tensor] = field(default_factory=dict)
+    chosen: Chosen | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +268,7 @@ class Method:
         compute: Answers a question.
         takes_target: Whether it explains a target.
         signed: Whether its scores may be below zero, and so which palette all of its maps have.
+        takes_samples: Whether it answers for several samples at once.
     """
 
     name: str
@@ -79,38 +276,35 @@ class Method:
     compute: Callable[[Question], Answer]
     takes_target: bool = False
     signed: bool = False
+    takes_samples: bool = False
 
-
-SHARE_ROUNDING = 1e-3
-"""How far rounding may move a share of the bias that is found by completeness; beyond it, a run at zero is worth its
-time."""
 
 METHODS: dict[str, Method] = {}
 """Every map by name."""
 
 
 def method(
-    name: str, summary: str, *, takes_target: bool = False, signed: bool = False
+    name: str, summary: str, *, takes_target: bool = False, signed: bool = False, takes_samples: bool = False
 ) -> Callable[[Callable[[Question], Answer]], Callable[[Question], Answer]]:
     """Register a function from `Question` to `Answer` as a method."""
 
     def register(compute: Callable[[Question], Answer]) -> Callable[[Question], Answer]:
-        METHODS[name] = Method(name=name, summary=summary, compute=compute, takes_target=takes_target, signed=signed)
+        METHODS[name] = Method(
+            name=name,
+            summary=summary,
+            compute=compute,
+            takes_target=takes_target,
+            signed=signed,
+            takes_samples=takes_samples,
+        )
         return compute
 
     return register
 
 
-def answer(name: str, question: Question) -> Answer:
-    """Ask one method."""
-    check_question(name, question.target, question.norm, question.probes, question.seed)
-    question = replace(question, probes=question.probes and int(question.probes), seed=int(question.seed))
-    return METHODS[name].compute(question)
-
-
 def check_question(
     name: str, target: Target | None = None, norm: str = "frobenius", probes: int | None = None, seed: int = 0
-) -> None:  # fmt: skip
+) -> None:
     """Refuse a method that does not exist, and options that it does not take."""
     if not isinstance(name, str) or name not in METHODS:
         near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
@@ -122,104 +316,11 @@ def check_question(
         )
     if name != "tensor.norm" and (norm != "frobenius" or probes is not None):
         raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
+    if norm not in ("frobenius", "spectral"):
+        raise InputError(f"`norm` must be 'frobenius' or 'spectral'; got {norm!r}.")
     if probes is not None:
         check_whole(probes, "probes", 1)
     check_whole(seed, "seed", -(2**63), 2**63 - 1)
-
-
-BY_COMPLETENESS = "by completeness"
-"""What the notes say of a bias whose share is no finding of its own."""
-
-
-def not_carried(scores: Tensor, total: Tensor) -> Tensor:
-    """What the inputs do not carry of each row's total is the bias's."""
-    return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
-
-
-def _share(question: Question) -> Tensor:
-    operator = question.operator
-    return collapse.bias_share(operator.output, operator.bias, question.out_tokens)
-
-
-@method("tensor.norm", "Norm of each D×D block of T: how strongly an input can move an output")
-def _norm(question: Question) -> Answer:
-    operator, notes = question.operator, {"norm": question.norm, "probes": question.probes}
-    if question.probes is None:
-        scores = collapse.norm(operator, question.out_tokens, question.norm)
-        return Answer(scores=scores, bias_share=_share(question), notes=notes)
-    if question.norm != "frobenius":
-        raise MethodError("`probes` sketches the Frobenius norm; for the spectral norm leave `probes` out.")
-    sketch = sketched_norms(operator, question.out_tokens, question.probes, question.seed)
-    notes |= {"seed": question.seed, "standard_error": sketch.standard_error.tolist()}
-    return Answer(scores=sketch.norms, bias_share=_share(question), notes=notes)
-
-
-@method("tensor.in_out", "What each input contributes along the output that came out; signed", signed=True)
-def _in_out(question: Question) -> Answer:
-    operator = question.operator
-    scores = collapse.in_out(operator, operator.input, operator.output, question.out_tokens)
-    size = in_float64(operator.output[list(question.out_tokens)]).square().sum(-1)
-    is_single = len(question.out_tokens) == 1 and not operator.heads and _is_exact(scores, size)
-    if not operator.recording.is_streamed and not is_single:
-        return Answer(scores=scores, bias_share=_share(question))
-    # A run at zero would cost as much as the map.
-    return Answer(scores=scores, bias_share=not_carried(scores, size), notes={"bias": BY_COMPLETENESS})
-
-
-@method("tensor.contribution", "Length of what each input contributes to the output")
-def _contribution(question: Question) -> Answer:
-    operator = question.operator
-    return Answer(
-        scores=collapse.contribution(operator, operator.input, question.out_tokens), bias_share=_share(question)
-    )
-
-
-@method(
-    "tensor.in_class", "What each input contributes to a logit, or to the difference of two; signed",
-    takes_target=True, signed=True,
-)  # fmt: skip
-def _in_class(question: Question) -> Answer:
-    r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
-
-    Rows sum to the logit less what the biases give.
-    """
-    operator, classes = question.operator, question.classes
-    recording = operator.recording
-    if classes is None or recording.readout is None:
-        raise no_head(recording.name)
-    if operator.span.stop != recording.n_blocks:
-        raise MethodError(
-            f"`tensor.in_class` needs a range of blocks that ends at the last one ({recording.n_blocks}); got "
-            f"{operator.span.stop}."
-        )
-    positions = (0,) if recording.pools else question.out_tokens
-    chosen = [
-        classes.weights(int(recording.logits_at(i).argmax()) if question.target is None else question.target)
-        for i in positions
-    ]
-    weights = torch.zeros(len(positions), classes.n_classes, dtype=operator.dtype, device=operator.device)
-    for row, by_class in enumerate(chosen):
-        for index, weight in by_class.items():
-            weights[row, index] = weight
-    scores = collapse.weigh(operator.pull_logits(weights, positions), operator.input)
-    named = weights.abs().sum(0).nonzero()[:, 0]
-    at_x = torch.stack([recording.logits_at(i, named) for i in positions])
-    names = tuple(classes.names(by_class) for by_class in chosen)
-    logits = (weights[:, named] * at_x).sum(1)
-    notes = {"target": names[0] if len(set(names)) == 1 else list(names), "logit": logits.tolist()}
-    # A run at zero would cost as much as the map.
-    if not operator.heads and (recording.is_streamed or _is_exact(scores, logits)):
-        bias_share, notes["bias"] = not_carried(scores, logits), BY_COMPLETENESS
-    else:  # without all of its heads, the model gives other logits than these
-        at_zero = torch.stack([operator.logits_at_zero(i) for i in positions])
-        bias_share = (weights * at_zero).sum(1) / logits
-    return Answer(scores=scores, bias_share=bias_share, row_labels=names if recording.pools else None, notes=notes)
-
-
-def _is_exact(scores: Tensor, logits: Tensor) -> bool:
-    """Whether scores that sum to a logit, less the biases' part, were rounded by little of it."""
-    rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
-    return bool((in_float64(rounded) <= SHARE_ROUNDING * in_float64(logits).abs()).all())
 
 
 def check_out_token(question_token: object, pools: bool, name: str) -> None:

@@ -175,6 +175,6 @@ def held_by_module(operator: FrozenOperator) -> dict[str, float]:
 
 
 def _sizes(recording: Recording, program: object, slots: set[int], x: Tensor) -> dict[int, float]:
-    values = recording._divided(program, x)  # type: ignore[arg-type]
+    values = recording._divided(recording.slots[0], x)
     found = program.observe(values, slots)  # type: ignore[attr-defined]
     return {slot: float(in_float64(value.abs()).square().sum()) for slot, value in found.items()}

@@ -7,6 +7,7 @@ cotangents at once (rows, norms, sketches) go by matrix products where the block
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
+from tensorlens.errors import MethodError
 from tensorlens.memory import Pieces, fitting, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
@@ -41,6 +43,7 @@ class FrozenOperator(TensorOperator):
         heads: For each block named, a multiplier for each head.
         precision: How the products for rows, norms and sketches are computed: the model's own type, in float32 or
             better, if None.
+        sample: Which sample of a recording of several; the others are zero wherever it is asked.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class FrozenOperator(TensorOperator):
         heads: Heads | None = None,
         *,
         precision: Precision | None = None,
+        sample: int = 0,
     ) -> None:
-        self.recording, self.heads = recording, dict(heads or {})
+        self.recording, self.heads, self.sample = recording, dict(heads or {}), sample
         self.precision: Precision | None = precision
         self.span = Span(0, recording.n_blocks) if span is None else span
         self.compute_type = compute_type(precision, self.dtype)
@@ -74,12 +78,12 @@ class FrozenOperator(TensorOperator):
     @property
     def input(self) -> Float[Tensor, "in_token in_channel"]:
         """The state entering the first block of the range; X⁰ for the whole model."""
-        return self.recording.states[self.span.start][0]
+        return self.recording.states[self.span.start][self.sample]
 
     @property
     def output(self) -> Float[Tensor, "out_token out_channel"]:
         """The state the recording found at the end of the range; X^N for the whole model."""
-        return self.recording.states[self.span.stop][0]
+        return self.recording.states[self.span.stop][self.sample]
 
     @property
     def is_whole(self) -> bool:
@@ -95,19 +99,20 @@ class FrozenOperator(TensorOperator):
 
     @cached_property
     def _at_zero(self) -> Tensor:
-        return self.recording.push(torch.zeros_like(self.input)[None], self.span, self.heads)[0]
+        return self.push(torch.zeros_like(self.input)[None])[0]
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
         """The affine map T·x + B."""
-        return self._states(x, partial(self.recording.push, span=self.span, heads=self.heads))
+        return self._states(x, _Way(self.recording.push, self.recording.push_each, self.span, self.heads))
 
     def _apply(self, x: Tensor) -> Tensor:
-        return self._states(x, partial(self.recording.push, span=self.span, heads=self.heads, linear=True))
+        way = _Way(self.recording.push, self.recording.push_each, self.span, self.heads, {"linear": True})
+        return self._states(x, way)
 
     def push_to_head(self, x: Float[Tensor, "batch in_token in_channel"], *, linear: bool = False) -> Tensor:
         """What the affine map, or its linear part, and the head end with on each state: (batch, …) of the readout."""
-        push = partial(self.recording.push, span=self._to_end, heads=self.heads, linear=linear, to_logits=True)
-        return self._states(x, push)
+        options = {"linear": linear, "to_logits": True}
+        return self._states(x, _Way(self.recording.push, self.recording.push_each, self._to_end, self.heads, options))
 
     @property
     def _to_end(self) -> Span:
@@ -121,20 +126,25 @@ class FrozenOperator(TensorOperator):
     def _end_at_zero(self) -> Tensor:
         return self.push_to_head(torch.zeros_like(self.input)[None])
 
-    def _states(self, x: Tensor, push: Callable[[Tensor], Tensor]) -> Tensor:
+    def _states(self, x: Tensor, push: _Way) -> Tensor:
         """One function of several states (batch, token, channel), some of them at a time."""
         most = fitting(4 * self.bytes_per_cotangent, MOST_STATES.get(self.device.type, 32), self.device)
         return torch.cat(in_parts(x, most, lambda part: self._several(push, part)))
 
-    def _several(self, function: Callable[[Tensor], Tensor], items: Tensor) -> Tensor:
-        """What a function of one state or cotangent gives for several, together where torch can."""
-        if len(items) > 1 and self.recording.n_samples == 1 and not self.recording.is_streamed:
+    def _several(self, way: _Way, items: Tensor) -> Tensor:
+        """What goes one way for several states or cotangents, together where torch can."""
+        n_samples, sample = self.recording.n_samples, self.sample
+        if n_samples > 1:
+            return torch.cat([way.one(_beside_zeros(one, sample, n_samples))[sample, None] for one in items])
+        if len(items) > 1 and self.recording.is_streamed:
+            return torch.cat(way.each([one[None] for one in items]))
+        if len(items) > 1:
             try:
-                return torch.vmap(lambda one: function(one[None])[0])(items)
+                return torch.vmap(lambda one: way.one(one[None])[0])(items)
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-        return torch.cat([function(one[None]) for one in items])
+        return torch.cat([way.one(one[None]) for one in items])
 
     # Backwards --------------------------------------------------------------------------------------------------------
 
@@ -145,18 +155,44 @@ class FrozenOperator(TensorOperator):
 
     def pull(self, u: Float[Tensor, "batch out_token out_channel"]) -> Float[Tensor, "batch in_token in_channel"]:
         """Tᵀ·u by the transposes of the program's steps."""
-        pull = partial(self.recording.pull, span=self.span, heads=self.heads)
+        pull = _Way(self.recording.pull, self.recording.pull_each, self.span, self.heads)
         return torch.cat(in_parts(u, CHUNK, lambda part: self._several(pull, part)))
 
     def pull_from_head(self, u: Tensor) -> Float[Tensor, "batch in_token in_channel"]:
         """Cotangents (batch, …) of what the head reads, or of its logits, to cotangents of the input."""
-        pull = partial(self.recording.pull, span=self._to_end, heads=self.heads, to_logits=True)
+        options = {"to_logits": True}
+        pull = _Way(self.recording.pull, self.recording.pull_each, self._to_end, self.heads, options)
         return torch.cat(in_parts(u, CHUNK, lambda part: self._several(pull, part)))
 
     def pull_logits(self, weights: Float[Tensor, "row class"], out_tokens: Sequence[int]) -> Tensor:
         """Gradients (row, token, channel) of weighted sums of logits, each at its own output."""
         rows = [self.recording.head_cotangent(one, i) for one, i in zip(weights, out_tokens, strict=True)]
         return self.pull_from_head(torch.cat(rows))
+
+    # Several samples --------------------------------------------------------------------------------------------------
+
+    def pull_samples(self, u: Tensor, *, to_logits: bool = False) -> Tensor:
+        """Cotangents of all samples of the recording by one pull: (sample, token, channel)."""
+        return self.recording.pull(u, self._to_end if to_logits else self.span, self.heads, to_logits=to_logits)
+
+    def push_each_token(self, out_tokens: Sequence[int]) -> Float[Tensor, "sample in_token out_channel"]:
+        """$T_{ij} x_j$ of each sample's own output i, for every input j: a push per token, of all samples together."""
+        x = self.recording.states[self.span.start]
+        samples, places = torch.arange(len(x), device=x.device), torch.tensor(out_tokens, device=x.device)
+        found = []
+        for j in range(x.shape[1]):
+            alone = torch.zeros_like(x)
+            alone[:, j] = x[:, j]
+            found.append(self.recording.push(alone, self.span, self.heads, linear=True)[samples, places])
+        return torch.stack(found, 1)
+
+    def norms_of_samples(self, out_tokens: Sequence[int]) -> Float[Tensor, "sample in_token"]:
+        """Frobenius norms of each sample's own row of T, by folded blocks.
+
+        Raises:
+            MethodError: the blocks cannot be folded, so that samples go one after the other.
+        """
+        raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls.")
 
     # Many cotangents --------------------------------------------------------------------------------------------------
 
@@ -216,3 +252,27 @@ class FrozenOperator(TensorOperator):
             u[:, i] = start.to(self.dtype)
             pulled.append(self.pull(u))
         return torch.cat(pulled).transpose(0, 1), Range(0, self.n_tokens)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Through a range of blocks, forwards or backwards: for one state or cotangent, and for several."""
+
+    function: Callable[..., Tensor]
+    of_several: Callable[..., list[Tensor]]
+    span: Span
+    heads: Heads
+    options: dict[str, bool] = field(default_factory=dict)
+
+    def one(self, item: Tensor) -> Tensor:
+        return self.function(item, self.span, self.heads, **self.options)
+
+    def each(self, items: Sequence[Tensor]) -> list[Tensor]:
+        return self.of_several(items, self.span, self.heads, **self.options)
+
+
+def _beside_zeros(one: Tensor, sample: int, n_samples: int) -> Tensor:
+    """A state or cotangent of one sample, with zeros for the others."""
+    together = one.new_zeros(n_samples, *one.shape)
+    together[sample] = one
+    return together

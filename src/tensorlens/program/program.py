@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tensorlens.program.composite  # noqa: F401  (registers its operations)
 from tensorlens.errors import AnatomyError
+from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
 from tensorlens.program.operations import OPERATIONS, Operation
 
@@ -106,6 +107,13 @@ class Program:
         return replace(self, steps=steps, constants=cast, specs=specs)
 
     @cached_property
+    def held_bytes(self) -> int:
+        """The memory of its constants that is not the model's own."""
+        names = self.constants.names if isinstance(self.constants, Constants) else {}
+        held = [self.constants[n] for n in self.used if n not in names]
+        return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}.values())
+
+    @cached_property
     def used(self) -> frozenset[int]:
         """The constants that its steps read."""
         return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
@@ -122,13 +130,32 @@ class Program:
     def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
         """What some slots hold in a run."""
         kept, held = set(slots), dict(zip(self.inputs, values, strict=True))
-        for step, last in zip(self.steps, self._last_uses, strict=True):
-            args = self._given(step, held)
-            held[step.out] = OPERATIONS[step.operation].run(*args, **step.options)
-            for slot in last:
+        self._forwards(held, range(len(self.steps)), kept)
+        return {slot: held[slot] for slot in kept}
+
+    @torch.no_grad()
+    def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+        """The affine function at several inputs, block by block: what a block holds is made once for all of them."""
+        every, kept = [dict(zip(self.inputs, values, strict=True)) for values in several], set(self.outputs)
+        for places in self.by_block:
+            for held in every:
+                self._forwards(held, places, kept)
+        return [tuple([held[slot] for slot in self.outputs]) for held in every]
+
+    def _forwards(self, held: dict[int, Any], places: range, kept: set[int]) -> None:
+        """Run some steps, and let go of what nobody reads after them."""
+        for n in places:
+            step = self.steps[n]
+            held[step.out] = OPERATIONS[step.operation].run(*self._given(step, held), **step.options)
+            for slot in self._last_uses[n]:
                 if slot not in kept:
                     del held[slot]
-        return {slot: held[slot] for slot in kept}
+
+    @cached_property
+    def by_block(self) -> list[range]:
+        """The steps in runs that belong to one block, or to what is between two."""
+        starts = [n for n, step in enumerate(self.steps) if n == 0 or step.block != self.steps[n - 1].block]
+        return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(self.steps)], strict=True)]
 
     def zeros(self) -> tuple[Tensor, ...]:
         """Inputs that are zero."""
@@ -161,8 +188,17 @@ class Program:
     @torch.no_grad()
     def pull(self, *cotangents: Tensor) -> tuple[Tensor, ...]:
         """Tᵀu: cotangents of the outputs to cotangents of the inputs, step by step, memory freed as it goes."""
-        found = self.cotangents(dict(zip(self.outputs, cotangents, strict=True)), self.inputs)
+        found = self.cotangents(self._starts(cotangents), self.inputs)
         return tuple([found[slot] for slot in self.inputs])
+
+    @torch.no_grad()
+    def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+        """The same for several cotangents, block by block: what a block holds is made once for all of them."""
+        every, ends = [self._starts(cotangents) for cotangents in several], set(self.inputs)
+        for places in reversed(self.by_block):
+            for waiting in every:
+                self._backwards(waiting, places, {}, (), ends)
+        return [tuple([self._or_zero(waiting, slot) for slot in self.inputs]) for waiting in every]
 
     @torch.no_grad()
     def cotangents(
@@ -179,9 +215,33 @@ class Program:
             slots: Where they are asked for.
             stop: Slots through which nothing goes further back.
         """
-        waiting, wanted, ends = dict(starts), set(slots), {*self.inputs, *stop}
+        waiting, found = dict(starts), dict[int, Tensor]()
+        self._backwards(waiting, range(len(self.steps)), found, set(slots), {*self.inputs, *stop})
+        return {slot: found[slot] if slot in found else self._or_zero(waiting, slot) for slot in slots}
+
+    def _starts(self, cotangents: Sequence[Tensor]) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
-        for step in reversed(self.steps):
+        for slot, u in zip(self.outputs, cotangents, strict=True):
+            found[slot] = found[slot] + u if slot in found else u
+        return found
+
+    def _or_zero(self, waiting: Mapping[int, Tensor], slot: int) -> Tensor:
+        if slot in waiting:
+            return waiting[slot]
+        spec = self.specs[slot]
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+
+    def _backwards(
+        self,
+        waiting: dict[int, Tensor],
+        places: range,
+        found: dict[int, Tensor],
+        wanted: Collection[int],
+        ends: Collection[int],
+    ) -> None:
+        """Take the cotangents that wait at some steps through them, and note those that are wanted."""
+        for n in reversed(places):
+            step = self.steps[n]
             u = waiting.pop(step.out, None)
             if u is None:
                 continue
@@ -192,11 +252,6 @@ class Program:
             pulled = OPERATIONS[step.operation].pull(u, self._given(step, self.specs), step.options)
             for slot, g in zip(step.slots, pulled, strict=True):
                 waiting[slot] = waiting[slot] + g if slot in waiting else g
-        found |= {slot: u for slot, u in waiting.items() if slot in wanted}
-        for slot in wanted - found.keys():
-            spec = self.specs[slot]
-            found[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-        return found
 
 
 class _LinearPart:

@@ -6,7 +6,7 @@ of blocks composes with the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -228,20 +228,37 @@ class Recording:
     ) -> Tensor:
         r"""$\tilde F_X(x)$, or $T x$ alone, of one state (sample, token, channel)."""
         program = self.part(span, heads, to_logits=to_logits)
-        return self._joined((program.linear if linear else program).run(*self._divided(program, x)))
+        return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
+
+    def push_each(
+        self,
+        states: Sequence[Tensor],
+        span: Span,
+        heads: Heads | None = None,
+        *,
+        linear: bool = False,
+        to_logits: bool = False,
+    ) -> list[Tensor]:
+        """The same of several states, block by block: for a long input, whose blocks are recorded again."""
+        program = self.part(span, heads, to_logits=to_logits)
+        found = (program.linear if linear else program).run_each([self._divided(program.inputs, x) for x in states])
+        return [self._joined(parts) for parts in found]
 
     def pull(self, u: Tensor, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor:
         r"""$T^\top u$ of one cotangent of the output, or of what the head reads: (sample, token, channel)."""
         program = self.part(span, heads, to_logits=to_logits).linear
-        sizes = [program.specs[slot].shape[1] for slot in program.outputs]
-        parts = (u,) if len(sizes) == 1 else u.split(sizes, 1)
-        specs = [program.specs[slot] for slot in program.outputs]
-        return self._joined(
-            program.pull(*(p.to(device=s.device, dtype=s.dtype) for p, s in zip(parts, specs, strict=True)))
-        )
+        return self._joined(program.pull(*self._divided(program.outputs, u)))
 
-    def _divided(self, program: Program, x: Tensor) -> list[Tensor]:
-        specs = [program.specs[slot] for slot in program.inputs]
+    def pull_each(
+        self, cotangents: Sequence[Tensor], span: Span, heads: Heads | None = None, *, to_logits: bool = False
+    ) -> list[Tensor]:
+        """The same of several cotangents, block by block: for a long input, whose blocks are recorded again."""
+        program = self.part(span, heads, to_logits=to_logits).linear
+        return [self._joined(parts) for parts in program.pull_each([self._divided(program.outputs, u) for u in cotangents])]
+
+    def _divided(self, slots: Sequence[int], x: Tensor) -> list[Tensor]:
+        """A state or cotangent as what some slots hold: the encoder's tokens and the decoder's apart."""
+        specs = [self.program.specs[slot] for slot in slots]
         parts = [x] if len(specs) == 1 else x.split([spec.shape[1] for spec in specs], 1)
         return [part.to(device=spec.device, dtype=spec.dtype) for part, spec in zip(parts, specs, strict=True)]
 
@@ -292,14 +309,18 @@ class Recording:
 
     def head_cotangent(self, weights: Tensor, out_token: int) -> Tensor:
         """The cotangent (1, …) of the readout for a weighted sum of logits (class,) at one output."""
+        if self.head is None:
+            return self.at_readout(weights, out_token)
+        classes = weights.nonzero()[:, 0]
+        rows = self.head.weight[classes]
+        return self.at_readout(weights[classes].to(rows) @ rows, out_token)
+
+    def at_readout(self, vector: Tensor, out_token: int) -> Tensor:
+        """A cotangent (1, …) of the readout that lives on one output: (channel,), or (class,) where it has logits."""
         assert self.readout is not None, "asked of a model with a head"
         u = torch.zeros_like(self.readout[:1])
-        if self.head is not None:
-            classes = weights.nonzero()[:, 0]
-            rows = self.head.weight[classes]
-            u[0, self.place_read(out_token)] = weights[classes].to(rows) @ rows
-        elif u.dim() == 2:
-            u[0] = weights
+        if u.dim() == 2:
+            u[0] = vector
         else:
-            u[0, out_token] = weights
+            u[0, self.place_read(out_token) if self.head is not None else out_token] = vector.to(u)
         return u

@@ -31,6 +31,10 @@ from tensorlens.recording.writes import Writes
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
 """Functions that take all of a tensor together where no axis is named."""
 
+ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin topk")
+ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
+"""Functions of decisions in which some depend on others."""
+
 _PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
 
 
@@ -337,6 +341,19 @@ class Tape:
         role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ROLE else None
         return result if role is None else self.held(result, role)
 
+    def _check_choices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a function that compares, counts or orders decisions along an axis with several samples in it."""
+        x = args[0]
+        if name == "item" and isinstance(x, Tensor):
+            self.note_mixing("item")
+        if name not in ACROSS or not isinstance(x, Tensor) or not x.dim():
+            return
+        dims = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, (int, tuple, list))), None))
+        dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+        over = {dim % x.dim() for dim in dims}
+        if 0 in over or x.shape[0] != self.n_samples and (x.dim() == 1 or over != {x.dim() - 1} or name in ORDERS):
+            self.note_mixing(name)
+
     def held(self, value: Any, role: Role | None) -> Any:
         """Held tensors with a role."""
         if type(value) is tuple or type(value) is list:
@@ -347,6 +364,8 @@ class Tape:
         self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roles: list[Role | None]
     ) -> Any:
         """What is made of decisions: decisions. In a batch those of one sample must not depend on another."""
+        if self.n_samples > 1:
+            self._check_choices(name, args, kwargs)
         if Role.ROUNDED in roles and isinstance(result, Tensor) and result.is_floating_point():
             raise self.refusal(f"{name} of whole numbers that live values were cast to")
         return self.held(result, Role.ROUNDED if Role.ROUNDED in roles else Role.CHOICE)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.conventions import Rules
+from tensorlens.recording.conventions import Rules
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens

@@ -17,7 +17,7 @@ from torch import Tensor
 from tensorlens.axes import Hidden
 from tensorlens.memory import in_parts
 from tensorlens.models.precision import in_float64
-from tensorlens.studies.plain_pass import plain_pass, true_function
+from tensorlens.studies.plain_states import plain_states, true_function
 from tensorlens.tensor import AttentionTensor
 
 MOST_STATES = {"cuda": 64, "cpu": 8}
@@ -77,8 +77,9 @@ def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[in
         special: Ids never put in or replaced.
     """
     recording = T.operator.recording
-    ids = recording.inputs.get("input_ids")
-    embedding = getattr(recording.anatomy.model, "get_input_embeddings", lambda: None)()
+    origin = recording.from_model("A fidelity study")
+    ids = origin.inputs.get("input_ids")
+    embedding = getattr(origin.model, "get_input_embeddings", lambda: None)()
     if ids is None or embedding is None:
         return []
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +100,7 @@ def _entry_state(T: AttentionTensor, ids: Tensor, place: int, other: int) -> Ten
     recording, start = T.operator.recording, T.operator.span.start
     changed = ids.clone()
     changed[0, place] = other
-    return plain_pass(recording.anatomy, recording.inputs | {"input_ids": changed}, read=(start,)).entering[start][0]
+    return plain_states(origin.anatomy, origin.inputs | {"input_ids": changed}, read=(start,)).entering[start][0]
 
 
 def jacobian_times(
@@ -142,7 +143,7 @@ def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float
 def _true_function_of_many(T: AttentionTensor, states: Float[Tensor, "n token channel"]) -> Tensor:
     """F at several states, many of them in one pass where the model keeps samples apart."""
     operator = T.operator
-    together = MOST_STATES.get(operator.device.type, 8) if operator.is_batchable and not operator.is_streamed else 1
+    together = 1 if operator.recording.is_streamed else MOST_STATES.get(operator.device.type, 8)
     return torch.cat(in_parts(states, together, lambda x: true_function(operator.recording, operator.span, x)))
 
 

@@ -90,7 +90,7 @@ def tensor_properties(
 
 def default_out_token(T: AttentionTensor) -> int:
     """The last token of a language model, the first token of another model."""
-    return T.shape[0] - 1 if T.operator.recording.anatomy.unembedding is not None else 0
+    return T.shape[0] - 1 if T.operator.recording.head is not None else 0
 
 
 def _measure(T: AttentionTensor, blocks: BlockRange, out_token: int) -> dict[str, Any]:

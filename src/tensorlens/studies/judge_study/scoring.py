@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from tensorlens.batch import Batch
+from tensorlens.batches import Batch
 from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
-from tensorlens.maps.batched import BATCHED
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters
@@ -63,7 +62,7 @@ def _score_member(
 ) -> None:
     try:
         began = now()
-        batch = Batch(lens, [lens.prepare(list(item.ids)) for item in items])
+        batch = Batch(lens.specimen, [lens.prepare(list(item.ids)) for item in items])
         recorded = now() - began
     except (TensorLensError, torch.OutOfMemoryError) as error:
         for one in found:
@@ -73,7 +72,7 @@ def _score_member(
     for name in names:
         began, base = now(), split(name)[0]
         try:
-            if base in BATCHED:
+            if METHODS[base].takes_samples:
                 maps = batch.maps(
                     base, items[0].out_token, targets=targets if METHODS[base].takes_target else None,
                     probes=PROBES if base == "tensor.norm" else None,
@@ -113,7 +112,7 @@ def _words(text: str) -> list[str]:
 def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -> torch.Tensor:
     """(sample, class) of the plain model at one output of inputs of one length."""
     device = next(lens.model.parameters()).device
-    _, arguments = lens.recording_arguments({"input_ids": torch.tensor(list(ids), device=device)})
+    arguments = lens.specimen.arguments({"input_ids": torch.tensor(list(ids), device=device)})
     if out_token == -1 and "logits_to_keep" in forward_parameters(lens.model):
         arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills the memory
     with torch.no_grad(), evaluating(lens.model):

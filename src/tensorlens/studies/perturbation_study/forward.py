@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens.freezing.layouts import state_of
+from tensorlens.models.layouts import state_of
 from tensorlens.lens import Lens
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.plain_pass import evaluating, hooked

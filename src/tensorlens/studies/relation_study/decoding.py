@@ -18,7 +18,7 @@ from tensorlens.errors import InputError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.operators.mean import MeanTensor
-from tensorlens.studies.plain_pass import plain_pass, read_out
+from tensorlens.studies.plain_states import plain_states, read_out
 from tensorlens.studies.relation_study.lre import LocalLinear
 from tensorlens.tensor import AttentionTensor
 
@@ -72,7 +72,7 @@ def run_prompts(anatomy: Anatomy, prompts: Sequence[Sequence[int]], starts: Sequ
     embedded, logits = [], []
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in forward_parameters(anatomy.model) else {}
     for chunk in torch.tensor([list(ids) for ids in prompts], device=device).split(FORWARD_CHUNK):
-        states = plain_pass(anatomy, {"input_ids": chunk, "use_cache": False} | last_only, read=starts)
+        states = plain_states(anatomy, {"input_ids": chunk, "use_cache": False} | last_only, read=starts)
         assert states.embedded is not None, "token ids go through their embedding"
         for start in starts:
             entering[start].append(states.entering[start])

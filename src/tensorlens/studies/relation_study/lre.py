@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.studies.plain_pass import plain_pass
+from tensorlens.studies.plain_states import plain_states
 
 EMBEDDING = "embedding"
 Start = int | str
@@ -55,7 +55,7 @@ def expand(
     device = next(anatomy.model.parameters()).device
     inputs = {"input_ids": torch.tensor([list(ids)], device=device), "use_cache": False}
     blocks = [start for start in starts if not isinstance(start, str)]
-    states = plain_pass(anatomy, inputs, read=blocks, grad=True)
+    states = plain_states(anatomy, inputs, read=blocks, grad=True)
     assert states.leaving is not None and states.embedded is not None, "a pass over token ids meets both"
     z = states.leaving[0, -1]
     sources = {start: states.embedded if isinstance(start, str) else states.entering[start] for start in starts}

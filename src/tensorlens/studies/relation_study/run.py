@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.batch import Batch
+from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
@@ -23,7 +23,7 @@ from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import check_positive, chosen_options
-from tensorlens.studies.plain_pass import read_out
+from tensorlens.studies.plain_states import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
     Predictor,
@@ -257,7 +257,7 @@ class _Decoder:
     def _tensors(self, prompts: Sequence[Sequence[int]]) -> list[AttentionTensor]:
         """At prompts of one length: from one recording, where the model keeps samples apart."""
         if self._is_separable is not False:
-            made = Batch(self.lens, [self.lens.prepare(list(ids)) for ids in prompts])
+            made = Batch(self.lens.specimen, [self.lens.prepare(list(ids)) for ids in prompts])
             if self._is_separable is None:
                 self._is_separable = made.is_separable()
             if self._is_separable:

@@ -1,0 +1,177 @@
+"""The maps of T itself: its norm, In+Out, In+Class, contribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import MethodError
+from tensorlens.maps.methods import Answer, Question, Weighed, method
+from tensorlens.models.precision import in_float64
+from tensorlens.operators.norms import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
+
+BY_COMPLETENESS = "by completeness"
+"""What the notes say of a bias share inferred from completeness, not measured."""
+
+SHARE_ROUNDING = 1e-3
+"""How far rounding may move a share of the bias that is found by completeness; beyond it, a run at zero is worth its
+time."""
+
+NOISE = 1e-2
+"""A map whose rounding may be this part of it says so."""
+
+TOKENS_TOGETHER = 2**14
+"""Tokens of all the inputs that are pushed together."""
+
+
+def not_carried(scores: Tensor, total: Tensor) -> Tensor:
+    """What the inputs do not carry of each row's total is the bias's."""
+    return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
+
+
+def _rounding(found: Weighed) -> dict[str, Any]:
+    """What part of the summed magnitudes is left in the scores, with a warning where rounding may be as large."""
+    kept = found.kept
+    noise = torch.finfo(found.scores.dtype).eps / kept.clamp_min(1e-300)
+    return {"kept": kept, "noise": noise}
+
+
+def _bias_share(question: Question) -> Tensor:
+    r"""$⟨X^N_i, B_i⟩ / \lVert X^N_i \rVert^2$: how much of each output the bias carries."""
+    operator, rows = question.operator, list(question.out_tokens)
+    if question.is_batch:
+        return not_carried(_along_outputs(question).scores, _sizes(question))
+    x_out, bias = operator.output[rows], operator.bias[rows]
+    return (x_out * bias).sum(-1) / x_out.square().sum(-1)
+
+
+def _along_outputs(question: Question) -> Weighed:
+    r"""$⟨T^\top y, x⟩$ of each row's own output y, by input token."""
+    if "in_out" not in question.shared:
+        ends = question.recording.states[question.operator.span.stop]
+        question.shared["in_out"] = question.weigh(question.at_outputs(ends))
+    return question.shared["in_out"]
+
+
+def _sizes(question: Question) -> Tensor:
+    ends = question.recording.states[question.operator.span.stop]
+    return in_float64(question.at_outputs(ends)).square().sum(-1)
+
+
+def _is_exact(scores: Tensor, totals: Tensor) -> bool:
+    """Whether rounding error in the scores is negligible relative to what they sum to."""
+    rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
+    return bool((in_float64(rounded) <= SHARE_ROUNDING * in_float64(totals).abs()).all())
+
+
+@method(
+    "tensor.in_out",
+    "What each input contributes along the output that came out; signed",
+    signed=True,
+    takes_samples=True,
+)
+def in_out(question: Question) -> Answer:
+    r"""$T^{IO}_{i←j} = X^N_{[i]} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 22): one pull for each output.
+
+    Rows sum to $⟨X^N_i, X^N_i - B_i⟩$.
+    """
+    operator = question.operator
+    found, size = _along_outputs(question), _sizes(question)
+    by_row = _rounding(found)
+    is_single = len(question.out_tokens) == 1 and not operator.heads
+    if question.is_batch or question.recording.is_streamed or is_single and _is_exact(found.scores, size):
+        # A run at zero would cost as much as the map.
+        share, notes = not_carried(found.scores, size), {"bias": BY_COMPLETENESS}
+        return Answer(scores=found.scores, bias_share=share, notes=notes, by_row=by_row)
+    return Answer(scores=found.scores, bias_share=_bias_share(question), by_row=by_row)
+
+
+@method(
+    "tensor.in_class",
+    "What each input contributes to a logit, or to the difference of two; signed",
+    takes_target=True,
+    signed=True,
+    takes_samples=True,
+)
+def in_class(question: Question) -> Answer:
+    r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
+
+    Rows sum to the logit less what the biases give.
+    """
+    operator, recording = question.operator, question.recording
+    chosen = question.chosen
+    if operator.span.stop != recording.n_blocks:
+        raise MethodError(
+            f"`tensor.in_class` needs a range of blocks that ends at the last one ({recording.n_blocks}); got "
+            f"{operator.span.stop}."
+        )
+    found, logits = question.weigh_logits(), question.chosen_logits
+    by_row = {"logit": logits} | _rounding(found)
+    is_cheap = question.is_batch or recording.is_streamed or _is_exact(found.scores, logits)
+    if not operator.heads and is_cheap:  # a run at zero would cost as much as the map
+        share, notes = not_carried(found.scores, logits), {"bias": BY_COMPLETENESS}
+        return Answer(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)
+    # Without all of its heads, the model gives other logits than these.
+    at_zero = torch.stack([operator.logits_at_zero(i) for i in question.out_tokens])
+    of_bias = (at_zero.gather(1, chosen.ids) * chosen.weights.to(at_zero)).sum(1)
+    return Answer(scores=found.scores, bias_share=of_bias / logits, by_row=by_row, chosen=chosen)
+
+
+@method("tensor.contribution", "Length of what each input contributes to the output", takes_samples=True)
+def contribution(question: Question) -> Answer:
+    r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token that is there."""
+    if question.is_batch:
+        pushed = question.operator.push_each_token(question.out_tokens)
+        ends = question.at_outputs(question.recording.states[-1])
+        share = not_carried((pushed * ends[:, None]).sum(-1), _sizes(question))
+        return Answer(scores=pushed.norm(dim=-1), bias_share=share, notes={"bias": BY_COMPLETENESS})
+    operator, x = question.operator, question.operator.input
+    parts = []
+    for some in torch.arange(len(x), device=x.device).split(max(1, TOKENS_TOGETHER // len(x))):
+        alone = x.new_zeros(len(some), *x.shape)  # each token on its own
+        alone[torch.arange(len(some)), some] = x[some]
+        parts.append(operator.apply(alone)[:, list(question.out_tokens)].norm(dim=-1))
+    return Answer(scores=torch.cat(parts).T, bias_share=_bias_share(question))
+
+
+@method("tensor.norm", "Norm of each D×D block of T: how strongly an input can move an output", takes_samples=True)
+def norm(question: Question) -> Answer:
+    r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), exact or sketched by random probes.
+
+    Convention: the paper writes $\lVert·\rVert_2$ of a D×D block, which may mean either norm. Frobenius is the default;
+    spectral is what Proposition 1 speaks of.
+    """
+    notes: dict[str, Any] = {"norm": question.norm, "probes": question.probes}
+    if question.probes is None:
+        scores = _exact_norms(question)
+        return Answer(scores=scores, bias_share=_bias_share(question), notes=notes)
+    if question.norm != "frobenius":
+        raise MethodError("`probes` sketches the Frobenius norm; for the spectral norm leave `probes` out.")
+    notes["seed"] = question.seed
+    if question.is_batch:
+        return Answer(scores=_sketched(question), bias_share=_bias_share(question), notes=notes)
+    sketch = sketched_norms(question.operator, question.out_tokens, question.probes, question.seed)
+    notes["standard_error"] = sketch.standard_error.tolist()
+    return Answer(scores=sketch.norms, bias_share=_bias_share(question), notes=notes)
+
+
+def _exact_norms(question: Question) -> Tensor:
+    if question.is_batch:
+        return question.operator.norms_of_samples(question.out_tokens)
+    norms = frobenius_norms if question.norm == "frobenius" else spectral_norms
+    return norms(question.operator, question.out_tokens)
+
+
+def _sketched(question: Question) -> Tensor:
+    """One pull per probe, of all samples together."""
+    end, x = question.recording.states[-1], question.recording.states[0]
+    probes = probe_vectors(question.probes or 1, end.shape[-1], question.seed, end.device, end.dtype)
+    squares = []
+    for probe in probes:
+        u = torch.zeros_like(end)
+        for sample, i in zip(question.of, question.out_tokens, strict=True):
+            u[sample, i] = probe
+        squares.append(question.operator.pull_samples(u).expand_as(x).square().sum(-1))
+    return torch.stack(squares).mean(0).sqrt()

@@ -1,0 +1,148 @@
+"""`Specimen`: a model with its processor and rules, ready to be looked at. What every question begins with: inputs made, and recorded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from tensorlens.errors import TensorLensError
+from tensorlens.maps.context import Context
+from tensorlens.maps.targets import Classes
+from tensorlens.models.anatomies import Anatomies
+from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.around import said_of
+from tensorlens.models.forward_signature import check_arguments, is_causal
+from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
+from tensorlens.models.rows import make_inputs
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.record import record
+from tensorlens.recording.recording import Recording
+from tensorlens.tensor import AttentionTensor
+from tensorlens.versions import package_versions
+
+
+class Specimen:
+    """A model to look through, and how.
+
+    Args:
+        model: The user's model.
+        processor: Its tokenizer, image processor or processor.
+        rules: The conventions.
+        blocks: Path of the list of blocks, where the guess is wrong.
+        name: What maps should call the model.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any, rules: Rules, blocks: str | None, name: str) -> None:
+        self.model, self.processor, self.rules, self.name = model, processor, rules, name
+        self.anatomies, self.blocks = Anatomies(model, blocks), blocks
+
+    def prepare(self, value: Any) -> ModelInput:
+        """What the model takes, of anything that a lens takes."""
+        return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
+
+    def prepare_all(self, values: Sequence[Any], *, truncate: bool = False) -> list[ModelInput | TensorLensError]:
+        """For each input what the model takes, or the error that it would raise; texts are tokenised together.
+
+        Args:
+            values: The inputs.
+            truncate: Whether a text that is too long for the model is cut at its end.
+        """
+        return make_inputs(values, self.model, self.processor, truncate=truncate)
+
+    def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the model with the constant ones: no cache, outputs by name."""
+        arguments = arguments | constant_arguments(self.model)
+        check_arguments(self.model, arguments)
+        return arguments
+
+    def record(self, arguments: dict[str, Any], *, n_samples: int = 1) -> Recording:
+        """Run the model once on some arguments and keep the program it leaves behind."""
+        arguments = self.arguments(arguments)
+        anatomy = self.anatomies.at(arguments)
+        found = record(anatomy, arguments, self.rules, n_samples=n_samples)
+        if found.origin is not None and found.origin.anatomy is not anatomy:
+            self.anatomies.learn(arguments, found.origin.anatomy)
+        return found
+
+    def look(self, prepared: ModelInput) -> AttentionTensor:
+        """The attention tensor at one input."""
+        return self.tensor(prepared, self.record(prepared.arguments))
+
+    def tensor(self, prepared: ModelInput, recording: Recording, sample: int = 0) -> AttentionTensor:
+        """The attention tensor of an input that was recorded."""
+        return AttentionTensor(FrozenOperator(recording, sample=sample), self.context(prepared, recording))
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
+        return find_anatomy(self.model, blocks=self.blocks)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills up the shorter texts of a batch; it is masked, so that any would do."""
+        found = getattr(tokenizer_of(self.processor), "pad_token_id", None)
+        found = getattr(getattr(self.model, "config", None), "pad_token_id", None) if found is None else found
+        return found if isinstance(found, int) and found >= 0 else 0
+
+    # What maps say ----------------------------------------------------------------------------------------------------
+
+    def context(self, prepared: ModelInput, recording: Recording, n_tokens: int | None = None) -> Context:
+        """What maps should say of an input.
+
+        Args:
+            prepared: The input.
+            recording: Its recording, or that of a batch with it.
+            n_tokens: Its number of tokens, where the recording is of longer ones too.
+        """
+        n_tokens = n_tokens or recording.states[0].shape[1]
+        meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
+        anatomy = recording.from_model("A map").anatomy
+        if anatomy.beside:
+            meta["beside"] = said_of(anatomy.stack, anatomy.beside)
+        if prepared.text is not None:
+            meta["text"] = prepared.text
+            if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
+                meta["offsets"] = [pair and list(pair) for pair in prepared.offsets]
+        if is_causal(self.model):
+            meta["causal"] = True
+        grid = prepared.grid(self.model)
+        if grid is not None and grid[0] * grid[1] <= n_tokens:
+            meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
+            meta["image"] = prepared.image
+        tokens = prepared.labels(n_tokens, self.model, self.processor)
+        n_out = recording.states[-1].shape[1]
+        n_out = n_tokens if n_out == recording.states[0].shape[1] else n_out
+        out_tokens = _out_labels(tokens, n_out, is_decoder=recording.n_encoder_blocks > 0)
+        return Context(tokens=tokens, classes=self.classes(recording), meta=meta, out_tokens=out_tokens)
+
+    def classes(self, recording: Recording) -> Classes | None:
+        """Names of the classes, or None for a model without a head."""
+        if recording.readout is None:
+            return None
+        if recording.head is not None:
+            return Classes(n_classes=len(recording.head.weight), tokenizer=tokenizer_of(self.processor))
+        labels = getattr(getattr(self.model, "config", None), "id2label", None)
+        n_classes = recording.readout.shape[-1]
+        return Classes(n_classes=n_classes, labels=labels or {i: str(i) for i in range(n_classes)})
+
+
+def constant_arguments(model: nn.Module) -> dict[str, Any]:
+    """No cache, which would cut the influence of earlier tokens; outputs by name."""
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix"):
+        arguments["return_dict"] = True
+    return arguments
+
+
+def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tuple[str, ...] | None:
+    """Labels of outputs that are not the inputs: the decoder's tokens, or places after patches were merged."""
+    if n_out == len(tokens):
+        return None
+    return tokens[len(tokens) - n_out :] if is_decoder else tuple(str(position) for position in range(n_out))
