@@ -31,7 +31,7 @@ from tensorlens.models.collated import Collated, has_sample_axis, length_of
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.module_tree import parameters
-from tensorlens.models.plain_pass import own_modes, stepwise
+from tensorlens.models.modes import own_modes, stepwise
 from tensorlens.models.precision import TOLERANCES, tf32_allowed
 from tensorlens.models.rows import row_error
 from tensorlens.operators.base import check_token

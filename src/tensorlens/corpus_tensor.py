@@ -27,7 +27,7 @@ from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.depths import Depths, depths_of, logits_from, unembedded
 from tensorlens.maps.files import replace_file
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.models.rows import check_several
 from tensorlens.specimen import Specimen
 from tensorlens.strict_json import from_json, to_json

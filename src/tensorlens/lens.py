@@ -15,7 +15,7 @@ from tensorlens.errors import InputError
 from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, split_batch
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.models.rows import check_several
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
@@ -203,7 +203,9 @@ class Lens:
     def with_rules(self, rules: Rules) -> Lens:
         """The same model looked at by other rules."""
         of = self.specimen
-        return Lens(of.model, of.processor, rules=rules, blocks=of.blocks, name=of.name)
+        made = Lens(of.model, of.processor, rules=rules, blocks=of.blocks, name=of.name)
+        made.specimen.anatomies = of.anatomies  # what is known of the model is shared
+        return made
 
 
 def load(

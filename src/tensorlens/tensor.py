@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from tensorlens import tensor_files
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.inside.questions import InsideQuestions
@@ -20,17 +22,25 @@ from tensorlens.maps import finishing
 from tensorlens.maps.methods import METHODS, NormKind, Question, check_out_token, check_question
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.plain_pass import modes_left, own_modes
+from tensorlens.models.modes import modes_left, own_modes
 from tensorlens.models.precision import Precision
 from tensorlens.operators.base import Pulled, check_token
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.model_itself import plain_logits
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.program import Program
 from tensorlens.recording.recording import Heads, Span
 
 OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
+
+
+class HasModel(Protocol):
+    """A lens."""
+
+    @property
+    def model(self) -> nn.Module: ...  # noqa: D102
 
 
 class Prediction(NamedTuple):
@@ -69,11 +79,39 @@ class AttentionTensor(InsideQuestions):
         return self
 
     def __reduce__(self) -> Any:
-        """Refused: a file or another process would not have the model."""
-        raise MethodError(
-            "An attention tensor belongs to a model in this process and cannot be pickled. Save its maps "
-            "(`T.map(…).save`), or make it there: pass the input and call the lens."
-        )
+        """It travels as a file would hold it: the program with its numbers, without the model."""
+        return _unpickled, tuple(tensor_files.pack(self.operator, self.context))
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def program(self) -> Program:
+        """The steps of T and B, each affine: ``print(T.program)`` shows one a line. It runs without the model's code."""
+        return self.operator.recording.part(self.operator.span, self.operator.heads)
+
+    @own_modes
+    def save(self, path: str | Path, *, weights: tensor_files.Weights = "inside") -> Path:
+        """Write T as a safetensors file: its program in the header, its numbers as tensors, no code.
+
+        Args:
+            path: A name that ends in ``.safetensors``.
+            weights: ``"inside"`` puts the model's weights into the file; ``"reference"`` only their names and
+                checksums, for a lens that has them.
+        """
+        path = Path(path)
+        tensor_files.save(self.operator, self.context, path, weights)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, *, lens: HasModel | None = None, device: str | None = None) -> AttentionTensor:
+        """T from a file, without its model: what needs the model itself says so when it is asked.
+
+        Args:
+            path: Of a file that `save` wrote.
+            lens: Of the model, for a file with ``weights="reference"``.
+            device: Where its numbers go; where they were if None, or on the CPU where this machine has no such device.
+        """
+        return cls(*tensor_files.load(Path(path), None if lens is None else lens.model, device))
 
     # The contract of an operator, by the frozen model -------------------------------------------------------------
 
@@ -193,7 +231,8 @@ class AttentionTensor(InsideQuestions):
         return multiplier
 
     def _operator(self, span: Span, heads: Heads) -> FrozenOperator:
-        return FrozenOperator(self.operator.recording, span, heads, precision=self.operator.precision)
+        operator = self.operator
+        return FrozenOperator(operator.recording, span, heads, precision=operator.precision, sample=operator.sample)
 
     def _part(self, operator: FrozenOperator) -> AttentionTensor:
         return AttentionTensor(operator, self.context)
@@ -300,7 +339,11 @@ class AttentionTensor(InsideQuestions):
         operator = self.operator
         if precision == operator.precision:
             return self
-        return self._part(FrozenOperator(operator.recording, operator.span, operator.heads, precision=precision))
+        return self._part(
+            FrozenOperator(
+                operator.recording, operator.span, operator.heads, precision=precision, sample=operator.sample
+            )
+        )
 
     @own_modes
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
@@ -339,6 +382,10 @@ class AttentionTensor(InsideQuestions):
         probabilities = logits.softmax(-1)
         best = logits.topk(min(k, len(logits))).indices.tolist()
         return [Prediction(classes.name(i), i, float(logits[i]), float(probabilities[i])) for i in best]
+
+
+def _unpickled(header: bytes, memories: dict[str, Tensor]) -> AttentionTensor:
+    return AttentionTensor(*tensor_files.unpack(header, memories.__getitem__))
 
 
 __all__ = ["METHODS", "AttentionTensor", "Context", "Prediction"]

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import tensorlens as tl
 from tensorlens.freezing import recorder
-from tensorlens.models.plain_pass import containers_of, empty_again, own_attributes
+from tensorlens.models.modes import containers_of, empty_again, own_attributes
 
 
 class MemoryOfOutputs(Plain):

@@ -21,7 +21,7 @@ from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import check_token
 from tensorlens.operators.model_itself import plain_logits
 from tensorlens.tensor import AttentionTensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorlens.answers.prompts import Offsets, Prompt, Speaker, tokenised
 from tensorlens.errors import InputError
 from tensorlens.models.inputs import max_tokens, tokenizer_of
-from tensorlens.models.plain_pass import evaluating, in_own_precision
+from tensorlens.models.modes import evaluating, in_own_precision
 
 INCOMPLETE = "\ufffd"
 """What stands for a character of which some bytes are missing."""

@@ -20,7 +20,7 @@ from tensorlens.freezing.replay import head_weights
 from tensorlens.freezing.replayed import check_unchanged, replayed
 from tensorlens.freezing.traced import constant, plain
 from tensorlens.inside.stream import edge_of
-from tensorlens.models.plain_pass import evaluating, hooked
+from tensorlens.models.modes import evaluating, hooked
 
 
 class Depths(NamedTuple):

@@ -26,7 +26,7 @@ from tensorlens.inside.components import Cotangents
 from tensorlens.inside.stream import Mixture, Write, by_head, order
 from tensorlens.inside.target import Pass
 from tensorlens.inside.walk import kinds, told_apart
-from tensorlens.models.plain_pass import evaluating, hooked
+from tensorlens.models.modes import evaluating, hooked
 
 
 class Part(NamedTuple):

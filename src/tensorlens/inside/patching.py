@@ -29,7 +29,7 @@ from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.inside.stream import by_head
 from tensorlens.inside.target import Explained, Pass, Weights, pass_to
 from tensorlens.maps.targets import Target
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.strict_json import to_json
 

@@ -19,7 +19,7 @@ from tensorlens.maps.context import Context
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import TensorOperator
 from tensorlens.operators.operator import FrozenOperator
 

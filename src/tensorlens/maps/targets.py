@@ -57,6 +57,15 @@ class Classes:
             return str(self.labels.get(index, index))
         return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
 
+    def all_names(self) -> dict[int, str] | None:
+        """What every class is called; None where they have no names."""
+        if self.labels is not None or self.tokenizer is None:
+            return self.labels
+        ids = [[index] for index in range(self.n_classes)]
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        names = self.tokenizer.batch_decode(ids) if fast is None else fast.decode_batch(ids, skip_special_tokens=False)
+        return dict(enumerate(names))
+
     def names(self, weights: Mapping[int, float]) -> str:
         """How weights on logits are written: ``Paris``, ``Paris − Rome``, ``0.5·Paris + 0.5·Lyon − Rome``."""
         terms = [

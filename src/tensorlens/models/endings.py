@@ -10,7 +10,7 @@ from torch import nn
 
 from tensorlens.models.chains import Chain, is_in_list, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
-from tensorlens.models.fingerprint import global_hooks, looks_on
+from tensorlens.models.module_calls import has_hooks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +205,7 @@ def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) 
     assert call is not None
     module, output = call.module, evidence.output
     is_replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate calls what it found
-    has_hooks = any(global_hooks()) or any(
-        not looks_on(hook) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    if type(module).forward is not nn.Linear.forward or is_replaced or has_hooks:
+    if type(module).forward is not nn.Linear.forward or is_replaced or has_hooks(module):
         return False
     if output is None or not call.given or not evidence.is_flow_known:
         return True

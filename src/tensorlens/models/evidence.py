@@ -6,7 +6,6 @@ is a node, whose parents are the nodes it was made from. Nothing of the pass is 
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorlens.models.fingerprint import in_this_thread
+from tensorlens.models.modes import evaluating, in_own_precision
+from tensorlens.models.module_calls import Call, observing
 from tensorlens.models.own_errors import own_errors, refuse_without_values
-from tensorlens.models.plain_pass import evaluating, in_own_precision
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
 """Operations whose output holds values of their first input, elsewhere. Views share the storage and need no name."""
@@ -178,7 +176,7 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evide
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         stack.enter_context(eagerly())
-        stack.enter_context(calls.hooked())
+        stack.enter_context(observing(calls.at))
         if flow.seen:
             stack.enter_context(flow)
         arguments = copy_containers(arguments)
@@ -304,66 +302,43 @@ class _Flow(TorchDispatchMode):
         return node
 
 
-def _remove(hooks: list[Any]) -> None:
-    for one in hooks:
-        one.remove()
-
-
 class _Calls:
     """The module calls of one pass in this thread."""
 
     def __init__(self, model: nn.Module, flow: _Flow) -> None:
         self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
-        self._flow, self._thread = flow, threading.get_ident()
+        self._flow = flow
         self.made: list[ModuleCall] = []
         self._open: list[ModuleCall] = []
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Let every module report, by hooks that belong to no module: the user's are not touched."""
-        placed: list[Any] = []
-        try:
-            placed.append(global_hooks.register_module_forward_pre_hook(in_this_thread(self._begin)))
-            placed.append(global_hooks.register_module_forward_hook(in_this_thread(self._end), with_kwargs=True))
-            yield
-        finally:
-            try:
-                _remove(placed)
-            finally:  # once more: an interrupt may have met the first time
-                _remove(placed)
-
-    def _is_ours(self, module: nn.Module) -> bool:
-        return threading.get_ident() == self._thread and id(module) in self._paths
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._is_ours(module):
-            return
+    def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module and note what it took and gave; an observer, see `observing`."""
+        path = self._paths.get(id(module))
+        if path is None:
+            return call(module, *args, **kwargs)
         parent = self._open[-1] if self._open else None
-        call = ModuleCall(len(self.made), self._paths[id(module)], module, parent, len(self._flow.parents))
-        call.taken = self._seen(args)
-        call.several_states = bool(args) and _holds_several(args[0])
-        self.made.append(call)
-        self._open.append(call)
+        made = ModuleCall(len(self.made), path, module, parent, len(self._flow.parents))
+        made.taken = self._taken(args, kwargs)
+        made.several_states = bool(args) and _holds_several(args[0])
+        self.made.append(made)
         if parent is not None:
-            parent.children.append(call)
-
-    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self._is_ours(module) or not self._open:
-            return
-        call = self._open.pop()
-        while call.module is not module and self._open:  # calls that ended in an error which the model caught
-            call = self._open.pop()
-        named = self._seen(kwargs)
-        if "hidden_states" in kwargs or not call.taken:
-            call.taken = named + call.taken
-        else:
-            call.taken += named
+            parent.children.append(made)
+        self._open.append(made)
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            self._open.pop()
         found = main_tensor(output)
-        sources = tuple(seen.node for seen in call.taken)
+        sources = tuple(seen.node for seen in made.taken)
         others = [tensor for tensor in tensors_in(output) if _is_state(tensor) and tensor is not found]
         given = ([] if found is None else [found]) + others
-        call.given = tuple(self._flow.see(tensor, sources) for tensor in given if _is_state(tensor))
-        call.stop = len(self._flow.parents)
+        made.given = tuple(self._flow.see(tensor, sources) for tensor in given if _is_state(tensor))
+        made.stop = len(self._flow.parents)
+        return output
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Seen, ...]:
+        taken, named = self._seen(args), self._seen(kwargs)
+        return named + taken if "hidden_states" in kwargs or not taken else taken + named
 
     def _seen(self, values: Any) -> tuple[Seen, ...]:
         return tuple(self._flow.see(tensor) for tensor in tensors_in(values) if _is_state(tensor))

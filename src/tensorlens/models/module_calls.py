@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 Call = Callable[..., Any]
 """Calls a module: takes it and the arguments."""
@@ -95,3 +96,9 @@ def forward_replaced(module: nn.Module, forward: Call) -> Iterator[None]:
             module.__dict__.pop("forward", None)
         else:
             module.__dict__["forward"] = own
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether code of the user's runs around a module's forward."""
+    every = (module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks)
+    return any((*every, module._forward_pre_hooks, module._forward_hooks))

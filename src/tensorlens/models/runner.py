@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tensorlens import cancel
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.evidence import eagerly
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
+from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.models.module_calls import Call, observing
-from tensorlens.models.plain_pass import evaluating, in_own_precision
 
 AtBlock = Callable[[int, Tensor], Tensor | None]
 """Is told the number of a block and a state in the model's own layout; may give another state."""
@@ -124,6 +125,7 @@ class _Route:
         return output
 
     def _block(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cancel.check()
         n, self.n_entered, anatomy = self.n_entered, self.n_entered + 1, self.anatomy
         if self.entering is not None:
             state = find_state(args, kwargs, place=anatomy.entry_place)

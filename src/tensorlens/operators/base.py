@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import InputError, SizeError
 from tensorlens.memory import free_bytes
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 
 
 @dataclass(frozen=True, kw_only=True)

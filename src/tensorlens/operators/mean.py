@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import TensorOperator
 
 

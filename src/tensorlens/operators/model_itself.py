@@ -44,7 +44,8 @@ def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
 
     One row for a head that reads the whole input at once. No pass is needed where nothing is behind it.
     """
-    if recording.head is not None and (recording.origin is None or recording.origin.anatomy.gives_raw_logits):
+    is_all = recording.head is not None and recording.gives_raw_logits
+    if is_all or recording.head is None and recording.origin is None:
         return torch.stack([recording.logits_at(i) for i in out_tokens])
     origin = recording.from_model("Predictions after a soft cap or a scale")
     places = torch.tensor(out_tokens, device=recording.states[-1].device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import check_whole
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import Pulled, TensorOperator
 
 

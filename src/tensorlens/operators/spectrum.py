@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import TensorOperator, check_token
 
 

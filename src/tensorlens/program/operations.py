@@ -159,7 +159,7 @@ def index(x: Tensor, at: tuple[Any, ...]) -> Tensor:
 @index.transpose
 def _(u: Tensor, x: Spec, at: tuple[Any, ...]) -> Tensor:
     if any(isinstance(one, Tensor) for one in at):
-        return zeros(x, u).index_put(_whole_index(at), u, accumulate=True) if _is_simple(at) else NotImplemented
+        return _added_at(zeros(x, u), at, u) if _is_simple(at) else NotImplemented
     found = zeros(x, u)
     found[at] += u  # a view without overlap
     return found
@@ -170,8 +170,9 @@ def _is_simple(at: tuple[Any, ...]) -> bool:
     return all(isinstance(one, Tensor) or isinstance(one, slice) and one == slice(None) for one in at)
 
 
-def _whole_index(at: tuple[Any, ...]) -> Any:
-    return [one if isinstance(one, Tensor) else None for one in at]
+def _added_at(x: Tensor, at: tuple[Any, ...], value: Any) -> Tensor:
+    """X after `x[at] += value`, also where a place is named several times."""
+    return torch.ops.aten.index_put(x, [one if isinstance(one, Tensor) else None for one in at], value, True)
 
 
 @operation(joint=(0,))
@@ -243,6 +244,12 @@ def stack(parts: list[Tensor], axis: int) -> Tensor:
 @stack.transpose
 def _(u: Tensor, parts: list[Any], axis: int) -> tuple[Tensor, ...]:
     return tuple([piece for piece, part in zip(u.unbind(axis), parts, strict=True) if type(part) is Spec])
+
+
+@operation(joint=(0, 3), optional=(3,))
+def pad(x: Tensor, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """More places at the ends of the last axes."""
+    return F.pad(x, amounts, mode, value)
 
 
 @operation(joint=(0,))
@@ -523,7 +530,7 @@ def constant(value: Tensor) -> Tensor:
 def put(x: Tensor, at: tuple[Any, ...], value: Any, accumulate: bool = False) -> Tensor:
     """X after `x[at] = value`, or after `x[at] += value`."""
     if accumulate:
-        return x.index_put(_whole_index(at), value, accumulate=True)
+        return _added_at(x, at, value)
     x = x.clone()
     x[at] = value
     return x
@@ -560,6 +567,12 @@ def scatter(x: Tensor, axis: int, places: Tensor, source: Any) -> Tensor:
     return x.scatter(axis, places, source)
 
 
+@scatter.transpose
+def _(u: Tensor, x: Any, axis: int, places: Tensor, source: Any) -> tuple[Tensor, ...]:
+    left = [u.scatter(axis, places, 0)] if type(x) is Spec else []
+    return (*left, *_of_source(u.gather(axis, places), source))
+
+
 @operation(joint=(0, 3))
 def scatter_add(x: Tensor, axis: int, places: Tensor, source: Tensor) -> Tensor:
     """X with numbers of the source added to its own at places of an axis."""
@@ -568,10 +581,16 @@ def scatter_add(x: Tensor, axis: int, places: Tensor, source: Tensor) -> Tensor:
 
 @scatter_add.transpose
 def _(u: Tensor, x: Any, axis: int, places: Tensor, source: Any) -> tuple[Tensor, ...]:
-    if type(source) is Spec and source.shape != tuple(places.shape):
-        return NotImplemented
-    of_source = [u.gather(axis, places)] if type(source) is Spec else []
-    return (*([u] if type(x) is Spec else []), *of_source)
+    return (*([u] if type(x) is Spec else []), *_of_source(u.gather(axis, places), source))
+
+
+def _of_source(u: Tensor, source: Any) -> list[Tensor]:
+    """A cotangent of the part of a source that the places cover."""
+    if type(source) is not Spec:
+        return []
+    found = zeros(source, u)
+    found[tuple([slice(size) for size in u.shape])] = u
+    return [found]
 
 
 # Any other linear function of torch -----------------------------------------------------------------------------------
@@ -584,11 +603,11 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
             "diagonal diag diag_embed roll diff trace view_as_real view_as_complex real imag conj_physical "
             "complex take",
         ),
-        (Tensor, "repeat unfold index_copy index_fill"),
+        (Tensor, "repeat unfold index_copy"),
         (
             F,
             "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate "
-            "fold pixel_shuffle pixel_unshuffle channel_shuffle pad grid_sample",
+            "fold pixel_shuffle pixel_unshuffle channel_shuffle grid_sample",
         ),
         (
             torch.fft,

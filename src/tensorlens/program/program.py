@@ -19,6 +19,7 @@ from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
 from tensorlens.program.operations import OPERATIONS, Operation
+from tensorlens.program.printed import printed
 
 
 class SideChannelError(AnatomyError):
@@ -46,6 +47,10 @@ class Program:
     specs: Mapping[int, Spec] = field(repr=False)
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """One line for each step."""
+        return printed(self)
 
     # Parts: each is a program again -----------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ TOGETHER = {
     "as_strided sum mean cumsum div gain constant diagonal diag diag_embed roll diff trace view_as_real "
     "view_as_complex real imag conj_physical take repeat unfold window avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate fold pixel_shuffle pixel_unshuffle "
-    "channel_shuffle pad grid_sample fft ifft rfft irfft fftn ifftn fft2 ifft2 rfftn irfftn rfft2 irfft2 hfft ihfft "
-    "fftshift ifftshift index_fill",
+    "channel_shuffle grid_sample fft ifft rfft irfft fftn ifftn fft2 ifft2 rfftn irfftn rfft2 irfft2 hfft ihfft "
+    "fftshift ifftshift",
     1: "solve",
     2: "attention",
 }
@@ -35,6 +35,7 @@ SEVERAL = {
     "scatter": (0, 3),
     "scatter_add": (0, 3),
     "as_strided_scatter": (0, 1),
+    "pad": (0, 3),
     "norm": (0, 3),
     "softmax": (0, 3),
     "live_attention": (0, 1, 2, 3),

@@ -17,7 +17,7 @@ from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
 from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
-from tensorlens.models.plain_pass import evaluating, in_own_precision
+from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly

@@ -146,6 +146,7 @@ class Recorder:
             meetings=tuple(run.meetings),
             modules=tuple(self.modules),
             rules_applied=run.rules_applied,
+            gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
             origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth),

@@ -86,6 +86,7 @@ class Recording:
         mixtures: Where attention met values.
         meetings: Where queries met keys.
         modules: What each module gave, in the order of their ends.
+        gives_raw_logits: Whether the model gives logits as its unembedding does, without a soft cap or a scale.
         rules_applied: How often each rule was applied, by (rule, module).
         mixes_samples: What made something held of several samples together, if anything did.
         name: Of the model's class.
@@ -105,6 +106,7 @@ class Recording:
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
     modules: tuple[ModuleOutput, ...] = field(default=(), repr=False)
     rules_applied: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
+    gives_raw_logits: bool = True
     mixes_samples: str | None = None
     name: str = ""
     origin: Origin | None = field(default=None, repr=False)

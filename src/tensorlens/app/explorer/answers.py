@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tensorlens.answers.prompts import tokenised
-from tensorlens.app.explorer.jobs import Event, Job, watch
+from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.library import Library, kind_of
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.parts import Parts
@@ -28,7 +27,6 @@ from tensorlens.app.options import rules_named
 from tensorlens.errors import InputError
 from tensorlens.inside.looks import Why
 from tensorlens.lens import Lens
-from tensorlens.maps.methods import Question, answer
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import is_causal
@@ -149,8 +147,6 @@ class Answers:
         """The lens of a model, loaded if it is not there yet."""
         if name not in self.library.opened:
             job.tell("progress", stage=f"Loading {name}", done=None)
-            lens = self.library.lens(name)
-            watch((*lens.anatomy.blocks, *lens.anatomy.encoder_blocks))
         return self.library.lens(name)
 
     def _parts(self, job: Job, subject: Subject) -> Parts:
@@ -181,9 +177,7 @@ def held_by(lens: Lens, member: str | None) -> Lens:
     """The lens with another member of the family of rules; the lens itself if none is named."""
     if member is None:
         return lens
-    held = copy(lens)  # the model and what is known of its anatomy are shared
-    held.rules = replace(rules_named(member), include_final_norm=lens.rules.include_final_norm)
-    return held
+    return lens.with_rules(replace(rules_named(member), include_final_norm=lens.rules.include_final_norm))
 
 
 def predictions(T: AttentionTensor, out_token: int) -> list[dict[str, Any]]:
@@ -294,11 +288,9 @@ def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     first = _default_output(T)
     sheet = _Sheet(T.map(ask.method, first, _target(ask)), T, first)
     sheet.report(job)
-    question = Question(operator=T.operator, out_tokens=(), target=_target(ask), classes=T.context.classes)
     for outputs in _groups(range(1, T.shape[0]) if first == 0 else range(first), at_a_time):
         job.check()
-        found = answer(ask.method, replace(question, out_tokens=tuple(outputs)))
-        sheet.fill(outputs, found.scores, found.bias_share, found.notes)
+        sheet.fill(outputs, T.map(ask.method, outputs, _target(ask)))
         sheet.report(job)
     return sheet.whole()
 
@@ -338,11 +330,11 @@ class _Sheet:
                 self._by_row[name] = [one if name != "logit" or i == first else None for i in range(n_out)]
         self._shown = 0.0
 
-    def fill(self, outputs: range, scores: torch.Tensor, bias: torch.Tensor, notes: dict[str, Any]) -> None:
+    def fill(self, outputs: range, found: TokenMap) -> None:
         rows = slice(outputs.start, outputs.stop)
-        self._scores[rows], self._bias[rows] = scores.detach().cpu(), bias.detach().cpu()
-        for name, value in notes.items():
-            if name in self._by_row:
+        self._scores[rows], self._bias[rows] = found.scores, found.bias_share
+        for name, value in found.meta.items():
+            if name in self._by_row and name != "out_positions":
                 self._by_row[name][rows] = value if isinstance(value, list) else [value] * len(outputs)
         self._n_known += len(outputs)
 

@@ -1,8 +1,8 @@
 """A job queue: `Job`, one question on its way, and `Worker`, which answers them in turn, one thread for one device.
 
-A job is stopped by a flag that the work looks at (`Job.check`): between outputs, whenever a block of the model is
-about to run (`watch`), and wherever long work calls `cancel.check`. None of these is in the middle of putting something
-back, so the model is left as it was found. Work that looks at no flag until long after its time is given up: its
+A job is stopped by a flag that the work looks at (`Job.check`): between outputs, and wherever
+long work calls `cancel.check`, such as before each block of the model. None of these is in the middle of putting
+something back, so the model is left as it was found. Work that looks at no flag until long after its time is given up: its
 thread is told to end, another takes the queue over, and what the old one may have left half done is forgotten.
 """
 
@@ -13,10 +13,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-from torch import nn
 
 from tensorlens import cancel
 from tensorlens.errors import TensorLensError
@@ -230,16 +228,6 @@ class Worker:
                 self._queues[client] = kept
             else:
                 del self._queues[client]
-
-
-def watch(modules: Iterable[nn.Module]) -> None:
-    """From now on look at the flag of the running job before each of these modules runs."""
-    for module in modules:
-        module.register_forward_pre_hook(_look)
-
-
-def _look(module: nn.Module, inputs: Any) -> None:
-    cancel.check()
 
 
 def _interrupt(thread: threading.Thread) -> None:

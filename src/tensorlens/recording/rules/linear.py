@@ -53,8 +53,8 @@ def reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
         raise tape().refusal(f"{name} as another type of numbers")
     value = raw(function, *args, **kwargs)
-    if value is x:
-        return x
+    if value.shape == x.shape:
+        return x if value is x else same(x, value, role_after(name, x))
     return tape().emit("reshape", value, x, tuple(value.shape), role=role_after(name, x))
 
 
@@ -604,10 +604,23 @@ def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     live = [n for n, arg in enumerate(args) if is_live(arg)]
     if live and live != [0] and name not in ("complex", "grid_sample"):
         raise tape().refusal(f"{name} with a second live argument")
-    if name == "pad" and not is_live(args[0]):
-        return value
     role = role_after(name, *args)
     return tape().emit(name, value, *args, role=role, **kwargs)
+
+
+@rule("pad")
+def padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    """More places at the ends of the last axes."""
+    if not is_live(x) or is_live(value):
+        raise tape().refusal("pad with a live number")
+    made = raw(torch.nn.functional.pad, x, pad, mode, value)
+    return tape().emit("pad", made, x, tuple(pad), mode, value, role=role_after("pad", x))
+
+
+@rule("constant_pad_nd")
+def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
+    """The same, as its kernel is called."""
+    return padded(x, pad, "constant", value)
 
 
 # What is no part of what the model computes --------------------------------------------------------------------------

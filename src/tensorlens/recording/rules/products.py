@@ -171,21 +171,7 @@ def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
 def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
-    names = (
-        "input",
-        "self",
-        "batch1",
-        "mat1",
-        "vec1",
-        "tensor1",
-        "end",
-        "batch2",
-        "mat2",
-        "vec2",
-        "vec",
-        "tensor2",
-        "weight",
-    )
+    names = "input self batch1 mat1 vec1 tensor1 end batch2 mat2 vec2 vec tensor2 weight".split()
     base, left, right = (*args, *(kwargs[key] for key in names if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
     if name == "lerp":
@@ -193,6 +179,10 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
     if name in ("addcmul", "addcdiv"):
         inner = left * right if name == "addcmul" else left / right
         return base + (inner if alpha == 1 else alpha * inner)
+    if name == "addmm" and beta == alpha == 1 and is_live(left) and not is_live(right) and not is_live(base):
+        run = tape()  # a linear layer whose weight lies the other way round
+        weight = raw(getattr, right, "mT")
+        return run.emit("linear", raw(function, *args, **kwargs), left, weight, base, role=role_after("linear", left, weight))
     mixed = torch.outer(left, right) if name == "addr" else torch.matmul(left, right)
     mixed = mixed.sum(0) if name == "addbmm" else mixed
     return (base if beta == 1 else beta * base) + (mixed if alpha == 1 else alpha * mixed)

@@ -11,7 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import LoadError, TensorLensError
-from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import Replay
 from tensorlens.lens import Lens
+from tensorlens.program.constants import Constants
 from tensorlens.studies.family_study.tiny_models import TASKS, TinyModel, build, model_types
 from tensorlens.tensor import AttentionTensor
 
@@ -108,7 +107,8 @@ def _certified(tiny: TinyModel) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  the model's own code
         return {"status": "not_built", "reason": f"does not run: {_told(error)}"}
     try:
-        tensor = Lens(tiny.model)(tiny.arguments)
+        lens = Lens(tiny.model)
+        tensor = lens(tiny.arguments)
         certificate = tensor.certificate()
     except TensorLensError as error:
         return {"status": "refused", "reason": _told(error)}
@@ -119,7 +119,7 @@ def _certified(tiny: TinyModel) -> dict[str, Any]:
         "rules": {rule: len(modules) for rule, modules in certificate.rules.items()},
         "bias_share": float(tensor.bias.norm() / tensor.output.norm()),
         "unexplained": unexplained_bias(tensor),
-        "blocks": tensor.operator.recording.anatomy.stack,
+        "blocks": tensor.operator.recording.from_model("The table").anatomy.stack,
         "shape": tensor.shape,
     }
     return found | _verdict(tensor, certificate.failures, before == fingerprint(tiny))
@@ -165,42 +165,24 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def unexplained_bias(tensor: AttentionTensor) -> float:
-    r"""What is left of B after $\sum_b \frac{\partial \tilde F}{\partial b} b$, against ‖F(X)‖.
+    r"""What is left of B when the model's additive parameters are zero, against ‖F(X)‖.
 
     The affine function is homogeneous of degree one in X and all its additive parameters together. What remains is a
     constant in the model's code, or something held that should have been carried.
     """
-    recording, generator = tensor.operator.recording, torch.Generator().manual_seed(0)
-    additive = [
-        p for name, p in recording.anatomy.model.named_parameters() if _is_additive(name) and p.is_floating_point()
+    program = tensor.program
+    names = program.constants.names if isinstance(program.constants, Constants) else {}
+    constants = [
+        torch.zeros_like(value) if _is_additive(names.get(n, "")) else value
+        for n, value in ((n, program.constants[n] if n in program.used else None) for n in range(len(program.constants)))
     ]
-    u = torch.randn(4, *tensor.shape[:2], generator=generator, dtype=torch.float64).to(tensor.output)
-    flags = [parameter.requires_grad for parameter in additive]
-    try:
-        for parameter in additive:
-            parameter.requires_grad_()
-        explained = _contributions(tensor.operator.replay, additive, u)
-    finally:
-        for parameter, flag in zip(additive, flags, strict=True):
-            parameter.requires_grad_(flag)
-    differences = (u * tensor.bias).sum((1, 2)) - explained
-    return float(differences.square().mean().sqrt() / tensor.output.norm())
+    left = replace(program, constants=constants).run(*program.zeros())  # type: ignore[arg-type]
+    return float(torch.cat(left, 1).norm() / tensor.output.norm())
 
 
 def _is_additive(name: str) -> bool:
     owner, last = (["", *name.split(".")])[-2:]
     return "bias" in last or "norm" not in owner and re.search(r"embed|token|pos(?!t)", f"{owner}.{last}") is not None
-
-
-def _contributions(replay: Replay, additive: list[nn.Parameter], u: Tensor) -> Tensor:
-    with replay.graph(Span(0, replay.recording.n_blocks)) as (_, y, _run):
-        sums = []
-        for one in u:
-            total = (y[0] * one).sum()
-            grads = torch.autograd.grad(total, additive, retain_graph=True, allow_unused=True) if additive else ()
-            terms = [(g * p).sum() for g, p in zip(grads, additive, strict=True) if g is not None]
-            sums.append(torch.stack(terms).sum().detach() if terms else torch.zeros_like(total))
-        return torch.stack(sums).detach()
 
 
 _BEGUN = "begun"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError
-from tensorlens.freezing.rules.modules import ADAPTERS
-from tensorlens.freezing.rules.recurrences import KERNELS
+from tensorlens.recording.rules.modules import ADAPTERS
+from tensorlens.recording.rules.recurrences import KERNELS
 from tensorlens.strict_json import from_json, write_json, write_text
 from tensorlens.studies.family_study.run import FamilyRecord
 from tensorlens.versions import package_versions

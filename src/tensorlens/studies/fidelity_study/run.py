@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import make_input, tokenizer_of
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.operators.product_bound import Reading, product_bound
 from tensorlens.operators.singular_values import operator_norm

@@ -15,7 +15,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters
-from tensorlens.models.plain_pass import evaluating
+from tensorlens.models.modes import evaluating
 from tensorlens.studies.judge_study.items import Item
 from tensorlens.studies.judge_study.methods import WORD_OVERLAP
 from tensorlens.studies.members import member_lens, split

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens.models.layouts import state_of
 from tensorlens.lens import Lens
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.plain_pass import evaluating, hooked
+from tensorlens.models.layouts import state_of
+from tensorlens.models.runner import run
 
 NO_TOKEN = -1
 """An id that no token has."""
@@ -48,7 +48,7 @@ class PlainModel:
     """
 
     def __init__(self, lens: Lens, batch_size: int | None = None) -> None:
-        self.model, self.body = lens.model, lens.anatomy.body
+        self.anatomy = lens.anatomy
         self.batch_size = batch_size or BATCH_SIZES.get(next(lens.model.parameters()).device.type, 64)
         parameters = inspect.signature(lens.model.forward).parameters
         self.has_head = lens.anatomy.body is not lens.model
@@ -95,9 +95,9 @@ class PlainModel:
     def _states(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
         """The state after the final norm, and the model's output."""
         states: list[Tensor] = []
-        keep = hooked(after=[(self.body, lambda module, args, output: states.append(state_of(output)))])
-        with keep, torch.inference_mode(), evaluating(self.model), _without_padding(self.model):
-            output = self.model(**inputs, **self.options, **options)
+        given = {self.anatomy.body: lambda output: states.append(state_of(output))}
+        arguments = inputs | self.options | options
+        output = run(self.anatomy, arguments, given=given, within=_without_padding(self.anatomy.model))
         return states[0], output
 
     def _run(self, inputs: dict[str, Tensor], out_token: int) -> Outputs:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.lens import Lens
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.identity import model_settings

@@ -19,7 +19,7 @@ from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
-from tensorlens.models.plain_pass import own_modes
+from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import check_positive, chosen_options
