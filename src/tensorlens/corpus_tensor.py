@@ -25,10 +25,11 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.batch import Batch, Source
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.inside.depths import Depths, depths_of, logits_from, unembedded
+from tensorlens.inside.depths import at_depths, check_one_stream, logits_from, unembedded
 from tensorlens.maps.files import replace_file
 from tensorlens.models.plain_pass import own_modes
 from tensorlens.models.rows import check_several
+from tensorlens.recording.recording import Recording
 from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
@@ -238,17 +239,18 @@ class _Sums:
             prepared.append(one)
         batch = Batch(lens, prepared)
         batch.check()
-        recording = batch.replay.recording
+        recording = batch.recording
+        check_one_stream(recording)
         counted = self._counted(batch.lengths or (recording.states[0].shape[1],) * len(prepared), recording.states[0])
         n_of = counted.sum(1)
         self.n_texts += int((n_of > 0).sum())
         self.n_short += int((n_of == 0).sum())
         share = counted / n_of.clamp(min=1)[:, None]
-        with depths_of(recording) as depths:
-            for cotangents in self._cotangents(counted, depths.end):
-                self._pull(depths, cotangents, share)
-            if self.outputs == "own" and self.bias is not None:
-                self.bias += (share[..., None] * depths.end.detach()).sum((0, 1))
+        end = recording.states[-1]
+        for cotangents in self._cotangents(counted, end):
+            self._pull(recording, cotangents, share)
+        if self.outputs == "own" and self.bias is not None:
+            self.bias += (share[..., None] * end).sum((0, 1))
 
     def _counted(self, lengths: tuple[int, ...], state: Tensor) -> Tensor:
         """(sample, token): 1 where a position counts."""
@@ -274,14 +276,13 @@ class _Sums:
             units = units if units.dim() == 4 else units[:, None]
             yield units.expand(size, *end.shape) * counted[..., None]
 
-    def _pull(self, depths: Depths, cotangents: Tensor, share: Tensor) -> None:
-        states, edges, end = depths
+    def _pull(self, recording: Recording, cotangents: Tensor, share: Tensor) -> None:
+        states, end = recording.states[:-1], recording.states[-1]
         if self.matrices is None or self.bias is None:
             self.matrices = end.new_zeros(len(states), end.shape[-1], states[0].shape[-1])
             self.bias = end.new_zeros(len(states), end.shape[-1])
-        found = torch.autograd.grad([end], edges, [cotangents], is_grads_batched=True, retain_graph=True)
-        for n, (pulled, state) in enumerate(zip(found, states, strict=True)):
+        for n, pulled in at_depths(recording, cotangents):
             weighted = pulled * share[..., None]
             self.matrices[n] += torch.einsum("rsto,rsti->oi", cotangents, weighted)
             if self.outputs == "own":
-                self.bias[n] -= torch.einsum("rsto,rst->o", cotangents, (weighted * state).sum(-1))
+                self.bias[n] -= torch.einsum("rsto,rst->o", cotangents, (weighted * states[n]).sum(-1))

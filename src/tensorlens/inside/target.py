@@ -1,32 +1,29 @@
-"""A replay with its graph, and the number at its end that is explained."""
+"""The number that is explained, and the blocks of a pass on the way to it, one at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
 from torch.nn.functional import pad
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at, read_logits
-from tensorlens.freezing.replayed import replayed
-from tensorlens.freezing.traced import plain
-from tensorlens.inside.experts import ExpertObserver, ExpertPart
-from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
+from tensorlens.inside.experts import ExpertRows, expert_rows
+from tensorlens.inside.stream import Stream, Sum, Write
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.base import check_token
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.marks import MOVES, Mixture
+from tensorlens.program.pieces import Cotangents, Pieces, by_row
+from tensorlens.program.program import Program
+from tensorlens.recording.recording import Recording
 
 Weights = dict[int, float]
 
@@ -42,12 +39,12 @@ def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target
     """Weights on logits: of the target, or of the model's own first choice at output i."""
     recording = operator.recording
     if classes is None or recording.readout is None:
-        raise no_head(recording.anatomy.model)
+        raise no_head(recording.name)
     if isinstance(target, dict):
         if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
             raise InputError(f"Weights must be {{id: number}} with at least one, none of them NaN; got {target!r:.80}.")
         return {classes.index(index): float(weight) for index, weight in target.items()}
-    return classes.weights(int(logits_at(recording, i).argmax()) if target is None else target)
+    return classes.weights(int(recording.logits_at(i).argmax()) if target is None else target)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +52,7 @@ class Explained:
     """What is explained: a target at one output of an input.
 
     Attributes:
-        operator: Of the input.
+        operator: The operator of the input.
         classes: Names of the classes.
         out_token: Where the target is read.
         target: A token or class, a pair for a contrast, weights by class; the model's own first choice if None.
@@ -72,155 +69,303 @@ class Explained:
 
     @classmethod
     def at(
-        cls, operator: FrozenOperator, context: Context, meta: dict[str, Any], out_token: int,
+        cls,
+        operator: FrozenOperator,
+        context: Context,
+        meta: dict[str, Any],
+        out_token: int,
         target: Target | Weights | None,
-    ) -> Explained:  # fmt: skip
+    ) -> Explained:
         """The target at an output; a head that reads the whole input at once has only one."""
         i = 0 if operator.recording.pools else check_token(out_token, operator.shape[0])
         return cls(
-            operator=operator, classes=context.classes, out_token=i, target=target, tokens=context.tokens,
+            operator=operator,
+            classes=context.classes,
+            out_token=i,
+            target=target,
+            tokens=context.tokens,
             meta=meta | {"out_positions": [i]},
-        )  # fmt: skip
+        )
 
     @cached_property
     def weights(self) -> Weights:
-        """Of the target on logits."""
+        """The target's weights on logits."""
         return weights_of(self.operator, self.classes, self.target, self.out_token)
 
     @property
     def name(self) -> str:
-        """Of the target."""
+        """The target in words."""
         weights = self.weights  # raises where there are no classes
         assert self.classes is not None, "a target has classes"
         return self.classes.names(weights)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPass:
-    r"""One replay at X with its graph, and what wrote to the stream.
+    r"""The blocks of an operator at X, one at a time: what wrote to the stream in each, and the values there.
 
-    Attributes:
-        operator: What was replayed.
-        x: The state it began with, (1, token, channel).
-        seen: What observed it.
-        sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
-        experts: What each expert wrote, in blocks where that was asked for.
+    Args:
+        operator: The operator.
+        pieces: Its program, cut where states enter blocks.
+        finer: Blocks whose feed-forwards are taken apart.
     """
 
-    operator: FrozenOperator
-    x: Tensor
-    seen: StreamObserver
-    sums: dict[int, list[Sum] | None]
-    experts: dict[int, list[ExpertPart]] = field(default_factory=dict)
+    def __init__(self, operator: FrozenOperator, pieces: Pieces, finer: Finer | None = None) -> None:
+        self.operator, self.pieces, self.finer = operator, pieces, finer or Finer()
+        self.recording: Recording = operator.recording
+        self.start, self.stop = operator.span
+        self._streams: dict[int, Stream] = {}
+        self._sums: dict[int, list[Sum] | None] = {}
+        self._experts: dict[int, list[ExpertRows]] = {}
+        self._values: dict[int, dict[int, Tensor]] = {}
+
+    # The blocks -------------------------------------------------------------------------------------------------------
+
+    def program(self, n: int) -> Program:
+        """The steps of block n."""
+        return self.pieces.programs[n - self.start]
+
+    def entry(self, n: int) -> int:
+        """The slot of the state that enters block n."""
+        return self.recording.slots[n][0 if n < self.recording.n_encoder_blocks else -1]
+
+    def exit(self, n: int) -> int:
+        """The slot of the state that leaves block n: it enters the next one, or is the last thing that the block made.
+
+        What stands between the last block and the end (a final norm) is not the block's.
+        """
+        if n + 1 not in (self.recording.n_encoder_blocks, self.recording.n_blocks):
+            return self.entry(n + 1)
+        program = self.program(n)
+        made = [step.out for step in program.steps if step.block == n]
+        after = {slot for step in program.steps if step.block != n for slot in step.slots} | set(program.outputs)
+        return next((slot for slot in reversed(made) if slot in after), self.entry(n))
+
+    @cached_property
+    def memory(self) -> int | None:
+        """The slot of what the encoder hands to the decoder; None without an encoder in the range."""
+        n = self.recording.n_encoder_blocks
+        return self.recording.slots[n][0] if self.start < n else None
+
+    def stream(self, n: int) -> Stream:
+        """The stream in block n."""
+        if n not in self._streams:
+            mixtures = [one for one in self.recording.mixtures if one.block == n]
+            self._streams[n] = Stream(self.program(n), self.entry(n), mixtures)
+        return self._streams[n]
+
+    def sums(self, n: int) -> list[Sum] | None:
+        """The sums of block n that write to the stream, the last first; None where parts cannot be told apart."""
+        if n not in self._sums:
+            self._sums[n] = self.stream(n).sums(self.exit(n))
+        return self._sums[n]
+
+    def kinds(self, n: int) -> list[tuple[Write, str]]:
+        """What was written in a block, in order, and what to call it."""
+        found, n_attentions = [], 0
+        has_attention = any(mixture.block == n for mixture in self.recording.mixtures)
+        for one in reversed(self.sums(n) or []):
+            for write in reversed(one.writes):
+                if write.mixtures:
+                    n_attentions += 1
+                    found.append((write, "attention" if n_attentions == 1 else f"attention {n_attentions}"))
+                else:  # without attention anywhere in the block, one cannot say which of its parts mixes tokens
+                    found.append((write, "feed-forward" if has_attention else "block"))
+        return found
+
+    def heads_of(self, n: int, write: Write) -> Mixture | None:
+        """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
+        if len(write.mixtures) != 1:
+            return None
+        shape = self.recording.program.specs[write.mixtures[0].slot].shape
+        is_told = len(shape) == 3 or len(shape) == 4 and shape[0] == 1
+        return write.mixtures[0] if is_told and shape[-2] == self.n_tokens(n) else None
+
+    # Values and cotangents --------------------------------------------------------------------------------------------
+
+    def marked(self, n: int) -> list[int]:
+        """The slots of a block that questions ask about: states, sums, writes, heads, neurons, experts."""
+        found = [self.entry(n), self.exit(n)]
+        for one in self.sums(n) or ():
+            found += [one.slot, one.term, one.stream]
+            for write in one.writes:
+                found += [write.slot, *self.inner(n, write)]
+        return list(dict.fromkeys(found))
+
+    def inner(self, n: int, write: Write) -> list[int]:
+        """The slots by which a write is taken apart: that of its heads, of its neurons, or those of its experts."""
+        head, neurons = self.heads_of(n, write), self.neurons(n, write)
+        found = [] if head is None else [head.slot]
+        found += [] if neurons is None else [neurons]
+        return found if write.mixtures else [*found, *dict.fromkeys(rows.slot for rows in self.experts(n))]
+
+    def neurons(self, n: int, write: Write) -> int | None:
+        """The slot whose channels are the neurons of a feed-forward, where they are asked for."""
+        if n not in self.finer.neurons or write.mixtures:
+            return None
+        step = self.stream(n).last_matrix(write)
+        return None if step is None else step.slots[0]
+
+    def experts(self, n: int) -> list[ExpertRows]:
+        """What each expert of a block wrote, where they are asked for."""
+        if n not in self.finer.experts:
+            return []
+        if n not in self._experts:
+            self._experts[n] = expert_rows(self.recording, self.program(n), n)
+        return self._experts[n]
+
+    def values(self, n: int) -> dict[int, Tensor]:
+        """What the marked slots of a block hold at X."""
+        if n not in self._values:
+            if self.recording.is_streamed:
+                self._values.clear()
+            self._values[n] = self.pieces.values(n - self.start, self.marked(n))
+        return self._values[n]
+
+    def pulled(self, n: int, slot: int, cotangents: Tensor, to: int) -> Tensor:
+        """Cotangents (row, …) of one slot of a block at an earlier one that it was computed from."""
+        if slot == to:
+            return cotangents
+        return self.cotangents_at(n, {slot: cotangents}, (to,), (to,))[to]
+
+    def cotangents_at(self, n: int, starts: Cotangents, slots: Collection[int], stop: Collection[int]) -> Cotangents:
+        """Cotangents (row, …) of some slots of a block at earlier ones, through none of `stop`."""
+        program = self.program(n)
+        program.load()
+        return by_row(lambda one: program.cotangents(one, slots, stop=stop), starts)
+
+    @cached_property
+    def side_channel(self) -> str | None:
+        """A module that reads what earlier blocks left for it, beside the state and the encoder's output."""
+        for n, program in enumerate(self.pieces.programs[1:], self.start + 1):
+            known = {*self.recording.slots[min(n, self.stop - 1)], *((self.exit(n - 1),) if n == self.stop else ())}
+            beside = set(program.inputs) - known
+            if beside:
+                return next(step.module for step in program.steps if not beside.isdisjoint(step.slots))
+        return None
+
+    # Tokens -----------------------------------------------------------------------------------------------------------
+
+    def n_tokens(self, n: int) -> int:
+        """How many tokens the stream of a block has: the encoder's or the decoder's, where there are two."""
+        return self.recording.program.specs[self.entry(n)].shape[1]
 
     @property
-    def recording(self) -> Recording:
-        """What was replayed."""
-        return self.operator.recording
+    def n_in(self) -> int:
+        """How many tokens there are in all."""
+        return self.recording.states[self.start].shape[1]
 
-    def entry(self, block: int) -> tuple[GradientEdge, Tensor]:
-        """The state that enters a block, in the graph and as numbers."""
-        return _entry(self.operator, self.seen, self.x, block)
-
-    def begins(self, block: int) -> bool:
-        """Whether a stream begins at a block."""
-        return block in (self.operator.span.start, self.recording.n_encoder_blocks)
-
-    def by_token(self, block: int, numbers: Tensor) -> Tensor:
-        """Numbers in the layout of the states of a block, summed over channels, as (in_token,) of X⁰."""
-        if numbers.shape == self.x.shape and self.begins(block):  # of the leaf itself
-            return numbers[0].sum(-1)
-        layout = self.recording.layouts[block]
-        return self.placed(block, layout.to_tokens(numbers.reshape(layout.shape))[0].sum(-1))
-
-    def n_tokens(self, block: int) -> int:
-        """How many tokens the stream of a block has: the encoder's or the decoder's, where there are two."""
-        split, n_in = self.recording.splits[self.operator.span.start], self.x.shape[1]
-        if not self.recording.n_encoder_blocks:
-            return n_in
-        return split if block < self.recording.n_encoder_blocks else n_in - split
-
-    def offset(self, block: int) -> int:
+    def offset(self, n: int) -> int:
         """Where the tokens of a block's stream begin among all tokens."""
-        return 0 if block < self.recording.n_encoder_blocks else self.x.shape[1] - self.n_tokens(block)
+        return 0 if n < self.recording.n_encoder_blocks else self.n_in - self.n_tokens(n)
 
-    def at_token(self, block: int, numbers: Tensor, token: int) -> Tensor:
-        """Numbers in the layout of the states of a block, zero but for one of all tokens."""
-        layout = self.recording.layouts[block]
-        states = layout.to_tokens(numbers.reshape(layout.shape))
-        chosen = torch.zeros_like(states)
-        chosen[:, token - self.offset(block)] = states[:, token - self.offset(block)]
-        return layout.to_native(chosen).reshape(numbers.shape)
-
-    def placed(self, block: int, scores: Tensor) -> Tensor:
+    def placed(self, n: int, scores: Tensor) -> Tensor:
         """Scores (…, token) of a block's stream among all tokens: the encoder's, then the decoder's."""
-        n_others = self.x.shape[1] - self.n_tokens(block)
-        if not n_others:
-            return scores
-        return pad(scores, (0, n_others) if block < self.recording.n_encoder_blocks else (n_others, 0))
+        before, after = self.offset(n), self.n_in - self.n_tokens(n) - self.offset(n)
+        return pad(scores, (before, after)) if before or after else scores
+
+    def by_token(self, n: int, numbers: Tensor) -> Tensor:
+        """Numbers (row, …) in the layout of some slot of a block's stream, summed over channels: (row, token)."""
+        if numbers.shape[1:] == self._state_shape(n):
+            found = numbers[:, 0].sum(-1)
+        else:
+            found = torch.stack([self.to_tokens(n, one)[0].sum(-1) for one in numbers])
+        return self.placed(n, found)
+
+    def to_tokens(self, n: int, x: Tensor) -> Tensor:
+        """What is laid out as some slot of a block's stream, as (1, token, channel)."""
+        layout = self._layout(n, tuple(x.shape))
+        return x.reshape(1, self.n_tokens(n), -1) if layout is None else layout.pull(x)[0]
+
+    def from_tokens(self, n: int, x: Tensor, shape: torch.Size) -> Tensor:
+        """The way back, for a slot of some shape."""
+        layout = self._layout(n, tuple(shape))
+        return x.reshape(shape) if layout is None else layout.run(x)[0]
+
+    def at_token(self, n: int, numbers: Tensor, token: int) -> Tensor:
+        """Numbers in the layout of some slot of a block's stream, zero but for one of all tokens."""
+        states = self.to_tokens(n, numbers)
+        chosen, place = torch.zeros_like(states), token - self.offset(n)
+        chosen[:, place] = states[:, place]
+        return self.from_tokens(n, chosen, numbers.shape)
+
+    def _state_shape(self, n: int) -> tuple[int, ...]:
+        return self.recording.program.specs[self.entry(n)].shape
+
+    def _layout(self, n: int, shape: tuple[int, ...]) -> Program | None:
+        """The steps that lay out the state entering a block in another shape; None where there are none."""
+        program, entry = self.program(n), self.entry(n)
+        ahead = [entry] if shape != self._state_shape(n) else []
+        while ahead:
+            for step in program.readers.get(ahead.pop(), ()):
+                if step.operation in MOVES and len(step.slots) == 1:
+                    if program.specs[step.out].shape == shape:
+                        return program.part((entry,), (step.out,))
+                    ahead.append(step.out)
+        return None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Pass(StreamPass):
-    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$.
+    r"""The blocks of an operator at X, and cotangents $λ = \partial t/\partial y$ of a target $t = \sum_c w_c\, logit_c$.
 
-    Attributes:
-        t: The target, a number with a graph behind it.
-        weights: Its weights on logits.
+    Args:
+        operator: The operator; its blocks end at the last.
+        weights: Weights of the target on logits.
         out_token: Where the logits are read.
-    """
-
-    t: Tensor
-    weights: Weights
-    out_token: int
-
-
-def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int) -> tuple[GradientEdge, Tensor]:
-    if block in (operator.span.start, operator.recording.n_encoder_blocks):
-        return edge_of(x), x.detach()
-    return seen.outputs[block - 1]
-
-
-@contextmanager
-def pass_to(operator: FrozenOperator, weights: Weights, i: int, finer: Finer | None = None) -> Iterator[Pass]:
-    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons or experts.
+        finer: Blocks whose feed-forwards are taken apart.
 
     Raises:
-        MethodError: no factors are kept, the range of blocks does not end at the last, or the number of tokens
-            changes on the way.
+        MethodError: the range of blocks does not end at the last, or the number of tokens changes on the way.
     """
-    recording, (start, stop), finer = operator.recording, operator.span, finer or Finer()
-    _check(operator)
-    classes = torch.tensor(list(weights), device=operator.device)
-    with own_precision(), torch.enable_grad():
-        x = recording.states[start].detach().clone().requires_grad_()
-        seen, experts = StreamObserver(recording, finer.neurons), ExpertObserver(finer.experts)
-        watching = (seen, experts) if finer.experts else (seen,)
-        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=watching)
-        logits = read_logits(recording, plain(end), i, classes)[0]
-        t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()
-        assert t.grad_fn is not None, "the state is part of the graph"
-        sums = sums_of(operator, seen, x, t.grad_fn, range(start, stop))
-        yield Pass(
-            operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums, experts=experts.parts
-        )  # fmt: skip
 
+    def __init__(self, operator: FrozenOperator, weights: Weights, out_token: int, finer: Finer | None = None) -> None:
+        _check(operator)
+        pieces = operator.recording.pieces(operator.span, operator.heads, to_logits=True)
+        super().__init__(operator, pieces, finer)
+        self.weights, self.out_token = weights, out_token
+        self._waiting = {self.stop: self._at_last_state}
+        self._cotangents: dict[int, Cotangents] = {}
 
-def sums_of(
-    operator: FrozenOperator, seen: StreamObserver, x: Tensor, end: Node, blocks: Iterable[int]
-) -> dict[int, list[Sum] | None]:
-    """The writes of some blocks, the last first, in the graph that ends at a node; None: not to be told apart."""
-    stream = Stream(seen, end, edge_of(x).node)
-    return {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in blocks}
+    @cached_property
+    def value(self) -> float:
+        """The target."""
+        recording, classes = self.recording, torch.tensor(list(self.weights), device=self.operator.device)
+        end = recording.readout
+        if self.operator.heads:
+            slot = self.pieces.program.outputs[0]
+            end = self.pieces.values(self.stop - self.start, [slot])[slot]
+        assert end is not None, "a target is read from a head"
+        logits = recording.logits(end, self.out_token, classes)[0]
+        return float((logits * torch.tensor(list(self.weights.values())).to(logits)).sum())
+
+    @property
+    def _at_last_state(self) -> Cotangents:
+        """What waits at the state that leaves the last block, and at whatever else the head reads."""
+        recording = self.recording
+        n_classes = recording.readout.shape[-1] if recording.head is None else len(recording.head.weight)  # type: ignore[union-attr]
+        weights = torch.zeros(n_classes, dtype=recording.states[-1].dtype, device=self.operator.device)
+        weights[list(self.weights)] = torch.tensor(list(self.weights.values())).to(weights)
+        waiting = {self.pieces.program.outputs[0]: recording.head_cotangent(weights, self.out_token)}
+        return self.pieces.pull(self.stop - self.start, waiting)[1]
+
+    def waiting(self, n: int) -> Cotangents:
+        """Cotangents of what enters block n, and of what later blocks read of earlier ones; n may be the last state."""
+        for block in reversed(range(n, min(self._waiting))):
+            self.cotangents(block)
+        return self._waiting[n]
+
+    def cotangents(self, n: int) -> Cotangents:
+        """λ at the marked slots of block n."""
+        if n not in self._cotangents:
+            waiting = self.waiting(n + 1)
+            if self.recording.is_streamed:
+                self._cotangents.clear()
+            found, waiting = self.pieces.pull(n - self.start, waiting, self.marked(n))
+            self._cotangents[n], self._waiting[n] = found, waiting
+        return self._cotangents[n]
 
 
 def _check(operator: FrozenOperator) -> None:
     recording = operator.recording
-    if operator.is_streamed:
-        raise MethodError(
-            f"The input has {operator.n_tokens} tokens, for which no factors are kept; components need them. Expected "
-            "a shorter input."
-        )
     if operator.span.stop != recording.n_blocks:
         raise MethodError(
             f"Components of a target need a range of blocks that ends at the last one ({recording.n_blocks}); got "
@@ -229,6 +374,6 @@ def _check(operator: FrozenOperator) -> None:
     sizes = {state.shape[1] for state in recording.states[operator.span.start : -1]}
     if len(sizes) > 1:
         raise MethodError(
-            f"`{type(recording.model).__name__}` changes the number of tokens on its way ({sorted(sizes)}), so its "
-            "components do not share one row of tokens. Use `tensor.in_class`."
+            f"`{recording.name}` changes the number of tokens on its way ({sorted(sizes)}), so its components do not "
+            "share one row of tokens. Use `tensor.in_class`."
         )

@@ -52,6 +52,20 @@ class Meeting(NamedTuple):
     end: int | None = None
 
 
+class Choice(NamedTuple):
+    """The experts that were chosen for each token.
+
+    Attributes:
+        block: The block.
+        module: Path of the module that took their numbers.
+        experts: The numbers, (token, choice).
+    """
+
+    block: int
+    module: str
+    experts: Tensor
+
+
 MOVES = words("reshape permute expand cast index narrow select index_select flip as_strided")
 """Operations that put numbers elsewhere and change none."""
 

@@ -7,15 +7,31 @@ memory of one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from tensorlens.memory import is_out_of_memory
 from tensorlens.program.program import Program
 
 Cotangents = dict[int, Tensor]
 """Cotangents by slot."""
+
+
+def by_row(pull: Callable[[Cotangents], Cotangents], rows: Cotangents) -> Cotangents:
+    """What a function of cotangents gives for several of each, (row, …), together where torch can."""
+    n_rows = len(next(iter(rows.values())))
+    if n_rows > 1:
+        try:
+            return torch.vmap(pull)(rows)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+    found = [pull({slot: u[row] for slot, u in rows.items()}) for row in range(n_rows)]
+    return {slot: torch.stack([one[slot] for one in found]) for slot in found[0]}
 
 
 class Pieces:
@@ -31,17 +47,27 @@ class Pieces:
         self.program, self._known = program, known
         self.programs = program.cut(ends)
 
+    def scaled(self, factors: Mapping[int, Tensor]) -> Pieces:
+        """The same pieces with what some slots hold multiplied by constants, for all who read them."""
+        found = copy(self)
+        found.__dict__.pop("at_cuts", None)
+        found.programs = [
+            piece.scaled({slot: factor for slot, factor in factors.items() if slot in piece.makers})
+            for piece in self.programs
+        ]
+        return found
+
     def values(self, n: int, slots: Collection[int]) -> dict[int, Tensor]:
         """What some slots hold at X: slots that piece n makes or reads."""
         piece = self.programs[n]
-        given = {slot: self._at_cuts[slot] for slot in piece.inputs}
+        given = {slot: self.at_cuts[slot] for slot in piece.inputs}
         made = [slot for slot in slots if slot not in given]
         found = piece.part(piece.inputs, made).observe(list(given.values()), made) if made else {}
         return {slot: given[slot] if slot in given else found[slot] for slot in slots}
 
     @cached_property
-    def _at_cuts(self) -> Mapping[int, Tensor]:
-        """Values of what pieces read of earlier ones: of what is not known, by one run from the beginning."""
+    def at_cuts(self) -> Mapping[int, Tensor]:
+        """Values at X of what pieces read of earlier ones: of what is not known, by one run from the beginning."""
         found = dict(self._known)
         missing = {slot for piece in self.programs for slot in piece.inputs} - found.keys()
         for piece in self.programs if missing else ():

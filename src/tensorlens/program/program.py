@@ -139,6 +139,11 @@ class Program:
         """The constants that its steps read."""
         return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
 
+    def load(self) -> None:
+        """Make the constants that were let go, now: they cannot be made in the middle of a `vmap`."""
+        for n in self.used:
+            self.constants[n]
+
     # Forwards ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

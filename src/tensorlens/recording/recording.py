@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.program.constants import Constants
-from tensorlens.program.marks import MOVES, Meeting, Mixture, count_heads
+from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
 from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.blocks import BlockCall
@@ -86,6 +86,7 @@ class Recording:
         starts_at_embedding: Whether $X^0$ is the token embeddings, because the first block takes only a part of them.
         mixtures: Where attention met values.
         meetings: Where queries met keys.
+        choices: The experts that were chosen.
         modules: What each module gave, in the order of their ends.
         rules_applied: How often each rule was applied, by (rule, module).
         mixes_samples: What made something held of several samples together, if anything did.
@@ -104,6 +105,7 @@ class Recording:
     starts_at_embedding: bool = False
     mixtures: tuple[Mixture, ...] = field(default=(), repr=False)
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    choices: tuple[Choice, ...] = field(default=(), repr=False)
     modules: tuple[ModuleOutput, ...] = field(default=(), repr=False)
     rules_applied: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
     mixes_samples: str | None = None
