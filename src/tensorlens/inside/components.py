@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component, ComponentMap
 from tensorlens.inside.target import Explained, Finer, Pass
-from tensorlens.inside.walk import Row, Walk, whole_write, write_rows
+from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
 
 Effect = Literal["total", "direct"]
 
@@ -62,10 +62,9 @@ def total(run: Pass) -> Found:
     r"""$e_c = ⟨\partial t/\partial y_c, y_c⟩$ for every component, and $⟨λ^n_j, X^n_j⟩$ for every depth and token."""
     flow, groups = [_after_last(run)], list[list[Row]]()
     for n in reversed(range(run.start, run.stop)):
-        at, values = {slot: u[None] for slot, u in run.cotangents(n).items()}, run.values(n)
+        at = {slot: u[None] for slot, u in run.cotangents(n).items()}
         if run.sums(n) is None:
-            wrote = at[run.exit(n)] * whole_write(values[run.exit(n)], values[run.entry(n)])
-            rows = [Row(Component(block=n, kind="block"), run.by_token(n, wrote))]
+            rows = [whole_row(run, n, at[run.exit(n)])]
         else:
             rows = [row for write, kind in run.kinds(n) for row in write_rows(run, n, write, kind, at)]
         groups.append([Row(row.component, row.scores[0]) for row in rows])

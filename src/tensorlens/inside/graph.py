@@ -23,7 +23,7 @@ from tensorlens.inside.component_graph import ComponentGraph, Edge, Node
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import from_target
 from tensorlens.inside.target import Explained, Pass
-from tensorlens.inside.walk import Joining, Read, Row, Walk, whole_write
+from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
 
 AT_A_TIME = 32
@@ -191,13 +191,13 @@ class Growth:
         stream = run.entry(n) if slot is None or sums is None else sums[read.place].stream
         whole = run.cotangents(n)[end]
         chosen = run.at_token(n, whole, token) if head is None else _at_head(whole, head, token - run.offset(n))
-        wrote = whole_write(values[end], values[stream]) if slot is None else values[end]
+        there, wrote = (run.to_tokens(n, chosen), run.whole_write(n)) if slot is None else (chosen, values[end])
         of_memory, ends = None, [stream] if run.memory in (None, stream) else [stream, run.memory]
         found = run.cotangents_at(n, {end: chosen[None]}, ends, (stream,))
         cotangent = found[stream][0]
         if slot is None:  # the block carries the state on
-            cotangent = cotangent - chosen.reshape(cotangent.shape)
-        node.value, node.is_open = float((chosen * wrote).sum()), True
+            cotangent = cotangent - run.handed_on(n, chosen)
+        node.value, node.is_open = float((there * wrote).sum()), True
         node.constant = node.value - float((cotangent * values[stream]).sum())
         if len(ends) > 1 and n >= run.recording.n_encoder_blocks:
             of_memory = found[ends[1]][0]

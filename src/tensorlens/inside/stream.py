@@ -12,8 +12,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from tensorlens.program.marks import Mixture
-from tensorlens.program.nodes import Slot, Step, words
+from tensorlens.program.nodes import Held, Slot, Step, leaves, words
 from tensorlens.program.program import Program
+from tensorlens.recording.conventions import Rules
+
+PRODUCTS = words("mul div matmul einsum")
+"""Operations that multiply by a constant."""
 
 SAME_STATE = words("cast reshape expand")
 """Operations after which a state is still the same state."""
@@ -59,10 +63,13 @@ class Stream:
         program: The steps of the block.
         entry: The slot of the state that enters it.
         mixtures: Where attention met values in it.
+        rules: The conventions in force.
     """
 
-    def __init__(self, program: Program, entry: int, mixtures: Sequence[Mixture]) -> None:
+    def __init__(self, program: Program, entry: int, mixtures: Sequence[Mixture], rules: Rules) -> None:
         self.program, self.entry, self.mixtures = program, entry, mixtures
+        self._splits_products = rules.name != "paper"
+        self._weights = getattr(program.constants, "names", {})
         self._order = {slot: -2 for slot in program.inputs} | {entry: -1}
         self._parents: dict[int, list[int]] = {slot: [] for slot in self._order}
         self._sums: dict[int, tuple[int, int]] = {}
@@ -76,7 +83,22 @@ class Stream:
     def _is_sum(self, step: Step) -> bool:
         specs = self.program.specs
         is_live = step.operation == "add" and all(type(arg) is Slot and arg.index in self._order for arg in step.args)
-        return is_live and specs[step.args[0].index].shape == specs[step.args[1].index].shape
+        if not is_live or specs[step.args[0].index].shape != specs[step.args[1].index].shape:
+            return False
+        return not (self._splits_products and self._is_product(step))
+
+    def _is_product(self, step: Step) -> bool:
+        """Whether a sum is one product of two live factors, each in turn times what the other was: a⁰ b + a b⁰."""
+        if step.out != max(step.slots) + 1 or abs(step.slots[0] - step.slots[1]) != 1:
+            return False  # a rule makes all three at once
+        return all(self._is_scaled(self.program.makers.get(slot)) for slot in step.slots)
+
+    def _is_scaled(self, step: Step | None) -> bool:
+        """Whether a step multiplies by a constant that is not a weight."""
+        if step is None or step.operation not in PRODUCTS:
+            return False
+        held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
+        return bool(held) and not any(n in self._weights for n in held)
 
     def sums(self, end: int) -> list[Sum] | None:
         """The sums that write to the stream, the last first; None where the parts of the block cannot be told apart.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,26 +151,29 @@ class StreamPass:
         """The stream in block n."""
         if n not in self._streams:
             mixtures = [one for one in self.recording.mixtures if one.block == n]
-            self._streams[n] = Stream(self.program(n), self.entry(n), mixtures)
+            self._streams[n] = Stream(self.program(n), self.entry(n), mixtures, self.recording.rules)
         return self._streams[n]
 
     def sums(self, n: int) -> list[Sum] | None:
         """The sums of block n that write to the stream, the last first; None where parts cannot be told apart."""
-        if n not in self._sums:
-            self._sums[n] = self.stream(n).sums(self.exit(n))
+        if n not in self._sums:  # nothing depends on a block that has no steps
+            self._sums[n] = self.stream(n).sums(self.exit(n)) if self.program(n).steps else None
         return self._sums[n]
 
     def kinds(self, n: int) -> list[tuple[Write, str]]:
-        """What was written in a block, in order, and what to call it."""
-        found, n_attentions = [], 0
+        """What was written in a block, in order, and what to call it; a second one of a kind has its number."""
+        writes = [write for one in reversed(self.sums(n) or []) for write in reversed(one.writes)]
         has_attention = any(mixture.block == n for mixture in self.recording.mixtures)
-        for one in reversed(self.sums(n) or []):
-            for write in reversed(one.writes):
-                if write.mixtures:
-                    n_attentions += 1
-                    found.append((write, "attention" if n_attentions == 1 else f"attention {n_attentions}"))
-                else:  # without attention anywhere in the block, one cannot say which of its parts mixes tokens
-                    found.append((write, "feed-forward" if has_attention else "block"))
+        found, n_of = [], Counter[str]()
+        for write in writes:
+            kind = "attention" if write.mixtures else "feed-forward"
+            if not has_attention:  # one cannot say which of its parts mixes tokens
+                kind = "block" if len(writes) == 1 else "part"
+            if write.slot in self.program(n).makers and self.program(n).makers[write.slot].block is None:
+                kind = "between blocks"
+            n_of[kind] += 1
+            is_numbered = kind == "part" or n_of[kind] > 1
+            found.append((write, f"{kind} {n_of[kind]}" if is_numbered else kind))
         return found
 
     def heads_of(self, n: int, write: Write) -> Mixture | None:
@@ -288,16 +292,28 @@ class StreamPass:
         chosen[:, place] = states[:, place]
         return self.from_tokens(n, chosen, numbers.shape)
 
+    def whole_write(self, n: int) -> Tensor:
+        """What a block wrote whose parts cannot be told apart, (1, token, channel); all of it if it changes channels."""
+        values = self.values(n)
+        after, before = self.to_tokens(n, values[self.exit(n)]), values[self.entry(n)]
+        return after - before if after.shape == before.shape else after
+
+    def handed_on(self, n: int, cotangent: Tensor) -> Tensor:
+        """The cotangent of the state that leaves such a block where it enters: past what the block wrote."""
+        x = self.to_tokens(n, cotangent)
+        return x if x.shape == self._state_shape(n) else x.new_zeros(self._state_shape(n))
+
     def _state_shape(self, n: int) -> tuple[int, ...]:
         return self.recording.program.specs[self.entry(n)].shape
 
     def _layout(self, n: int, shape: tuple[int, ...]) -> Program | None:
         """The steps that lay out the state entering a block in another shape; None where there are none."""
         program, entry = self.program(n), self.entry(n)
-        ahead = [entry] if shape != self._state_shape(n) else []
+        size = math.prod(self._state_shape(n))
+        ahead = [entry] if shape != self._state_shape(n) and math.prod(shape) == size else []
         while ahead:
             for step in program.readers.get(ahead.pop(), ()):
-                if step.operation in MOVES and len(step.slots) == 1:
+                if step.operation in MOVES and math.prod(program.specs[step.out].shape) == size:
                     if program.specs[step.out].shape == shape:
                         return program.part((entry,), (step.out,))
                     ahead.append(step.out)

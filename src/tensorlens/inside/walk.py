@@ -86,10 +86,10 @@ class Walk:
         run, sums, values = self.run, self.run.sums(n), self.run.values(n)
         at, entry = run.exit(n), run.entry(n)
         if sums is None:
-            wrote = run.by_token(n, self.cotangents * whole_write(values[at], values[entry]))
-            self.cotangents = self.cotangents.reshape(len(self.cotangents), *values[entry].shape)
+            row = whole_row(run, n, self.cotangents)
+            self.cotangents = torch.stack([run.handed_on(n, one) for one in self.cotangents])
             self._join(Read(n, 0))
-            return [Row(Component(block=n, kind="block"), wrote)]
+            return [row]
         bias = torch.zeros(1, dtype=values[entry].dtype, device=values[entry].device)
         by_write: dict[int, Tensor] = {}
         for place, one in enumerate([*sums, None]):
@@ -136,9 +136,10 @@ def _added(cotangents: Tensor, joining: Iterable[tuple[int, Tensor]]) -> Tensor:
 # What was written -----------------------------------------------------------------------------------------------------
 
 
-def whole_write(after: Tensor, before: Tensor) -> Tensor:
-    """What a whole block wrote."""
-    return after - before.reshape(after.shape) if after.numel() == before.numel() else after
+def whole_row(run: StreamPass, n: int, cotangents: Tensor) -> Row:
+    """What a block gives whose parts cannot be told apart, by cotangents (row, …) of the state that leaves it."""
+    there = torch.stack([run.to_tokens(n, one) for one in cotangents])
+    return Row(Component(block=n, kind="block"), run.by_token(n, there * run.whole_write(n)))
 
 
 def write_rows(run: StreamPass, n: int, write: Write, kind: str, at: Mapping[int, Tensor]) -> list[Row]:

@@ -61,9 +61,10 @@ class Pieces:
         """What some slots hold at X: slots that piece n makes or reads."""
         piece = self.programs[n]
         given = {slot: self.at_cuts[slot] for slot in piece.inputs}
-        made = [slot for slot in slots if slot not in given]
+        made = [slot for slot in slots if slot in piece.makers]
         found = piece.part(piece.inputs, made).observe(list(given.values()), made) if made else {}
-        return {slot: given[slot] if slot in given else found[slot] for slot in slots}
+        # A state that nothing after it depends on was dropped with its steps.
+        return {slot: found[slot] if slot in found else self.at_cuts[slot] for slot in slots}
 
     @cached_property
     def at_cuts(self) -> Mapping[int, Tensor]:

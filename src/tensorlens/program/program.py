@@ -281,6 +281,10 @@ class _Growing(Sequence[Tensor]):
     def __init__(self, first: Sequence[Tensor]) -> None:
         self.first, self.more = first, list[Tensor]()
 
+    @property
+    def names(self) -> Mapping[int, str]:
+        return getattr(self.first, "names", {})
+
     def bind(self, value: Tensor) -> Held:
         self.more.append(value)
         return Held(len(self.first) + len(self.more) - 1)

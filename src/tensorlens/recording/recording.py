@@ -321,7 +321,10 @@ class Recording:
         if self.readout_slot is None:
             return []
         end = self.states[-1]
-        program = self.part(Span(self.n_blocks, self.n_blocks), to_logits=True)
+        try:
+            program = self.part(Span(self.n_blocks, self.n_blocks), to_logits=True)
+        except AnatomyError:  # it reads more than the last state
+            return []
         if any(step.operation not in MOVES for step in program.steps):
             return []
         numbers = torch.arange(end.shape[1], dtype=end.dtype, device=end.device)[:, None].expand(end.shape)
