@@ -11,8 +11,8 @@ import zoo
 from tiny_language import tiny_lens
 
 import tensorlens as tl
-from tensorlens.freezing.observe import attention_matrices
 from tensorlens.inside import score
+from tensorlens.program.attention_matrices import mixing
 
 CASES = [
     (name, attention)
@@ -30,7 +30,7 @@ def test_the_softmax_of_the_scores_is_the_attention(name: str, attention: str) -
     T = tensor(name, attention)
     close = 1e-5 if zoo.ZOO[name].casts or attention == "eager" else 1e-10  # some softmax in float32 whatever comes
     for block, head, i in ((0, 1, 6), (2, 3, 4)):
-        row = attention_matrices(T.operator.recording, block)[head, i].double()
+        row = mixing(T.operator.recording, block).attention[head, i].double()
         keys = row.nonzero()[:, 0].tolist()
         sums = torch.stack([T.score(block, head, i, j).scores.sum() for j in keys])
         torch.testing.assert_close(sums.softmax(0), row[keys], rtol=close, atol=close)
@@ -41,7 +41,7 @@ def test_the_softmax_of_the_scores_is_the_attention(name: str, attention: str) -
 def test_a_soft_cap_comes_after_the_score() -> None:
     T = tensor("gemma2", "eager")
     cap = zoo.ZOO["gemma2"].config.attn_logit_softcapping
-    row = attention_matrices(T.operator.recording, 1)[2, 5].double()
+    row = mixing(T.operator.recording, 1).attention[2, 5].double()
     keys = row.nonzero()[:, 0].tolist()
     sums = torch.stack([T.score(1, 2, 5, j).scores.sum() for j in keys])
     torch.testing.assert_close((cap * (sums / cap).tanh()).softmax(0), row[keys], rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_positions_that_the_model_adds_stand_in_the_corner() -> None:
     model = zoo.randomise(hf.T5EncoderModel(config)).double().eval()
     T = tl.Lens(model)([5, 6, 7, 8, 9])
     for block in (0, 1):
-        row = attention_matrices(T.operator.recording, block)[1, 3].double()
+        row = mixing(T.operator.recording, block).attention[1, 3].double()
         found = [T.score(block, 1, 3, j).scores for j in range(5)]
         torch.testing.assert_close(torch.stack([one.sum() for one in found]).softmax(0), row, rtol=1e-5, atol=1e-5)
         assert all(one[-1, -1] != 0 for one in found)  # without biases, that is all there is
@@ -120,12 +120,12 @@ def test_a_masked_key_and_what_is_not_there_are_refused(attention: str, unchecke
 
 def test_a_pair_map_takes_a_cotangent_for_each_channel_of_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     T, pulled = tensor("llama", "sdpa"), []
-    gradients = score.gradients
+    by_row = score.by_row
     monkeypatch.setattr(
-        score, "gradients", lambda y, x, units, n: pulled.append(len(units)) or gradients(y, x, units, n)
+        score, "by_row", lambda pull, rows: pulled.append(len(next(iter(rows.values())))) or by_row(pull, rows)
     )
     T.score(1, 2, 6, 4)
-    assert sum(pulled) == 2 * zoo.ZOO["llama"].config.head_dim
+    assert sum(pulled) == 2 * 2 * zoo.ZOO["llama"].config.head_dim  # through two blocks
 
 
 def test_only_what_can_be_seen_from_the_block_is_needed() -> None:
