@@ -85,9 +85,7 @@ def test_every_depth_and_the_biases_after_it_carry_the_target(name: str) -> None
     c, effects, blocks = found(name), by_parameter(name), blocks_of(name)
     parameters = dict(model.named_parameters())
     biases = {
-        path: effect
-        for path, effect in effects.items()
-        if path == "head.bias" or is_bias(path, parameters[path])
+        path: effect for path, effect in effects.items() if path == "head.bias" or is_bias(path, parameters[path])
     }
     for depth, row in enumerate(c.flow()):
         before = tuple(f"{block}." for block in blocks[:depth])

@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from test_components import Knots
 from tiny_language import tiny_lens
+from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.inside import score
@@ -61,11 +63,33 @@ def test_positions_that_the_model_adds_stand_in_the_corner() -> None:
         assert not any(one[-1, :-1].any() or one[:-1, -1].any() for one in found)
 
 
-def test_a_product_that_cannot_be_followed_is_refused() -> None:
+def test_a_product_within_a_sum_is_followed() -> None:
     config = hf.BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=zoo.VOCABULARY)
     T = tl.Lens(zoo.randomise(hf.BloomForCausalLM(config)).double().eval())(zoo.sample("gpt2"))
-    with pytest.raises(tl.MethodError, match="0 times"):  # one function multiplies and adds
-        T.score(0, 0, 3, 1)
+    row = mixing(T.operator.recording, 1).attention[2, 5].double()  # one function multiplies, scales and adds positions
+    keys = row.nonzero()[:, 0].tolist()
+    sums = torch.stack([T.score(1, 2, 5, j).scores.sum() for j in keys])
+    torch.testing.assert_close(sums.softmax(0), row[keys], rtol=1e-5, atol=1e-5)
+
+
+class Uncommon(nn.Module):
+    """Attention whose scores are summed up on their way to the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).chunk(3, -1)
+        return x + (q @ k.transpose(1, 2)).cumsum(-1).softmax(-1) @ v
+
+
+def test_a_product_that_cannot_be_followed_is_refused() -> None:
+    model = Knots()
+    model.layers = nn.ModuleList([Uncommon(), Uncommon()])
+    T = tl.Lens(zoo.randomise(model).double().eval(), blocks="layers")([3, 4, 5])
+    with pytest.raises(tl.MethodError, match="0 times"):
+        T.score(0, 0, 2, 1)
 
 
 def test_in_the_first_block_a_query_reads_its_own_token_alone() -> None:

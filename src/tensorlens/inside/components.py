@@ -77,7 +77,9 @@ def _carried(run: Pass, n: int) -> Tensor:
     """What depth n carries: the state that enters block n, and with an encoder what waits beside it."""
     waiting, values = run.waiting(n), run.pieces.at_cuts
     slots = run.recording.slots[n]
-    parts = [(waiting[s] * values[s])[0].sum(-1) if s in waiting else values[s].new_zeros(values[s].shape[1]) for s in slots]
+    parts = [
+        (waiting[s] * values[s])[0].sum(-1) if s in waiting else values[s].new_zeros(values[s].shape[1]) for s in slots
+    ]
     return torch.cat([part.to(parts[-1].device) for part in parts])
 
 

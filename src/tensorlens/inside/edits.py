@@ -166,7 +166,5 @@ def logits_of_model(
 ) -> Tensor:
     """Logits as the unembedding gives them, before any soft cap, where there is one."""
     origin = recording.from_model("A run of the model")
-    end = run_model(
-        origin.anatomy, origin.inputs, to="readout", n_blocks=recording.n_blocks, taken=taken, given=given
-    )
+    end = run_model(origin.anatomy, origin.inputs, to="readout", n_blocks=recording.n_blocks, taken=taken, given=given)
     return recording.logits(end, out_token)[0]

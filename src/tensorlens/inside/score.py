@@ -170,7 +170,9 @@ class _Question:
             run.pieces.programs[n].load()
             waiting = by_row(lambda one, n=n: run.pieces.pull(n, one)[1], waiting)
         n_rows, values = len(next(iter(waiting.values()))), run.pieces.at_cuts
-        zeros = {s: values[s].new_zeros(n_rows, *values[s].shape) for s in run.pieces.program.inputs if s not in waiting}
+        zeros = {
+            s: values[s].new_zeros(n_rows, *values[s].shape) for s in run.pieces.program.inputs if s not in waiting
+        }
         return torch.cat([((waiting | zeros)[s] * values[s])[:, 0].sum(-1) for s in run.pieces.program.inputs], 1)
 
     def by_component(self) -> Pairs:

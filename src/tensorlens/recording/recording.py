@@ -258,9 +258,7 @@ class Recording:
         slots = self.slots[n]
         sizes = [self.program.specs[slot].shape[1] for slot in slots]
         parts = (self.states[n],) if len(slots) == 1 else self.states[n].split(sizes, 1)
-        return {
-            slot: part.to(self.program.specs[slot].device) for slot, part in zip(slots, parts, strict=True)
-        }
+        return {slot: part.to(self.program.specs[slot].device) for slot, part in zip(slots, parts, strict=True)}
 
     def values(self, block: int, slots: Collection[int]) -> dict[int, Tensor]:
         """What some slots of a block hold at X."""
