@@ -145,8 +145,9 @@ def predictions(lens: tl.Lens, pair: Pair) -> dict[str, Tensor]:
     clean, corrupted = (Pass(lens(ids).operator, pair.weights, last) for ids in (pair.clean, pair.corrupted))
     found: dict[str, list[list[Tensor]]] = {kind: [[], []] for kind in KINDS}
     for n in range(clean.stop):
-        ours, theirs = clean.values(n), corrupted.values(n)
-        for pair_of_parts in zip(parts(clean, n), parts(corrupted, n), strict=True):
+        blocks = clean.block(n), corrupted.block(n)
+        ours, theirs = (block.values for block in blocks)
+        for pair_of_parts in zip(*map(parts, blocks), strict=True):
             one, other = pair_of_parts
             if one.component.kind in KINDS:
                 change = other.of(theirs[other.slot]) - one.of(ours[one.slot])
@@ -155,7 +156,7 @@ def predictions(lens: tl.Lens, pair: Pair) -> dict[str, Tensor]:
                     effect = (part.of(run.cotangents(n)[part.slot]) * change).sum()[None]
                     found[one.component.kind][end].append(effect)
         if n % EVERY == 0:
-            change = theirs[corrupted.entry(n)] - ours[clean.entry(n)]
+            change = theirs[blocks[1].entry] - ours[blocks[0].entry]
             for end, run in enumerate((clean, corrupted)):
                 found[KINDS[2]][end].append((run.waiting(n)[run.entry(n)] * change)[0].sum(-1))
     return {kind: torch.stack([torch.cat(one) for one in ends]).cpu() for kind, ends in found.items()}

@@ -106,9 +106,18 @@ class CorpusTensor:
     @classmethod
     @own_modes
     def fit(
-        cls, lens: Source, texts: Iterable[Any], *, outputs: Outputs = "own", probes: int | None = None,
-        batch_size: int = 4, skip_first: int = 0, skip_last: int = 0, seed: int = 0, progress: bool | None = None,
-    ) -> CorpusTensor:  # fmt: skip
+        cls,
+        lens: Source,
+        texts: Iterable[Any],
+        *,
+        outputs: Outputs = "own",
+        probes: int | None = None,
+        batch_size: int = 4,
+        skip_first: int = 0,
+        skip_last: int = 0,
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> CorpusTensor:
         """The mean over texts; each counts as much as any other, however long it is.
 
         Args:
@@ -143,9 +152,14 @@ class CorpusTensor:
             bias=(sums.bias / sums.n_texts).cpu(),
             outputs=outputs,
             n_texts=sums.n_texts,
-            meta={"model": getattr(lens, "name", None), "versions": package_versions(), **notes,
-                  "probes": sums.n_probes, "texts_left_out": sums.n_short},
-        )  # fmt: skip
+            meta={
+                "model": getattr(lens, "name", None),
+                "versions": package_versions(),
+                **notes,
+                "probes": sums.n_probes,
+                "texts_left_out": sums.n_short,
+            },
+        )
 
     @own_modes
     def read(self, T: AttentionTensor, k: int = 5) -> CorpusReading:
@@ -202,9 +216,7 @@ def _put(path: Path, content: bytes) -> None:
 def _words(logits: Tensor, classes: Any, k: int) -> tuple[tuple[Word, ...], ...]:
     best = logits.float().softmax(-1).topk(min(k, logits.shape[-1]))
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(
-        tuple(Word(classes.name(index), share) for index, share in zip(*row, strict=True)) for row in rows
-    )  # fmt: skip
+    return tuple(tuple(Word(classes.name(index), share) for index, share in zip(*row, strict=True)) for row in rows)
 
 
 def _in_batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -250,9 +250,17 @@ def test_without_experts_a_feed_forward_stays_whole() -> None:
 
 def test_what_crosses_a_depth_between_encoder_and_decoder_carries_the_target() -> None:
     config = hf.T5Config(
-        d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60, pad_token_id=0,
-        decoder_start_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )
     model = zoo.randomise(hf.T5ForConditionalGeneration(config)).double().eval()
     T = tl.Lens(model)({"input_ids": [[5, 6, 7, 8, 9]], "decoder_input_ids": [[0, 11, 12]]})
     c, d = T.components(2, TARGET), T.components(2, TARGET, "direct")

@@ -76,7 +76,7 @@ def own_biases(name: str, block: int) -> float:
     parameters, by_graph = dict(model.named_parameters()), twin(name)
     ends = [leaf for path, leaf in by_graph.weights if path in parameters and is_bias(path, parameters[path])]
     run = Pass(T.operator, {TARGET: 1.0}, OUT)
-    one, write = next((one, write) for one in run.sums(block) or [] for write in one.writes if not write.mixtures)
+    one, write = next((one, write) for one in run.block(block).sums or [] for write in one.writes if not write.mixtures)
     chosen = torch.zeros_like(by_graph.at(write.slot))
     chosen[0, OUT] = by_graph.at(write.slot)[0, OUT]
     wrote, stream = by_graph.values[write.slot], by_graph.values[one.stream]
@@ -124,9 +124,17 @@ def built(config: Any, cls: Any) -> nn.Module:
 
 def test_edges_cross_from_the_decoder_to_the_encoder() -> None:
     config = hf.T5Config(
-        d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60, pad_token_id=0,
-        decoder_start_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )
     T = tl.Lens(built(config, hf.T5ForConditionalGeneration))(
         {"input_ids": [[5, 6, 7, 8, 9]], "decoder_input_ids": [[0, 11, 12]]}
     )

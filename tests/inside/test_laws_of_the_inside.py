@@ -23,12 +23,23 @@ OUT, TARGET = 4, 2
 HEADLESS = ("bert", "albert", "dinov2")
 SAMPLE = [name for name in zoo.ZOO if name not in HEADLESS]
 OTHERS: dict[str, tuple[type, Any]] = {
-    "experts": (hf.MixtralForCausalLM, hf.MixtralConfig(
-        **zoo.TEXT, **zoo.GROUPED, num_local_experts=4, num_experts_per_tok=2)),
-    "experts and one for all": (hf.Qwen2MoeForCausalLM, hf.Qwen2MoeConfig(
-        **zoo.TEXT, **zoo.GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-        shared_expert_intermediate_size=8, decoder_sparse_step=1)),
-}  # fmt: skip
+    "experts": (
+        hf.MixtralForCausalLM,
+        hf.MixtralConfig(**zoo.TEXT, **zoo.GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "experts and one for all": (
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig(
+            **zoo.TEXT,
+            **zoo.GROUPED,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+            decoder_sparse_step=1,
+        ),
+    ),
+}
 FAMILIES = [*SAMPLE, *OTHERS]
 
 
@@ -117,10 +128,19 @@ def test_neurons_are_all_there_is_to_a_feed_forward(name: str) -> None:
 
 def test_between_encoder_and_decoder_with_biases() -> None:
     config = hf.BartConfig(
-        vocab_size=60, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=40, pad_token_id=1,
-        decoder_start_token_id=2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=60,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=40,
+        pad_token_id=1,
+        decoder_start_token_id=2,
+        tie_word_embeddings=False,
+    )
     model = zoo.randomise(hf.BartForConditionalGeneration(config)).double().eval()
     T = tl.Lens(model)({"input_ids": [[5, 6, 7, 8, 9]], "decoder_input_ids": [[2, 11, 12]]})
     c, d = T.components(2, TARGET), T.components(2, TARGET, "direct")

@@ -52,7 +52,7 @@ def test_a_soft_cap_comes_after_the_score() -> None:
 def test_positions_that_the_model_adds_stand_in_the_corner() -> None:
     config = hf.T5Config(
         d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, vocab_size=60, pad_token_id=0, decoder_start_token_id=0
-    )  # fmt: skip
+    )
     model = zoo.randomise(hf.T5EncoderModel(config)).double().eval()
     T = tl.Lens(model)([5, 6, 7, 8, 9])
     for block in (0, 1):

@@ -143,7 +143,7 @@ def _said(logits: Tensor, classes: Classes, k: int = 5) -> tuple[Said, ...]:
 
 
 def _chosen(run: Pass, components: Any) -> list[Part]:
-    known: dict[Any, Part] = {part.component: part for n in range(run.start, run.stop) for part in parts(run, n)}
+    known: dict[Any, Part] = {part.component: part for block in reversed(run.downwards) for part in parts(block)}
     by_name: dict[Any, Part] = {str(component): part for component, part in known.items()}
     heads: dict[Any, Part] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
     single = isinstance(components, (str, Component)) or _is_pair(components)
@@ -177,15 +177,15 @@ def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[Froze
     """What stands in the place of each part."""
     if to == "zero":
         return [torch.zeros_like(_value(run, part)) for part in chosen]
-    sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.n_tokens(part.block) for part in chosen]
+    sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.block(part.block).n_tokens for part in chosen]
     if over:
         sums, n_tokens = [torch.zeros_like(one) for one in sums], [0] * len(sums)
     for operator in over:
         other = Pass(operator, run.weights, 0 if operator.recording.pools else operator.shape[0] - 1)
         for i, part in enumerate(chosen):
-            same = next(one for one in parts(other, part.block) if one.component == part.component)
+            same = next(one for one in parts(other.block(part.block)) if one.component == part.component)
             sums[i] = sums[i] + _over_tokens(other, same)
-            n_tokens[i] += other.n_tokens(part.block)
+            n_tokens[i] += other.block(part.block).n_tokens
     return [_at_every_token(run, part, one / n) for part, one, n in zip(chosen, sums, n_tokens, strict=True)]
 
 
@@ -196,11 +196,12 @@ def _value(run: Pass, part: Part) -> Tensor:
 def _over_tokens(run: Pass, part: Part) -> Tensor:
     """The sum of what a part wrote over tokens, (channel,)."""
     value = _value(run, part)
-    return value.sum(0) if part.head is not None else run.to_tokens(part.block, value)[0].sum(0)
+    return value.sum(0) if part.head is not None else run.block(part.block).to_tokens(value)[0].sum(0)
 
 
 def _at_every_token(run: Pass, part: Part, vector: Tensor) -> Tensor:
     value = _value(run, part)
     if part.head is not None:
         return vector.expand_as(value)
-    return run.from_tokens(part.block, vector.expand(1, run.n_tokens(part.block), -1), value.shape)
+    block = run.block(part.block)
+    return block.from_tokens(vector.expand(1, block.n_tokens, -1), value.shape)

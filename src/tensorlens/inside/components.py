@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
+from tensorlens.inside.block import Finer
 from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.target import Explained, Finer, Pass
+from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
 
 Effect = Literal["total", "direct"]
@@ -61,33 +62,31 @@ def find(run: Pass, effect: Effect) -> Found:
 def total(run: Pass) -> Found:
     r"""$e_c = ⟨\partial t/\partial y_c, y_c⟩$ for every component, and $⟨λ^n_j, X^n_j⟩$ for every depth and token."""
     flow, groups = [_after_last(run)], list[list[Row]]()
-    for n in reversed(range(run.start, run.stop)):
-        at = {slot: u[None] for slot, u in run.cotangents(n).items()}
-        if run.sums(n) is None:
-            rows = [whole_row(run, n, at[run.exit(n)])]
+    for block in run.downwards:
+        at = {slot: u[None] for slot, u in run.cotangents(block.n).items()}
+        if block.sums is None:
+            rows = [whole_row(block, at[block.exit])]
         else:
-            rows = [row for write, kind in run.kinds(n) for row in write_rows(run, n, write, kind, at)]
+            rows = [row for write, kind in block.writes for row in write_rows(block, write, kind, at)]
         groups.append([Row(row.component, row.scores[0]) for row in rows])
-        flow.append(_carried(run, n))
+        flow.append(_carried(run, block.n))
     rows = [row for group in reversed(groups) for row in group]
     return Found([Row(Component(kind="embedding"), flow[-1]), *rows], flow[::-1])
 
 
 def _carried(run: Pass, n: int) -> Tensor:
-    """What depth n carries: the state that enters block n, and with an encoder what waits beside it."""
-    waiting, values = run.waiting(n), run.pieces.at_cuts
-    slots = run.recording.slots[n]
-    parts = [
-        (waiting[s] * values[s])[0].sum(-1) if s in waiting else values[s].new_zeros(values[s].shape[1]) for s in slots
-    ]
+    """What depth n carries: the state that enters block n; with an encoder, what waits beside it too."""
+    waiting, values, parts = run.waiting(n), run.pieces.at_cuts, []
+    for slot in run.recording.slots[n]:
+        u = waiting.get(slot, torch.zeros_like(values[slot]))
+        parts.append((u * values[slot])[0].sum(-1))
     return torch.cat([part.to(parts[-1].device) for part in parts])
 
 
 def _after_last(run: Pass) -> Tensor:
-    """What the state that leaves the last block carries, and with an encoder what the head reads beside it."""
-    n = run.stop - 1
-    slot = run.exit(n)
-    return run.by_token(n, (run.waiting(run.stop)[slot] * run.pieces.values(n - run.start, [slot])[slot])[None])[0]
+    """What the state that leaves the last block carries."""
+    block = run.block(run.stop - 1)
+    return block.by_token((run.waiting(run.stop)[block.exit] * block.values[block.exit])[None])[0]
 
 
 # Direct effects -------------------------------------------------------------------------------------------------------
@@ -102,11 +101,11 @@ def direct(run: Pass) -> Found:
     """
     walk, reached, head = from_target(run)
     flow, groups = [reached], list[list[Row]]()
-    for n in reversed(range(run.start, run.stop)):
-        if n + 1 == run.recording.n_encoder_blocks and n + 1 < run.stop:
+    for block in run.downwards:
+        if block.n + 1 == run.recording.n_encoder_blocks and block.n + 1 < run.stop:
             break  # the encoder is read by components of the decoder only
-        groups.append(walk.block(n))
-        flow.append(walk.carried(n)[0])
+        groups.append(walk.block(block.n))
+        flow.append(walk.carried(block.n)[0])
     n_missing = run.stop - run.start + 1 - len(flow)
     flow += [flow[-1]] * n_missing  # depths within the encoder: the decoder's embedding is all that crosses
     rows = [Row(row.component, row.scores[0]) for group in reversed(groups) for row in group]
@@ -118,4 +117,4 @@ def from_target(run: Pass) -> tuple[Walk, Tensor, Tensor]:
     reached = _after_last(run)
     head = torch.zeros_like(reached)
     head[run.out_token] = run.value - reached.sum()
-    return Walk(run, run.waiting(run.stop)[run.exit(run.stop - 1)][None]), reached, head
+    return Walk(run, run.waiting(run.stop)[run.block(run.stop - 1).exit][None]), reached, head

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tensorlens.inside.block import Block, StreamPass
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.stream import is_matrix
-from tensorlens.inside.target import Pass, StreamPass
+from tensorlens.inside.target import Pass
 from tensorlens.models.layouts import replace_state, state_of
 from tensorlens.models.runner import AtModule
 from tensorlens.models.runner import run as run_model
@@ -52,14 +53,15 @@ class Edit(NamedTuple):
     value: Tensor
 
 
-def parts(run: StreamPass, n: int) -> Iterator[Part]:
+def parts(block: Block) -> Iterator[Part]:
     """Attention outputs, their heads, and feed-forwards of one block, in the order of the pass."""
-    for write, kind in run.kinds(n):
-        yield Part(Component(block=n, kind=kind), n, write.slot)
-        mixture = run.heads_of(n, write)
-        if mixture is not None:
-            for head in range(run.recording.program.specs[mixture.slot].shape[-3]):
-                yield Part(Component(block=n, kind=f"{kind} head", head=head), n, mixture.slot)
+    for write, kind in block.writes:
+        yield Part(Component(block=block.n, kind=kind), block.n, write.slot)
+        mixture = block.heads_of(write)
+        if mixture is None:
+            continue
+        for head in range(block.specs[mixture.slot].shape[-3]):
+            yield Part(Component(block=block.n, kind=f"{kind} head", head=head), block.n, mixture.slot)
 
 
 # By T -----------------------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def _given(run: StreamPass, edit: Edit) -> tuple[str, AtModule] | None:
 
 def _taken(run: StreamPass, edit: Edit) -> tuple[str, AtModule] | None:
     """The module that takes in what heads mixed, and what to make of what it takes."""
-    program, slot = run.program(edit.part.block), edit.part.slot
+    program, slot = run.block(edit.part.block).program, edit.part.slot
     ends = _taking(program, slot)
     path = None if ends is None else _called_once(run, [ends.module])
     if path is None or ends is None:

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,32 +177,28 @@ class Growth:
         for row, place in rows:
             self._join(row, self._growing[place], joining)
         last = max(read.block for read in joining.stream)
-        top = self.run.recording.program.specs[self.run.exit(last)]
-        zeros = torch.zeros(len(places), *top.shape, dtype=top.dtype, device=top.device)
-        self._offer(places, list(Walk(self.run, zeros, joining).all_the_way(last)))
+        self._offer(places, list(Walk.from_zero(self.run, last, len(places), joining).all_the_way(last)))
 
     def _join(self, row: int, node: Growing, joining: Joining) -> None:
         """Worth and constants of one node, and its cotangents where it reads the stream and the encoder's output."""
         run, (component, token) = self.run, node.key
         read, slot, head = self._sources[component]
-        n = read.block
-        values, sums = run.values(n), run.sums(n)
-        end = run.exit(n) if slot is None else slot
-        stream = run.entry(n) if slot is None or sums is None else sums[read.place].stream
-        whole = run.cotangents(n)[end]
-        chosen = run.at_token(n, whole, token) if head is None else _at_head(whole, head, token - run.offset(n))
-        there, wrote = (run.to_tokens(n, chosen), run.whole_write(n)) if slot is None else (chosen, values[end])
-        of_memory, ends = None, [stream] if run.memory in (None, stream) else [stream, run.memory]
-        found = run.cotangents_at(n, {end: chosen[None]}, ends, (stream,))
+        block, at = run.block(read.block), run.cotangents(read.block)
+        end = block.exit if slot is None else slot
+        stream = block.entry if slot is None or block.sums is None else block.sums[read.place].stream
+        chosen = block.at_token(at[end], token) if head is None else _at_head(at[end], head, token - block.offset)
+        memory = None if block.is_encoder else run.memory
+        found = block.cotangents_at({end: chosen[None]}, [stream, *([] if memory is None else [memory])], (stream,))
         cotangent = found[stream][0]
         if slot is None:  # the block carries the state on
-            cotangent = cotangent - run.handed_on(n, chosen)
-        node.value, node.is_open = float((there * wrote).sum()), True
-        node.constant = node.value - float((cotangent * values[stream]).sum())
-        if len(ends) > 1 and n >= run.recording.n_encoder_blocks:
-            of_memory = found[ends[1]][0]
-            node.constant -= float((of_memory * run.pieces.at_cuts[ends[1]]).sum())
-        joining.add(row, read, cotangent, of_memory)
+            node.value = float((block.to_tokens(chosen) * block.whole_write()).sum())
+            cotangent = cotangent - block.handed_on(chosen)
+        else:
+            node.value = float((chosen * block.values[end]).sum())
+        node.is_open, node.constant = True, node.value - float((cotangent * block.values[stream]).sum())
+        if memory is not None:
+            node.constant -= float((found[memory][0] * run.pieces.at_cuts[memory]).sum())
+        joining.add(row, read, cotangent, None if memory is None else found[memory][0])
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
         """Queue the edges into some nodes, of which the heaviest is chosen next."""
@@ -223,15 +219,14 @@ def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
 
 
 def _sources(run: Pass) -> Iterator[tuple[Component, Source]]:
-    for n in range(run.start, run.stop):
-        sums = run.sums(n)
-        if sums is None:
-            yield Component(block=n, kind="block"), Source(Read(n, 0), None)
-        places = {write.slot: place for place, one in enumerate(sums or ()) for write in one.writes}
-        for write, kind in run.kinds(n):
-            read, mixture = Read(n, places[write.slot]), run.heads_of(n, write)
+    for block in reversed(run.downwards):
+        if block.sums is None:
+            yield Component(block=block.n, kind="block"), Source(Read(block.n, 0), None)
+        places = {write.slot: place for place, one in enumerate(block.sums or ()) for write in one.writes}
+        for write, kind in block.writes:
+            read, mixture = Read(block.n, places[write.slot]), block.heads_of(write)
             if mixture is None:
-                yield Component(block=n, kind=kind), Source(read, write.slot)
+                yield Component(block=block.n, kind=kind), Source(read, write.slot)
                 continue
-            for head in range(run.recording.program.specs[mixture.slot].shape[-3]):
-                yield Component(block=n, kind=f"{kind} head", head=head), Source(read, mixture.slot, head)
+            for head in range(block.specs[mixture.slot].shape[-3]):
+                yield Component(block=block.n, kind=f"{kind} head", head=head), Source(read, mixture.slot, head)

@@ -141,24 +141,23 @@ def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> 
 
 def head_reads(run: Pass) -> tuple[dict[Component, Tensor], dict[Component, Look]]:
     """What each head read of each token, over all tokens where it wrote; and where it looked for most of it."""
-    if run.n_in > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.start:
+    if run.n_tokens > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.start:
         return {}, {}
     found, looks = {}, {}
-    for n in reversed(range(run.start, run.stop)):
-        mixtures = [run.heads_of(n, write) for write, kind in run.kinds(n) if kind == "attention"]
-        mixture = mixtures[0] if mixtures else None
+    for block in run.downwards:
         try:
-            attention, values = vars(mixing(run.recording, n)).values()
+            mixed = mixing(run.recording, block.n)
         except MethodError:
             return {}, {}
+        mixture = next((block.heads_of(write) for write, kind in block.writes if kind == "attention"), None)
         if mixture is None:
             continue
-        cotangent = run.cotangents(n)[mixture.slot].flatten(0, -3)
-        by_pair = attention * torch.einsum("hic,hjc->hij", cotangent, values)
+        cotangent = run.cotangents(block.n)[mixture.slot].flatten(0, -3)
+        by_pair = mixed.attention * torch.einsum("hic,hjc->hij", cotangent, mixed.values)
         for head, pairs in enumerate(by_pair.cpu()):
-            label = Component(block=n, kind="attention head", head=head)
+            label = Component(block=block.n, kind="attention head", head=head)
             found[label] = pairs.sum(0)
-            looks[label] = strongest(pairs, attention[head])
+            looks[label] = strongest(pairs, mixed.attention[head])
     return _in_order(found), _in_order(looks)
 
 

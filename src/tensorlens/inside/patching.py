@@ -181,9 +181,9 @@ def patching(
 def _effects(run: Pass, other: Pass, *, keeps_edits: bool) -> tuple[tuple[Component, ...], Tensor, list[Edit]]:
     """Components in the order of the pass, what T says of each, and the edits that put the other run's values in."""
     labels, effects, edits = list[Component](), list[Tensor](), list[Edit]()
-    for n in reversed(range(run.start, run.stop)):
-        at, values, theirs = run.cotangents(n), run.values(n), other.values(n)
-        for part, same in zip(reversed(list(parts(run, n))), reversed(list(parts(other, n))), strict=True):
+    for block, twin in zip(run.downwards, other.downwards, strict=True):
+        at, values, theirs = run.cotangents(block.n), block.values, twin.values
+        for part, same in zip(reversed(list(parts(block))), reversed(list(parts(twin))), strict=True):
             new = same.of(theirs[same.slot])
             labels.append(part.component)
             effects.append((part.of(at[part.slot]) * (new - part.of(values[part.slot]))).sum())

@@ -11,6 +11,7 @@ both apart by earlier component instead of by token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -19,16 +20,17 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.inside.block import StreamPass
 from tensorlens.inside.score_components import named, written
-from tensorlens.inside.scores import Scores, find_scores
-from tensorlens.inside.target import StreamPass
+from tensorlens.inside.scores import Place, affine, meetings_of, sizes
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import fitting
 from tensorlens.operators.base import check_token
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.marks import Meeting
 from tensorlens.program.pieces import Cotangents, by_row
-from tensorlens.recording.recording import Span
+from tensorlens.recording.recording import Recording, Span
 
 By = Literal["token", "component"]
 
@@ -92,7 +94,7 @@ def score_map(
         raise InputError(f"There is no block {block!r}; expected one of 0 to {stop - start - 1}.")
     attention = attention if attention is None else check_whole(attention, "attention")
     question = _Question(operator, Asked(start + block, head, query, keys, attention))
-    maps, labels = question.by_token(tokens) if by == "token" else question.by_component()
+    maps, labels = question.by_token(tokens) if by == "token" else question.by_component(start + block)
     scores = maps[0] if len(maps) == 1 else maps[0] - maps[1]
     asks = {"block": block, "head": head, "query": query, "key": key, "by": by, "score": float(scores.sum())}
     return TokenMap(
@@ -116,46 +118,36 @@ class _Question:
     """One score of one block: the blocks up to it, and the vectors that meet."""
 
     def __init__(self, operator: FrozenOperator, asked: Asked) -> None:
-        self.operator, self.asked, recording = operator, asked, operator.recording
-        self.scores = _chosen(operator, asked)
-        query, key = self.scores.meeting.query, self.scores.meeting.key
+        self.operator, recording = operator, operator.recording
+        self.attention, meeting = _chosen(recording, asked)
         span = Span(operator.span.start, asked.block + 1)
-        pieces = recording.pieces(span, operator.heads, also={query, key, *self.scores.slots})
+        also = {meeting.query, meeting.key, *([] if meeting.end is None else [meeting.end])}
+        pieces = recording.pieces(span, operator.heads, also=also)
         self.run = StreamPass(FrozenOperator(recording, span, operator.heads), pieces)
-        self.at_x = pieces.values(asked.block - span.start, [query, key, *self.scores.slots])
-        self.places = self._places()
-        self.vectors = self._vectors()
-
-    def _places(self) -> tuple[int, list[int]]:
-        """The query and the keys as numbers from 0."""
-        asked, (n_heads, n_queries, n_keys) = self.asked, self.scores.sizes
+        block, (n_heads, n_queries, n_keys) = self.run.block(asked.block), sizes(recording.program, meeting)
         if type(asked.head) is not int or not 0 <= asked.head < n_heads:
             raise InputError(f"Block {asked.block} has heads 0 to {n_heads - 1}; got {asked.head!r}.")
         i, keys = check_token(asked.query, n_queries), [check_token(key, n_keys) for key in asked.keys]
-        for j in keys:
-            if self.scores.hides(self.at_x, asked.head, i, j):
+        self.at_x = block.values_of([meeting.query, meeting.key])
+        self.affine = [affine(block, meeting, Place(asked.head, i, j)) for j in keys]
+        for j, one in zip(keys, self.affine, strict=True):
+            if one.is_masked:
                 raise InputError(
                     f"Head {asked.head} cannot look from token {i} to token {j}: the key is masked. Choose another key."
                 )
-        return i, keys
-
-    def _vectors(self) -> list[Vector]:
-        """The query, then the keys; several heads may share a key."""
-        (i, keys), meeting, is_turned = self.places, self.scores.meeting, not self.scores.meeting.is_fused
-        n_key_heads = self.at_x[meeting.key].flatten(0, -3).shape[0]
-        of_key = self.asked.head // (self.scores.sizes[0] // n_key_heads)
-        return [
-            Vector(meeting.query, self.asked.head, i, False),
-            *(Vector(meeting.key, of_key, j, is_turned) for j in keys),
+        n_key_heads = math.prod(self.at_x[meeting.key].shape[:-2])  # several heads may share a key
+        of_key = asked.head // (n_heads // n_key_heads)
+        self.vectors = [
+            Vector(meeting.query, asked.head, i, False),
+            *(Vector(meeting.key, of_key, j, not meeting.is_fused) for j in keys),
         ]
 
     def by_token(self, tokens: tuple[str, ...]) -> Pairs:
         """Over pairs of tokens: what each gives of the query and the keys, and what they are at zero."""
         program = self.run.pieces.program
-        slots = {vector.slot for vector in self.vectors}
-        at_zero = program.part(program.inputs, sorted(slots)).observe(program.zeros(), slots)
-        u, *vs = (torch.cat([self._by_token(v), v.of(at_zero[v.slot])[:, None]], 1) for v in self.vectors)
-        return Pairs([self._pairs(j, u, v) for j, v in zip(self.places[1], vs, strict=True)], (*tokens, "bias"))
+        at_zero = program.part(program.inputs, [*self.at_x]).observe(program.zeros(), [*self.at_x])
+        parts = [torch.cat([self._by_token(v), v.of(at_zero[v.slot])[:, None]], 1) for v in self.vectors]
+        return Pairs(self._pairs(parts), (*tokens, "bias"))
 
     def _by_token(self, vector: Vector) -> Tensor:
         """(channel of the head, token): what each token gives of a query or key, by a cotangent for each channel."""
@@ -165,17 +157,18 @@ class _Question:
 
     def _pulled(self, waiting: Cotangents) -> Tensor:
         """Rows of cotangents down to the input, times the input: (row, token)."""
-        run = self.run
-        for n in reversed(range(len(run.pieces.programs))):
-            run.pieces.programs[n].load()
-            waiting = by_row(lambda one, n=n: run.pieces.pull(n, one)[1], waiting)
-        n_rows, values = len(next(iter(waiting.values()))), run.pieces.at_cuts
-        zeros = {
-            s: values[s].new_zeros(n_rows, *values[s].shape) for s in run.pieces.program.inputs if s not in waiting
-        }
-        return torch.cat([((waiting | zeros)[s] * values[s])[:, 0].sum(-1) for s in run.pieces.program.inputs], 1)
+        pieces, n_rows = self.run.pieces, len(next(iter(waiting.values())))
+        for n in reversed(range(len(pieces.programs))):
+            pieces.programs[n].load()
+            waiting = by_row(lambda one, n=n: pieces.pull(n, one)[1], waiting)
+        found = []
+        for slot in pieces.program.inputs:
+            value = pieces.at_cuts[slot]
+            u = waiting.get(slot, value.new_zeros(1))
+            found.append((u * value).expand(n_rows, *value.shape)[:, 0].sum(-1))
+        return torch.cat(found, 1)
 
-    def by_component(self) -> Pairs:
+    def by_component(self, block: int) -> Pairs:
         """Over pairs of components: what each wrote of the query and the keys."""
         values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])
         rows = torch.arange(values.numel(), device=values.device).split(values.shape[1])
@@ -183,17 +176,16 @@ class _Question:
         for vector, place in zip(self.vectors, rows, strict=True):
             x = self.at_x[vector.slot]
             starts.setdefault(vector.slot, x.new_zeros(values.numel(), *x.shape))[place] = unit_cotangents(vector, x)
-        found = written(self.run, self.asked.block, self.asked.attention or 0, starts, values)
-        u, *vs = found.parts
-        maps = [self._pairs(j, u, v) for j, v in zip(self.places[1], vs, strict=True)]
-        return Pairs(maps, named(found.components))
+        found = written(self.run, block, self.attention, starts, values)
+        return Pairs(self._pairs([*found.parts]), named(found.components))
 
-    def _pairs(self, j: int, u: Tensor, v: Tensor) -> Tensor:
-        """c·UᵀV, and in the corner what the model adds."""
-        factor, added = self.scores.affine(self.at_x, self.asked.head, self.places[0], j)
-        pairs = factor * u.T @ v
-        pairs[-1, -1] += added
-        return pairs
+    def _pairs(self, parts: list[Tensor]) -> list[Tensor]:
+        """For each key c·UᵀV, and in the corner what the model adds."""
+        found = []
+        for v, (factor, added, _) in zip(parts[1:], self.affine, strict=True):
+            found.append(factor * parts[0].T @ v)
+            found[-1][-1, -1] += added
+        return found
 
 
 def unit_cotangents(vector: Vector, x: Tensor) -> Tensor:
@@ -205,17 +197,16 @@ def unit_cotangents(vector: Vector, x: Tensor) -> Tensor:
     return units
 
 
-def _chosen(operator: FrozenOperator, asked: Asked) -> Scores:
-    found, wanted = find_scores(operator.recording, asked.block), asked.attention or 0
-    if 0 <= wanted < len(found) and (len(found) == 1 or asked.attention is not None):
-        return found[wanted]
-    name = operator.recording.name
-    if len(found) > 1:
+def _chosen(recording: Recording, asked: Asked) -> tuple[int, Meeting]:
+    found, wanted = meetings_of(recording, asked.block), asked.attention or 0
+    if len(found) > 1 and not (asked.attention is not None and wanted < len(found)):
         raise MethodError(
-            f"Block {asked.block} of `{name}` has {len(found)} attention layers; pass `attention=0` to "
+            f"Block {asked.block} of `{recording.name}` has {len(found)} attention layers; pass `attention=0` to "
             f"`attention={len(found) - 1}`."
         )
-    raise MethodError(
-        f"In block {asked.block} of `{name}`, queries and keys meet before a softmax {len(found)} times in a way that "
-        f"can be followed; expected attention {wanted}. Use `tensor.in_class`."
-    )
+    if wanted >= len(found):
+        raise MethodError(
+            f"In block {asked.block} of `{recording.name}`, queries and keys meet before a softmax {len(found)} times "
+            f"in a way that can be followed; expected attention {wanted}. Use `tensor.in_class`."
+        )
+    return wanted, found[wanted]

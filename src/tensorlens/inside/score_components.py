@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tensorlens.inside.block import Block, StreamPass
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.target import StreamPass
 from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.program.pieces import Cotangents
 
@@ -55,28 +55,26 @@ def written(run: StreamPass, block: int, attention: int, starts: Cotangents, vec
 
 def _walk(run: StreamPass, n: int, attention: int, starts: Cotangents) -> Walk:
     """A walk down from where the attention reads the stream, a row for each channel."""
-    entry, sums = run.entry(n), run.sums(n) or []
-    at_entry = Read(n, len(sums))
-    read = _read(run, n, attention) or at_entry
-    stream = entry if read == at_entry else sums[read.place].stream
-    has_memory = run.memory is not None and n >= run.recording.n_encoder_blocks
-    at = run.cotangents_at(n, starts, {entry, stream, *([run.memory] if has_memory else [])}, (stream,))
-    joining, n_rows = Joining(), len(at[stream])
-    for row in range(n_rows):
-        joining.add(row, read, at[stream][row], at[run.memory][row] if has_memory else None)
-        if stream != entry:  # what it reads beside the stream of its own sum
-            joining.add(row, at_entry, at[entry][row], None)
-    top = run.recording.program.specs[run.exit(n)]
-    return Walk(run, torch.zeros(n_rows, *top.shape, dtype=top.dtype, device=top.device), joining)
+    block = run.block(n)
+    at_entry = Read(n, len(block.sums or []))
+    read = _read(block, attention) or at_entry
+    stream = block.entry if read == at_entry else (block.sums or [])[read.place].stream
+    memory = None if block.is_encoder else run.memory
+    ends = {block.entry, stream, *([] if memory is None else [memory])}
+    at, joining = block.cotangents_at(starts, ends, (stream,)), Joining()
+    for row in range(len(at[stream])):
+        joining.add(row, read, at[stream][row], None if memory is None else at[memory][row])
+        if stream != block.entry:  # what it reads beside the stream of its own sum
+            joining.add(row, at_entry, at[block.entry][row], None)
+    return Walk.from_zero(run, n, len(at[stream]), joining)
 
 
-def _read(run: StreamPass, n: int, attention: int) -> Read | None:
+def _read(block: Block, attention: int) -> Read | None:
     """Where an attention reads the stream; None if its write cannot be told apart."""
-    writes = [write for write, _ in run.kinds(n) if write.mixtures]
-    if attention >= len(writes):
-        return None
-    sums = run.sums(n) or []
-    return next(Read(n, place) for place, one in enumerate(sums) if writes[attention] in one.writes)
+    writes = [write for write, _ in block.writes if write.mixtures]
+    places = enumerate(block.sums or [])
+    chosen = writes[attention] if attention < len(writes) else None
+    return next((Read(block.n, place) for place, one in places if chosen in one.writes), None)
 
 
 def named(components: Sequence[Component]) -> tuple[str, ...]:

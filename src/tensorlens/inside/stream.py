@@ -1,8 +1,8 @@
 """The residual stream by dataflow: which sums of a block are writes to it, and what wrote.
 
-No module is known by name. In the program of a block, a sum whose terms are $x, f(x), g(x), …$ is a write to the stream:
-the stream is the term that all the others were computed from. So pre-norm, post-norm, parallel and sandwich blocks come
-out alike; a block in which no way down such sums leads from its output to its input is one piece.
+No module is known by name. In the program of a block, a sum whose terms are $x, f(x), g(x), …$ is a write to the
+stream: the stream is the term that all the others were computed from. So pre-norm, post-norm, parallel and sandwich
+blocks come out alike; a block in which no way down such sums leads from its output to its input is one piece.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tensorlens.inside.block import Block, StreamPass
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.stream import Write
-from tensorlens.inside.target import StreamPass
 
 ROUNDING = 64
 """Below this many roundings of the whole, experts leave nothing over."""
@@ -65,6 +65,12 @@ class Walk:
         self.run, self.cotangents = run, cotangents
         self.joining = joining or Joining()
 
+    @classmethod
+    def from_zero(cls, run: StreamPass, last: int, n_rows: int, joining: Joining) -> Walk:
+        """A walk of rows that all join on the way, from the state that leaves block `last`."""
+        top = run.recording.program.specs[run.block(last).exit]
+        return cls(run, torch.zeros(n_rows, *top.shape, dtype=top.dtype, device=top.device), joining)
+
     def all_the_way(self, last: int) -> Iterator[Row]:
         """What every component gives, (row, token) each, from block `last` down to the embedding."""
         n_encoder = self.run.recording.n_encoder_blocks
@@ -79,37 +85,37 @@ class Walk:
 
     def carried(self, n: int) -> Tensor:
         """What the state that enters block n carries, (row, token)."""
-        return self.run.by_token(n, self.cotangents * self.run.values(n)[self.run.entry(n)])
+        block = self.run.block(n)
+        return block.by_token(self.cotangents * block.values[block.entry])
 
     def block(self, n: int) -> list[Row]:
         """Go down one block: what its components give, in their order."""
-        run, sums, values = self.run, self.run.sums(n), self.run.values(n)
-        at, entry = run.exit(n), run.entry(n)
-        if sums is None:
-            row = whole_row(run, n, self.cotangents)
-            self.cotangents = torch.stack([run.handed_on(n, one) for one in self.cotangents])
+        block = self.run.block(n)
+        values, at = block.values, block.exit
+        if block.sums is None:
+            row = whole_row(block, self.cotangents)
+            self.cotangents = torch.stack([block.handed_on(one) for one in self.cotangents])
             self._join(Read(n, 0))
             return [row]
-        bias = torch.zeros(1, dtype=values[entry].dtype, device=values[entry].device)
+        bias = torch.zeros(1, dtype=values[at].dtype, device=values[at].device)
         by_write: dict[int, Tensor] = {}
-        for place, one in enumerate([*sums, None]):
-            slot = entry if one is None else one.slot
+        for place, one in enumerate([*block.sums, None]):
+            slot = block.entry if one is None else one.slot
             if slot != at:
-                further = run.pulled(n, at, self.cotangents, slot)
-                bias = bias + run.by_token(n, self.cotangents * values[at]) - run.by_token(n, further * values[slot])
+                further = block.pulled(at, self.cotangents, slot)
+                bias = bias + block.by_token(self.cotangents * values[at]) - block.by_token(further * values[slot])
                 self.cotangents = further
             if one is not None:
                 by_write |= {write.slot: self.cotangents for write in one.writes}
-                self.cotangents = run.pulled(n, one.term, self.cotangents, one.stream)
+                self.cotangents = block.pulled(one.term, self.cotangents, one.stream)
                 at = one.stream
             self._join(Read(n, place))
-        rows = [row for write, kind in run.kinds(n) for row in self._rows(n, write, kind, by_write)]
+        rows = [row for write, kind in block.writes for row in self._rows(block, write, kind, by_write[write.slot])]
         return [*rows, Row(Component(block=n, kind="bias"), bias)] if bool(bias.any()) else rows
 
-    def _rows(self, n: int, write: Write, kind: str, by_write: Mapping[int, Tensor]) -> list[Row]:
-        cotangents = by_write[write.slot]
-        at = {slot: self.run.pulled(n, write.slot, cotangents, slot) for slot in self.run.inner(n, write)}
-        return write_rows(self.run, n, write, kind, {write.slot: cotangents} | at)
+    def _rows(self, block: Block, write: Write, kind: str, cotangents: Tensor) -> list[Row]:
+        inner = {slot: block.pulled(write.slot, cotangents, slot) for slot in block.inner(write)}
+        return write_rows(block, write, kind, {write.slot: cotangents} | inner)
 
     def _join(self, read: Read) -> None:
         joining = self.joining.stream.get(read, ())
@@ -118,12 +124,12 @@ class Walk:
 
     def _enter_encoder(self, n: int) -> Tensor:
         """From what the decoder read of the encoder to the state that the encoder's last block leaves."""
-        run, slot = self.run, self.run.memory
+        block, slot = self.run.block(n), self.run.memory
         assert slot is not None, "asked of a model with an encoder"
-        memory, at = run.pieces.values(n - run.start, [slot])[slot], run.exit(n)
+        memory = block.values_of([slot])[slot]
         there = _added(memory.new_zeros(len(self.cotangents), *memory.shape), self.joining.memory)
-        self.cotangents = run.pulled(n, slot, there, at)
-        return run.by_token(n, there * memory) - run.by_token(n, self.cotangents * run.values(n)[at])
+        self.cotangents = block.pulled(slot, there, block.exit)
+        return block.by_token(there * memory) - block.by_token(self.cotangents * block.values[block.exit])
 
 
 def _added(cotangents: Tensor, joining: Iterable[tuple[int, Tensor]]) -> Tensor:
@@ -136,53 +142,51 @@ def _added(cotangents: Tensor, joining: Iterable[tuple[int, Tensor]]) -> Tensor:
 # What was written -----------------------------------------------------------------------------------------------------
 
 
-def whole_row(run: StreamPass, n: int, cotangents: Tensor) -> Row:
+def whole_row(block: Block, cotangents: Tensor) -> Row:
     """What a block gives whose parts cannot be told apart, by cotangents (row, …) of the state that leaves it."""
-    there = torch.stack([run.to_tokens(n, one) for one in cotangents])
-    return Row(Component(block=n, kind="block"), run.by_token(n, there * run.whole_write(n)))
+    there = torch.stack([block.to_tokens(one) for one in cotangents])
+    return Row(Component(block=block.n, kind="block"), block.by_token(there * block.whole_write()))
 
 
-def write_rows(run: StreamPass, n: int, write: Write, kind: str, at: Mapping[int, Tensor]) -> list[Row]:
+def write_rows(block: Block, write: Write, kind: str, at: Mapping[int, Tensor]) -> list[Row]:
     """What one write gives: a row for each head, expert or neuron where they can be told apart, else one.
 
     Args:
-        run: The pass.
-        n: The block.
+        block: The block.
         write: What was written.
         kind: What to call it.
         at: Cotangents (row, …) of the write and of the slots inside it.
     """
-    values, name = run.values(n), Component(block=n, kind=kind)
-    whole = run.by_token(n, at[write.slot] * values[write.slot])
-    effects = {slot: at[slot] * values[slot] for slot in run.inner(n, write)}
-    head, neurons = run.heads_of(n, write), run.neurons(n, write)
+    values, name = block.values, Component(block=block.n, kind=kind)
+    whole = block.by_token(at[write.slot] * values[write.slot])
+    head, neurons = block.heads_of(write), block.neurons(write)
     if head is not None:
-        return _parts(run, name, whole, "head", effects[head.slot].sum(-1).flatten(1, -2))
-    if not write.mixtures and run.experts(n):
-        return _expert_rows(run, n, name, effects, whole)
-    if neurons is not None and values[neurons].numel() == run.n_tokens(n) * values[neurons].shape[-1]:
-        by_neuron = effects[neurons].reshape(len(whole), run.n_tokens(n), -1).transpose(1, 2)
-        return _parts(run, name, whole, "neuron", by_neuron)
+        by_head = (at[head.slot] * values[head.slot]).sum(-1).flatten(1, -2)
+        parts = [replace(name, kind=f"{kind} head", head=i) for i in range(by_head.shape[1])]
+        return _parts(block, name, parts, by_head, whole)
+    if not write.mixtures and block.experts:
+        return _expert_rows(block, name, at, whole)
+    if neurons is not None and values[neurons].numel() == block.n_tokens * values[neurons].shape[-1]:
+        by_neuron = (at[neurons] * values[neurons]).reshape(len(whole), block.n_tokens, -1).transpose(1, 2)
+        parts = [replace(name, kind="neuron", neuron=i) for i in range(by_neuron.shape[1])]
+        return _parts(block, name, parts, by_neuron, whole)
     return [Row(name, whole)]
 
 
-def _parts(run: StreamPass, of: Component, whole: Tensor, name: str, scores: Tensor) -> list[Row]:
+def _parts(block: Block, name: Component, parts: list[Component], scores: Tensor, whole: Tensor) -> list[Row]:
     """Rows of parts (row, part, token), and one for what the last matrix adds: its bias."""
-    assert of.block is not None, "a write is in a block"
-    scores = run.placed(of.block, scores)
-    kind = f"{of.kind} head" if name == "head" else name
-    parts = [replace(of, kind=kind, **{name: i}) for i in range(scores.shape[1])]
+    scores = block.placed(scores)
     rows = [Row(part, one) for part, one in zip(parts, scores.unbind(1), strict=True)]
-    return [*rows, Row(replace(of, kind=f"{of.kind} bias"), whole - scores.sum(1))]
+    return [*rows, Row(replace(name, kind=f"{name.kind} bias"), whole - scores.sum(1))]
 
 
-def _expert_rows(run: StreamPass, n: int, name: Component, effects: Mapping[int, Tensor], whole: Tensor) -> list[Row]:
+def _expert_rows(block: Block, name: Component, at: Mapping[int, Tensor], whole: Tensor) -> list[Row]:
     """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
     rows, rest = [], whole
-    for part in run.experts(n):
-        by_row = effects[part.slot].sum(-1).flatten(1)[:, part.rows]
-        scores = by_row.new_zeros(len(by_row), run.n_tokens(n)).index_add(1, part.tokens, by_row)
-        rows.append(Row(Component(block=n, kind="expert", expert=part.expert), run.placed(n, scores)))
+    for part in block.experts:
+        by_row = (at[part.slot] * block.values[part.slot]).sum(-1).flatten(1)[:, part.rows]
+        scores = by_row.new_zeros(len(by_row), block.n_tokens).index_add(1, part.tokens, by_row)
+        rows.append(Row(Component(block=block.n, kind="expert", expert=part.expert), block.placed(scores)))
         rest = rest - rows[-1].scores
     if bool((rest.abs() > ROUNDING * torch.finfo(rest.dtype).eps * whole.abs().max()).any()):
         rows.append(Row(name, rest))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from tensorlens.program.nodes import Spec
 from tensorlens.program.operations import operation
@@ -106,7 +107,7 @@ def _(
     u: Tensor, query: Tensor, key: Tensor, value: Spec, mask: Any, causal: bool, scale: float | None, grouped: bool
 ) -> Any:
     """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
-    if not torch._C._functorch.is_batchedtensor(u):
+    if not is_batchedtensor(u):
         return NotImplemented
 
     def together(us: Tensor) -> Tensor:
@@ -136,7 +137,8 @@ class _Several(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, u: Tensor, together: Callable[[Tensor], Any]) -> Any:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        u, together = args
         found = together(u.movedim(in_dims[0], 0))
         return found, tuple([0] * len(found)) if type(found) is tuple else 0
 
@@ -235,7 +237,7 @@ def _(
     def one_by_one(us: Tensor) -> tuple[Tensor, ...]:
         return tuple(map(torch.stack, zip(*(pull(one) for one in us), strict=True)))
 
-    pulled = _Several.apply(u, one_by_one) if torch._C._functorch.is_batchedtensor(u) else pull(u)
+    pulled = _Several.apply(u, one_by_one) if is_batchedtensor(u) else pull(u)
     return tuple([g * weights[place] for place, g in zip(live, pulled, strict=True)])
 
 
