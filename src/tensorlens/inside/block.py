@@ -105,7 +105,7 @@ class Block:
         """The slot whose channels are the neurons of a feed-forward, where they are asked for."""
         if self.n not in self.run.finer.neurons or write.mixtures:
             return None
-        step = self.stream.last_matrix(write)
+        step = self.stream.last_matrix(write, next(one for one in self.sums or () if write in one.writes))
         return None if step is None else step.slots[0]
 
     @cached_property

@@ -118,9 +118,9 @@ class Stream:
             found.append(one)
             slot = one.stream
 
-    def last_matrix(self, write: Write) -> Step | None:
-        """The last matrix that a write went through: by what enters it, neurons can be told apart."""
-        behind = self._ancestors(write.slot, ())
+    def last_matrix(self, write: Write, of: Sum) -> Step | None:
+        """The last matrix that a write went through since it left the stream: what enters it are its neurons."""
+        behind = self._ancestors(write.slot, (of.term, of.stream)) - {of.term, of.stream}
         steps = [step for step in self.program.steps if step.out in behind and is_matrix(step, self.program)]
         return steps[-1] if steps else None
 

@@ -110,10 +110,7 @@ class Pass(StreamPass):
     @cached_property
     def value(self) -> float:
         """The target."""
-        end, slot = self.recording.readout, self.pieces.program.outputs[0]
-        if self.operator.heads:
-            end = self.pieces.values(self.stop - self.start, [slot])[slot]
-        assert end is not None, "a target is read from a head"
+        end = self.pieces.at_cuts[self.pieces.program.outputs[0]]
         logits = self.recording.logits(end, self.out_token)[0]
         return float(sum(weight * logits[index] for index, weight in self.weights.items()))
 

@@ -250,6 +250,8 @@ class Recording:
     @cached_property
     def _values_of_states(self) -> dict[int, Tensor]:
         found = {slot: value for n in range(len(self.states)) for slot, value in self._state(n).items()}
+        if self.readout_slot is not None and self.readout is not None:
+            found[self.readout_slot] = self.readout
         # A model with a layout of its own begins before X⁰ is laid out as tokens and channels.
         return found | dict(zip(self.program.inputs, self._state(0).values(), strict=True))
 
