@@ -47,9 +47,12 @@ class Twin:
 
             for step in program.steps:
                 self.values[step.out] = OPERATIONS[step.operation].run(*mapped(step.args, given), **step.options)
-            assert recording.head is not None
+            end = self.values[program.outputs[0]][0, out_token]
+            if recording.head is None:
+                self.t = end[target]
+                return
             weight, bias = recording.head
-            self.t = self.values[program.outputs[0]][0, out_token] @ weight[target]
+            self.t = end @ weight[target]
             if bias is not None:
                 leaf = bias.detach().clone().requires_grad_()
                 self.weights.append(("head.bias", leaf))
