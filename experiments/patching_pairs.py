@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.inside.components import Cotangents
 from tensorlens.inside.edits import parts
 from tensorlens.inside.patching import correlation, ranks
-from tensorlens.inside.target import pass_to
+from tensorlens.inside.target import Pass
 from tensorlens.strict_json import from_json, write_json
 
 MEMBERS = {
@@ -142,27 +141,24 @@ def measured(lenses: dict[str, tl.Lens], pair: Pair, batch: int) -> dict[str, di
 
 def predictions(lens: tl.Lens, pair: Pair) -> dict[str, Tensor]:
     """For each kind of component (end, component): its change times its cotangent in the clean and the other run."""
-    operators = [lens(ids).operator for ids in (pair.clean, pair.corrupted)]
-    last, depths = len(pair.clean) - 1, range(0, operators[0].recording.n_blocks, EVERY)
-    with pass_to(operators[0], pair.weights, last) as clean, pass_to(operators[1], pair.weights, last) as corrupted:
-        runs = clean, corrupted
-        both = list(zip(parts(clean), parts(corrupted), strict=True))
-        at = [
-            Cotangents(run, [*(pair[end].edge for pair in both), *(run.entry(n)[0] for n in depths)])
-            for end, run in enumerate(runs)
-        ]
-        found: dict[str, list[list[Tensor]]] = {kind: [[], []] for kind in KINDS}
-        for end, run in enumerate(runs):
-            for ours, theirs in both:
-                part = (ours, theirs)[end]
-                cotangent = at[end].times(part.edge, torch.ones_like((part.mixture or part.write).value))
-                if part.mixture is not None:
-                    cotangent = cotangent.reshape(-1, *cotangent.shape[-2:])[part.component.head]
-                if part.component.kind in KINDS:
-                    found[part.component.kind][end].append((cotangent * (theirs.value - ours.value)).sum()[None])
-            for n in depths:
-                change = corrupted.entry(n)[1] - clean.entry(n)[1]
-                found[KINDS[2]][end].append(at[end].times(run.entry(n)[0], change)[0].sum(-1))
+    last = len(pair.clean) - 1
+    clean, corrupted = (Pass(lens(ids).operator, pair.weights, last) for ids in (pair.clean, pair.corrupted))
+    found: dict[str, list[list[Tensor]]] = {kind: [[], []] for kind in KINDS}
+    for n in range(clean.stop):
+        blocks = clean.block(n), corrupted.block(n)
+        ours, theirs = (block.values for block in blocks)
+        for pair_of_parts in zip(*map(parts, blocks), strict=True):
+            one, other = pair_of_parts
+            if one.component.kind in KINDS:
+                change = other.of(theirs[other.slot]) - one.of(ours[one.slot])
+                for end, run in enumerate((clean, corrupted)):
+                    part = pair_of_parts[end]
+                    effect = (part.of(run.cotangents(n)[part.slot]) * change).sum()[None]
+                    found[one.component.kind][end].append(effect)
+        if n % EVERY == 0:
+            change = theirs[blocks[1].entry] - ours[blocks[0].entry]
+            for end, run in enumerate((clean, corrupted)):
+                found[KINDS[2]][end].append((run.waiting(n)[run.entry(n)] * change)[0].sum(-1))
     return {kind: torch.stack([torch.cat(one) for one in ends]).cpu() for kind, ends in found.items()}
 
 

@@ -25,11 +25,12 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.inside.depths import Depths, depths_of, logits_from, unembedded
+from tensorlens.inside.depths import at_depths, check_one_stream, logits_from, unembedded
 from tensorlens.maps.files import replace_file
 from tensorlens.models.modes import own_modes
 from tensorlens.models.rows import check_several
 from tensorlens.specimen import Specimen
+from tensorlens.recording.recording import Recording
 from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
@@ -106,9 +107,18 @@ class CorpusTensor:
     @classmethod
     @own_modes
     def fit(
-        cls, lens: Any, texts: Iterable[Any], *, outputs: Outputs = "own", probes: int | None = None,
-        batch_size: int = 4, skip_first: int = 0, skip_last: int = 0, seed: int = 0, progress: bool | None = None,
-    ) -> CorpusTensor:  # fmt: skip
+        cls,
+        lens: Any,
+        texts: Iterable[Any],
+        *,
+        outputs: Outputs = "own",
+        probes: int | None = None,
+        batch_size: int = 4,
+        skip_first: int = 0,
+        skip_last: int = 0,
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> CorpusTensor:
         """The mean over texts; each counts as much as any other, however long it is.
 
         Args:
@@ -143,9 +153,14 @@ class CorpusTensor:
             bias=(sums.bias / sums.n_texts).cpu(),
             outputs=outputs,
             n_texts=sums.n_texts,
-            meta={"model": getattr(lens, "name", None), "versions": package_versions(), **notes,
-                  "probes": sums.n_probes, "texts_left_out": sums.n_short},
-        )  # fmt: skip
+            meta={
+                "model": getattr(lens, "name", None),
+                "versions": package_versions(),
+                **notes,
+                "probes": sums.n_probes,
+                "texts_left_out": sums.n_short,
+            },
+        )
 
     @own_modes
     def read(self, T: AttentionTensor, k: int = 5) -> CorpusReading:
@@ -202,9 +217,7 @@ def _put(path: Path, content: bytes) -> None:
 def _words(logits: Tensor, classes: Any, k: int) -> tuple[tuple[Word, ...], ...]:
     best = logits.float().softmax(-1).topk(min(k, logits.shape[-1]))
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(
-        tuple(Word(classes.name(index), share) for index, share in zip(*row, strict=True)) for row in rows
-    )  # fmt: skip
+    return tuple(tuple(Word(classes.name(index), share) for index, share in zip(*row, strict=True)) for row in rows)
 
 
 def _in_batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -240,16 +253,17 @@ class _Sums:
         batch = Batch(specimen, prepared)
         batch.check()
         recording = batch.recording
+        check_one_stream(recording)
         counted = self._counted(batch.lengths, recording.states[0])
         n_of = counted.sum(1)
         self.n_texts += int((n_of > 0).sum())
         self.n_short += int((n_of == 0).sum())
         share = counted / n_of.clamp(min=1)[:, None]
-        with depths_of(recording) as depths:
-            for cotangents in self._cotangents(counted, depths.end):
-                self._pull(depths, cotangents, share)
-            if self.outputs == "own" and self.bias is not None:
-                self.bias += (share[..., None] * depths.end.detach()).sum((0, 1))
+        end = recording.states[-1]
+        for cotangents in self._cotangents(counted, end):
+            self._pull(recording, cotangents, share)
+        if self.outputs == "own" and self.bias is not None:
+            self.bias += (share[..., None] * end).sum((0, 1))
 
     def _counted(self, lengths: tuple[int, ...], state: Tensor) -> Tensor:
         """(sample, token): 1 where a position counts."""
@@ -275,14 +289,13 @@ class _Sums:
             units = units if units.dim() == 4 else units[:, None]
             yield units.expand(size, *end.shape) * counted[..., None]
 
-    def _pull(self, depths: Depths, cotangents: Tensor, share: Tensor) -> None:
-        states, edges, end = depths
+    def _pull(self, recording: Recording, cotangents: Tensor, share: Tensor) -> None:
+        states, end = recording.states[:-1], recording.states[-1]
         if self.matrices is None or self.bias is None:
             self.matrices = end.new_zeros(len(states), end.shape[-1], states[0].shape[-1])
             self.bias = end.new_zeros(len(states), end.shape[-1])
-        found = torch.autograd.grad([end], edges, [cotangents], is_grads_batched=True, retain_graph=True)
-        for n, (pulled, state) in enumerate(zip(found, states, strict=True)):
+        for n, pulled in at_depths(recording, cotangents):
             weighted = pulled * share[..., None]
             self.matrices[n] += torch.einsum("rsto,rsti->oi", cotangents, weighted)
             if self.outputs == "own":
-                self.bias[n] -= torch.einsum("rsto,rst->o", cotangents, (weighted * state).sum(-1))
+                self.bias[n] -= torch.einsum("rsto,rst->o", cotangents, (weighted * states[n]).sum(-1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from autograd_twin import block_paths, logit
 from test_components import FAMILIES, OUT, TARGET, Knots, family, found, tolerance
 
 import tensorlens as tl
@@ -19,8 +20,7 @@ def test_heads_at_zero_are_predicted_as_the_operator_without_them(name: str) -> 
     _, T = family(name)
     chosen = {0: [1, 3], 1: [0], 2: [2]}
     record = T.ablate([(n, h) for n, heads in chosen.items() for h in heads], OUT, TARGET)
-    without = T.without_heads(chosen).operator
-    expected = float(T.operator.replay.push_logits(T.input[None], OUT, 0, without.heads)[0, TARGET])
+    expected = logit(T.without_heads(chosen), T.input[None], OUT, TARGET)
     assert record.predicted == pytest.approx(expected, rel=tolerance(name), abs=tolerance(name))
     assert record.value == pytest.approx(found(name).value, rel=tolerance(name))
 
@@ -36,8 +36,7 @@ def test_one_component_at_zero_loses_its_total_effect_and_the_truth_is_the_model
     # The module that gives out what is written to the stream, found by its place in the tree.
     after_norm = {"gemma3": "post_feedforward_layernorm", "olmo2": "post_feedforward_layernorm"}
     end = after_norm.get(name, "output.dense" if name == "bert-mlm" else "mlp")
-    paths = {id(module): path for path, module in model.named_modules()}
-    module = model.get_submodule(f"{paths[id(T.operator.recording.anatomy.blocks[1])]}.{end}")
+    module = model.get_submodule(f"{block_paths(T)[1]}.{end}")
     handle = module.register_forward_hook(lambda m, args, y: torch.zeros_like(y))
     with torch.no_grad():
         logits = model(torch.tensor([zoo.sample(name)])).logits[0, OUT]

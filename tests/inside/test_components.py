@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from autograd_twin import Twin, block_paths, given_by, logit
 from laws import is_bias
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.inside.target import pass_to
 
 FAMILIES = {
     "llama": ("self_attn.o_proj", "mlp.down_proj"),
@@ -44,20 +44,18 @@ def tolerance(name: str) -> float:
     return 1e-6 if zoo.ZOO[name].casts else 1e-10
 
 
+@cache
+def twin(name: str) -> Twin:
+    return Twin(family(name)[1], OUT, TARGET)
+
+
 def by_parameter(name: str) -> dict[str, float]:
     """⟨∂t/∂p, p⟩ of every parameter that a gradient of the frozen target reaches."""
-    model, T = family(name)
-    named = dict(model.named_parameters())
-    with pass_to(T.operator, {TARGET: 1.0}, OUT) as run:
-        gradients = torch.autograd.grad(run.t, list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), gradients, strict=True)
-    return {path: float((g * p.detach()).sum()) for (path, p), g in pairs if g is not None}
+    return twin(name).effects()
 
 
 def blocks_of(name: str) -> list[str]:
-    model, T = family(name)
-    paths = {id(module): path for path, module in model.named_modules()}
-    return [paths[id(block)] for block in T.operator.recording.anatomy.blocks]
+    return block_paths(family(name)[1])
 
 
 def passing(name: str, paths: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -86,7 +84,9 @@ def test_every_depth_and_the_biases_after_it_carry_the_target(name: str) -> None
     model, _ = family(name)
     c, effects, blocks = found(name), by_parameter(name), blocks_of(name)
     parameters = dict(model.named_parameters())
-    biases = {path: effect for path, effect in effects.items() if is_bias(path, parameters[path])}
+    biases = {
+        path: effect for path, effect in effects.items() if path == "head.bias" or is_bias(path, parameters[path])
+    }
     for depth, row in enumerate(c.flow()):
         before = tuple(f"{block}." for block in blocks[:depth])
         after = sum(effect for path, effect in biases.items() if not path.startswith(before))
@@ -118,12 +118,11 @@ def test_parts_add_up_to_their_sublayers(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_head_is_what_the_operator_loses_without_it(name: str) -> None:
     _, T = family(name)
-    replay, x, close = T.operator.replay, T.input[None], tolerance(name)
+    x, close = T.input[None], tolerance(name)
     table = found(name).heads()
     assert table.shape == (3, 4)
     for n, h in ((0, 1), (1, 3), (2, 0)):
-        without = T.without_heads({n: [h]}).operator
-        lost = found(name).value - float(replay.push_logits(x, OUT, 0, without.heads)[0, TARGET])
+        lost = found(name).value - logit(T.without_heads({n: [h]}), x, OUT, TARGET)
         assert float(table[n, h]) == pytest.approx(lost, rel=close, abs=close)
 
 
@@ -142,8 +141,7 @@ def test_without_norms_on_the_stream_direct_effects_see_one_cotangent(name: str)
     d, blocks = found(name, "direct"), blocks_of(name)
     written = "post_feedforward_layernorm" if name in ("gemma3", "olmo2") else "mlp"
     seen = passing(name, [f"{block}.{written}" for block in blocks])
-    with pass_to(T.operator, {TARGET: 1.0}, OUT) as run:
-        last = torch.autograd.grad(run.t, [run.seen.outputs[2][0]])[0][0]
+    last = twin(name).at(given_by(T, blocks[2]))[0]
     for n, block in enumerate(blocks):
         expected = (last * seen[f"{block}.{written}"][1]).sum(-1)
         torch.testing.assert_close(rows(d, n, "feed-forward")[0], expected, rtol=tolerance(name), atol=tolerance(name))
@@ -158,8 +156,7 @@ def test_norms_on_the_stream_are_passed_on_the_direct_way() -> None:
     d, blocks = found("bert-mlm", "direct"), blocks_of("bert-mlm")
     norms = [f"{block}.{path}" for block in blocks for path in ("attention.output.LayerNorm", "output.LayerNorm")]
     seen = passing("bert-mlm", [*norms, *(f"{block}.output.dense" for block in blocks)])
-    with pass_to(T.operator, {TARGET: 1.0}, OUT) as run:
-        cotangent = torch.autograd.grad(run.t, [run.seen.outputs[2][0]])[0][0]
+    cotangent = twin("bert-mlm").at(given_by(T, blocks[2]))[0]
     for n in reversed(range(3)):
         bias = torch.zeros(zoo.N_TOKENS, dtype=torch.float64)
         for path in (norms[2 * n + 1], norms[2 * n]):
@@ -187,8 +184,7 @@ def test_neurons_add_up_to_their_feed_forward(name: str, effect: Any) -> None:
     assert neurons.shape[0] == width and c.heads().shape == (3, 4)
     torch.testing.assert_close(neurons.sum(0) + bias[0], whole, rtol=close, atol=close)
     if effect == "total":  # each of them by the gradient of its own row of the matrix
-        with pass_to(T.operator, {TARGET: 1.0}, OUT) as run:
-            gradient = torch.autograd.grad(run.t, [last.weight])[0] * last.weight.detach()
+        gradient = twin(name).gradient(f"{blocks_of(name)[1]}.{FAMILIES[name][1]}.weight") * last.weight.detach()
         by_row = gradient.sum(1 if name == "gpt2" else 0)
         torch.testing.assert_close(neurons.sum(1), by_row, rtol=close, atol=close)
 
@@ -254,9 +250,17 @@ def test_without_experts_a_feed_forward_stays_whole() -> None:
 
 def test_what_crosses_a_depth_between_encoder_and_decoder_carries_the_target() -> None:
     config = hf.T5Config(
-        d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60, pad_token_id=0,
-        decoder_start_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )
     model = zoo.randomise(hf.T5ForConditionalGeneration(config)).double().eval()
     T = tl.Lens(model)({"input_ids": [[5, 6, 7, 8, 9]], "decoder_input_ids": [[0, 11, 12]]})
     c, d = T.components(2, TARGET), T.components(2, TARGET, "direct")

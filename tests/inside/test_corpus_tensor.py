@@ -26,10 +26,12 @@ def plain_hidden(model: Any, ids: list[int]) -> tuple[Tensor, ...]:
 def own_jacobians(model: Any, ids: list[int], n: int) -> Tensor:
     """∂h_i/∂x_i of plain autograd, (token, channel, channel)."""
     hidden = plain_hidden(model, ids)
-    return torch.stack([
-        torch.stack([torch.autograd.grad(h, hidden[n], retain_graph=True)[0][0, i] for h in hidden[-1][0, i]])
-        for i in range(len(ids))
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            torch.stack([torch.autograd.grad(h, hidden[n], retain_graph=True)[0][0, i] for h in hidden[-1][0, i]])
+            for i in range(len(ids))
+        ]
+    )
 
 
 @pytest.mark.parametrize(("name", "close"), [("gpt2", CLOSE), ("phi", CASTS)])
@@ -131,8 +133,17 @@ def test_what_it_cannot_be_fitted_on_is_refused(unchecked: None) -> None:
     fitted = tl.CorpusTensor.fit(lens, TEXTS, progress=False)
     with pytest.raises(tl.InputError, match="blocks"):
         fitted.read(tl.Lens(zoo.build("bert"))(TEXTS[0]))
-    config = hf.T5Config(d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60,
-                         pad_token_id=0, decoder_start_token_id=0)  # fmt: skip
+    config = hf.T5Config(
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
     t5 = tl.Lens(zoo.randomise(hf.T5ForConditionalGeneration(config)).double().eval())
     with pytest.raises(tl.MethodError, match="stream"):
         tl.CorpusTensor.fit(t5, [{"input_ids": [[5, 6]], "decoder_input_ids": [[0, 11]]}], progress=False)

@@ -10,11 +10,11 @@ import torch
 import transformers as hf
 import zoo
 from laws import is_bias
-from test_components import FAMILIES, OUT, TARGET, Knots, family, found, tolerance
+from test_components import FAMILIES, OUT, TARGET, Knots, family, found, tolerance, twin
 from torch import nn
 
 import tensorlens as tl
-from tensorlens.inside.target import pass_to
+from tensorlens.inside.target import Pass
 
 
 @cache
@@ -73,16 +73,17 @@ def test_a_feed_forward_reads_the_attention_of_its_own_block_unless_they_are_par
 def own_biases(name: str, block: int) -> float:
     """⟨∂f/∂b, b⟩ over all biases between the stream and a feed-forward's write at one token, pulled with its λ."""
     model, T = family(name)
-    ends = [p for path, p in model.named_parameters() if is_bias(path, p)]
-    with pass_to(T.operator, {TARGET: 1.0}, OUT) as run:
-        one, write = next((one, write) for one in run.sums[block] or [] for write in one.writes if not write.mixtures)
-        whole_cotangent = torch.autograd.grad(run.t, [write.edge], retain_graph=True)[0]
-        chosen = run.at_token(block, whole_cotangent, OUT)
-        at = torch.autograd.grad([write.edge], [one.stream], [chosen], retain_graph=True)[0]
-        found = 0.0
-        for edge, cotangent, sign in ((write.edge, chosen, 1), (one.stream, at, -1)):
-            of = torch.autograd.grad([edge], ends, [cotangent], retain_graph=True, allow_unused=True)
-            found += sign * sum(float((g * p.detach()).sum()) for g, p in zip(of, ends, strict=True) if g is not None)
+    parameters, by_graph = dict(model.named_parameters()), twin(name)
+    ends = [leaf for path, leaf in by_graph.weights if path in parameters and is_bias(path, parameters[path])]
+    run = Pass(T.operator, {TARGET: 1.0}, OUT)
+    one, write = next((one, write) for one in run.block(block).sums or [] for write in one.writes if not write.mixtures)
+    chosen = torch.zeros_like(by_graph.at(write.slot))
+    chosen[0, OUT] = by_graph.at(write.slot)[0, OUT]
+    wrote, stream = by_graph.values[write.slot], by_graph.values[one.stream]
+    found = 0.0
+    for value, cotangent, sign in ((wrote, chosen, 1), (stream, by_graph.gradients(wrote, [stream], chosen)[0], -1)):
+        of = by_graph.gradients(value, ends, cotangent)
+        found += sign * sum(float((g * p.detach()).sum()) for g, p in zip(of, ends, strict=True) if g is not None)
     return found
 
 
@@ -123,9 +124,17 @@ def built(config: Any, cls: Any) -> nn.Module:
 
 def test_edges_cross_from_the_decoder_to_the_encoder() -> None:
     config = hf.T5Config(
-        d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60, pad_token_id=0,
-        decoder_start_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        vocab_size=60,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )
     T = tl.Lens(built(config, hf.T5ForConditionalGeneration))(
         {"input_ids": [[5, 6, 7, 8, 9]], "decoder_input_ids": [[0, 11, 12]]}
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from autograd_twin import block_paths
 
 import tensorlens as tl
 
@@ -19,8 +20,7 @@ def test_the_truth_is_the_model_with_one_output_replaced(name: str, end: str) ->
     model: Any = zoo.build(name, "sdpa")
     lens = tl.Lens(model)
     found = tl.patching(lens, CLEAN, CORRUPTED, target=(4, 9), verify=True, progress=False)
-    paths = {id(module): path for path, module in model.named_modules()}
-    blocks = [paths[id(block)] for block in lens(CLEAN).operator.recording.anatomy.blocks]
+    blocks = block_paths(lens(CLEAN))
     place = next(i for i, label in enumerate(found.labels) if label.block == 1 and label.kind == "feed-forward")
     module, kept = model.get_submodule(f"{blocks[1]}.{end}"), []
     handle = module.register_forward_hook(lambda m, args, y: kept.append(y))
@@ -47,8 +47,7 @@ def test_a_head_is_patched_where_its_channels_enter_the_output_projection(name: 
     model: Any = zoo.build(name, "sdpa")
     lens = tl.Lens(model)
     found = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
-    paths = {id(module): path for path, module in model.named_modules()}
-    block = paths[id(lens(CLEAN).operator.recording.anatomy.blocks[1])]
+    block = block_paths(lens(CLEAN))[1]
     place = next(i for i, label in enumerate(found.labels) if (label.block, label.head) == (1, 2))
     module, kept = model.get_submodule(f"{block}.{end}"), []
 

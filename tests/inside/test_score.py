@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from test_components import Knots
 from tiny_language import tiny_lens
+from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.freezing.observe import attention_matrices
 from tensorlens.inside import score
+from tensorlens.program.attention_matrices import mixing
 
 CASES = [
     (name, attention)
@@ -30,7 +32,7 @@ def test_the_softmax_of_the_scores_is_the_attention(name: str, attention: str) -
     T = tensor(name, attention)
     close = 1e-5 if zoo.ZOO[name].casts or attention == "eager" else 1e-10  # some softmax in float32 whatever comes
     for block, head, i in ((0, 1, 6), (2, 3, 4)):
-        row = attention_matrices(T.operator.recording, block)[head, i].double()
+        row = mixing(T.operator.recording, block).attention[head, i].double()
         keys = row.nonzero()[:, 0].tolist()
         sums = torch.stack([T.score(block, head, i, j).scores.sum() for j in keys])
         torch.testing.assert_close(sums.softmax(0), row[keys], rtol=close, atol=close)
@@ -41,7 +43,7 @@ def test_the_softmax_of_the_scores_is_the_attention(name: str, attention: str) -
 def test_a_soft_cap_comes_after_the_score() -> None:
     T = tensor("gemma2", "eager")
     cap = zoo.ZOO["gemma2"].config.attn_logit_softcapping
-    row = attention_matrices(T.operator.recording, 1)[2, 5].double()
+    row = mixing(T.operator.recording, 1).attention[2, 5].double()
     keys = row.nonzero()[:, 0].tolist()
     sums = torch.stack([T.score(1, 2, 5, j).scores.sum() for j in keys])
     torch.testing.assert_close((cap * (sums / cap).tanh()).softmax(0), row[keys], rtol=1e-5, atol=1e-5)
@@ -50,22 +52,44 @@ def test_a_soft_cap_comes_after_the_score() -> None:
 def test_positions_that_the_model_adds_stand_in_the_corner() -> None:
     config = hf.T5Config(
         d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, vocab_size=60, pad_token_id=0, decoder_start_token_id=0
-    )  # fmt: skip
+    )
     model = zoo.randomise(hf.T5EncoderModel(config)).double().eval()
     T = tl.Lens(model)([5, 6, 7, 8, 9])
     for block in (0, 1):
-        row = attention_matrices(T.operator.recording, block)[1, 3].double()
+        row = mixing(T.operator.recording, block).attention[1, 3].double()
         found = [T.score(block, 1, 3, j).scores for j in range(5)]
         torch.testing.assert_close(torch.stack([one.sum() for one in found]).softmax(0), row, rtol=1e-5, atol=1e-5)
         assert all(one[-1, -1] != 0 for one in found)  # without biases, that is all there is
         assert not any(one[-1, :-1].any() or one[:-1, -1].any() for one in found)
 
 
-def test_a_product_that_cannot_be_followed_is_refused() -> None:
+def test_a_product_within_a_sum_is_followed() -> None:
     config = hf.BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=zoo.VOCABULARY)
     T = tl.Lens(zoo.randomise(hf.BloomForCausalLM(config)).double().eval())(zoo.sample("gpt2"))
-    with pytest.raises(tl.MethodError, match="0 times"):  # one function multiplies and adds
-        T.score(0, 0, 3, 1)
+    row = mixing(T.operator.recording, 1).attention[2, 5].double()  # one function multiplies, scales and adds positions
+    keys = row.nonzero()[:, 0].tolist()
+    sums = torch.stack([T.score(1, 2, 5, j).scores.sum() for j in keys])
+    torch.testing.assert_close(sums.softmax(0), row[keys], rtol=1e-5, atol=1e-5)
+
+
+class Uncommon(nn.Module):
+    """Attention whose scores are summed up on their way to the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(x).chunk(3, -1)
+        return x + (q @ k.transpose(1, 2)).cumsum(-1).softmax(-1) @ v
+
+
+def test_a_product_that_cannot_be_followed_is_refused() -> None:
+    model = Knots()
+    model.layers = nn.ModuleList([Uncommon(), Uncommon()])
+    T = tl.Lens(zoo.randomise(model).double().eval(), blocks="layers")([3, 4, 5])
+    with pytest.raises(tl.MethodError, match="0 times"):
+        T.score(0, 0, 2, 1)
 
 
 def test_in_the_first_block_a_query_reads_its_own_token_alone() -> None:
@@ -120,12 +144,12 @@ def test_a_masked_key_and_what_is_not_there_are_refused(attention: str, unchecke
 
 def test_a_pair_map_takes_a_cotangent_for_each_channel_of_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     T, pulled = tensor("llama", "sdpa"), []
-    gradients = score.gradients
+    by_row = score.by_row
     monkeypatch.setattr(
-        score, "gradients", lambda y, x, units, n: pulled.append(len(units)) or gradients(y, x, units, n)
+        score, "by_row", lambda pull, rows: pulled.append(len(next(iter(rows.values())))) or by_row(pull, rows)
     )
     T.score(1, 2, 6, 4)
-    assert sum(pulled) == 2 * zoo.ZOO["llama"].config.head_dim
+    assert sum(pulled) == 2 * 2 * zoo.ZOO["llama"].config.head_dim  # through two blocks
 
 
 def test_only_what_can_be_seen_from_the_block_is_needed() -> None:

@@ -13,16 +13,30 @@ from torch import Tensor
 import tensorlens as tl
 
 KINDS = {
-    "before": "gpt2", "after": "bert-mlm", "parallel": "neox-parallel", "grouped": "qwen2", "sandwich": "gemma3",
-    "norms of queries": "qwen3", "after each": "olmo2", "window": "mistral", "one norm for both": "phi",
-}  # fmt: skip
+    "before": "gpt2",
+    "after": "bert-mlm",
+    "parallel": "neox-parallel",
+    "grouped": "qwen2",
+    "sandwich": "gemma3",
+    "norms of queries": "qwen3",
+    "after each": "olmo2",
+    "window": "mistral",
+    "one norm for both": "phi",
+}
 """A family of each kind of block."""
 
 EXPERTS = hf.MixtralConfig(**zoo.TEXT, **zoo.GROUPED, num_local_experts=4, num_experts_per_tok=2)
 T5 = hf.T5Config(
-    d_model=16, d_kv=4, num_heads=4, d_ff=24, num_layers=2, num_decoder_layers=2, vocab_size=60, pad_token_id=0,
+    d_model=16,
+    d_kv=4,
+    num_heads=4,
+    d_ff=24,
+    num_layers=2,
+    num_decoder_layers=2,
+    vocab_size=60,
+    pad_token_id=0,
     decoder_start_token_id=0,
-)  # fmt: skip
+)
 
 
 def tensor(name: str) -> tl.AttentionTensor:

@@ -16,7 +16,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.edits import Edit, Part, edited_logits, logits_of_model, parts, predicted_change
 from tensorlens.inside.record_files import read_document, reading, save_record
-from tensorlens.inside.target import Explained, Pass, pass_to
+from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import Classes
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
@@ -110,25 +110,25 @@ def ablation(
     """
     if to not in ("zero", "mean"):
         raise InputError(f"`to` must be 'zero' or 'mean'; got {to!r}.")
-    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
-        chosen = _chosen(run, components)
-        edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, to, over), strict=True)]
-        logits = edited_logits(run, edits)
-        if logits is None:
-            raise MethodError(
-                f"No single module of `{type(run.recording.model).__name__}` gives out all of "
-                f"{', '.join(str(part.component) for part in chosen)}, so the model cannot be run without. "
-                "Use `T.components`, which needs no run."
-            )
-        predicted = predicted_change(run, edits)
-        before = logits_of_model(run.recording, run.out_token)
+    run = Pass(asked.operator, asked.weights, asked.out_token)
+    chosen = _chosen(run, components)
+    edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, to, over), strict=True)]
+    logits = edited_logits(run, edits)
+    if logits is None:
+        raise MethodError(
+            f"No single module of `{run.recording.name}` gives out all of "
+            f"{', '.join(str(part.component) for part in chosen)}, so the model cannot be run without. "
+            "Use `T.components`, which needs no run."
+        )
+    predicted = predicted_change(run, edits)
+    before = logits_of_model(run.recording, run.out_token)
     assert asked.classes is not None, "a target has classes"
     return Ablation(
         components=tuple(part.component for part in chosen),
         to=to,
         target=asked.name,
-        value=float(run.t.detach()),
-        predicted=float(run.t.detach()) + predicted,
+        value=run.value,
+        predicted=run.value + predicted,
         true=float(sum(weight * logits[index] for index, weight in asked.weights.items())),
         before=_said(before, asked.classes),
         after=_said(logits, asked.classes),
@@ -143,7 +143,7 @@ def _said(logits: Tensor, classes: Classes, k: int = 5) -> tuple[Said, ...]:
 
 
 def _chosen(run: Pass, components: Any) -> list[Part]:
-    known: dict[Any, Part] = {part.component: part for part in parts(run)}
+    known: dict[Any, Part] = {part.component: part for block in reversed(run.downwards) for part in parts(block)}
     by_name: dict[Any, Part] = {str(component): part for component, part in known.items()}
     heads: dict[Any, Part] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
     single = isinstance(components, (str, Component)) or _is_pair(components)
@@ -176,35 +176,32 @@ def _is_pair(value: Any) -> bool:
 def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[FrozenOperator]) -> list[Tensor]:
     """What stands in the place of each part."""
     if to == "zero":
-        return [torch.zeros_like(part.value) for part in chosen]
-    sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.n_tokens(_block(part)) for part in chosen]
+        return [torch.zeros_like(_value(run, part)) for part in chosen]
+    sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.block(part.block).n_tokens for part in chosen]
     if over:
         sums, n_tokens = [torch.zeros_like(one) for one in sums], [0] * len(sums)
     for operator in over:
-        with pass_to(operator, run.weights, 0 if operator.recording.pools else operator.shape[0] - 1) as other:
-            known = {part.component: part for part in parts(other)}
-            for i, part in enumerate(chosen):
-                sums[i] = sums[i] + _over_tokens(other, known[part.component])
-                n_tokens[i] += other.n_tokens(_block(part))
+        other = Pass(operator, run.weights, 0 if operator.recording.pools else operator.shape[0] - 1)
+        for i, part in enumerate(chosen):
+            same = next(one for one in parts(other.block(part.block)) if one.component == part.component)
+            sums[i] = sums[i] + _over_tokens(other, same)
+            n_tokens[i] += other.block(part.block).n_tokens
     return [_at_every_token(run, part, one / n) for part, one, n in zip(chosen, sums, n_tokens, strict=True)]
 
 
-def _block(part: Part) -> int:
-    assert part.component.block is not None, "a part is in a block"
-    return part.component.block
+def _value(run: Pass, part: Part) -> Tensor:
+    return part.of(run.values(part.block)[part.slot])
 
 
 def _over_tokens(run: Pass, part: Part) -> Tensor:
     """The sum of what a part wrote over tokens, (channel,)."""
-    if part.mixture is not None:
-        return part.value.sum(0)
-    layout = run.recording.layouts[_block(part)]
-    return layout.to_tokens(part.value.reshape(layout.shape))[0].sum(0)
+    value = _value(run, part)
+    return value.sum(0) if part.head is not None else run.block(part.block).to_tokens(value)[0].sum(0)
 
 
 def _at_every_token(run: Pass, part: Part, vector: Tensor) -> Tensor:
-    if part.mixture is not None:
-        return vector.expand_as(part.value)
-    layout = run.recording.layouts[_block(part)]
-    n_tokens = run.n_tokens(_block(part))
-    return layout.to_native(vector.expand(1, n_tokens, -1)).reshape(part.value.shape)
+    value = _value(run, part)
+    if part.head is not None:
+        return vector.expand_as(value)
+    block = run.block(part.block)
+    return block.from_tokens(vector.expand(1, block.n_tokens, -1), value.shape)

@@ -30,9 +30,11 @@ class Component:
     Attributes:
         kind: ``"embedding"``, ``"attention head"``, ``"attention"`` where its heads cannot be told apart,
             ``"attention bias"`` (of its output projection), ``"feed-forward"``, ``"bias"`` (on the stream itself), or
-            ``"block"`` where the parts of a block cannot be told apart. A further attention of a block is
-            ``"attention 2"``. Where neurons were asked for, ``"neuron"`` and ``"feed-forward bias"``; where
-            experts were, ``"expert"``, and ``"feed-forward"`` for what is no expert's.
+            ``"block"`` where the parts of a block cannot be told apart. Parts of a block without attention are
+            ``"part 1"``, ``"part 2"``; what is written after a block and before the next is ``"between blocks"``. A
+            second one of a kind is ``"attention 2"``, ``"feed-forward 2"``. Where neurons were asked for,
+            ``"neuron"`` and ``"feed-forward bias"``; where experts were, ``"expert"``, and ``"feed-forward"`` for what
+            belongs to no expert.
         block: The block it is in, if any.
         head: Its number, if it is a head.
         neuron: Its number, if it is a neuron.

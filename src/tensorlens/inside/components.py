@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.nn.functional import pad
 
 from tensorlens.errors import InputError
+from tensorlens.inside.block import Finer
 from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.stream import Write
-from tensorlens.inside.target import Explained, Finer, Pass, pass_to
-from tensorlens.inside.walk import (
-    Row,
-    Walk,
-    finer_rows,
-    head_rows,
-    is_finer,
-    kinds,
-    seen_from,
-    told_apart,
-    whole_write,
-)
+from tensorlens.inside.target import Explained, Pass
+from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
 
 Effect = Literal["total", "direct"]
 
@@ -40,19 +27,23 @@ class Found:
     def as_map(self, effect: Effect, run: Pass, asked: Explained) -> ComponentMap:
         """The record of them."""
         return ComponentMap(
-            scores=torch.stack([row.scores for row in self.rows]), labels=tuple(row.component for row in self.rows),
-            tokens=asked.tokens, effect=effect, target=asked.name, value=float(run.t.detach()),
-            depths=torch.stack(self.flow), meta=asked.meta,
-        )  # fmt: skip
+            scores=torch.stack([row.scores for row in self.rows]),
+            labels=tuple(row.component for row in self.rows),
+            tokens=asked.tokens,
+            effect=effect,
+            target=asked.name,
+            value=run.value,
+            depths=torch.stack(self.flow),
+            meta=asked.meta,
+        )
 
 
 def component_map(asked: Explained, effect: Effect, finer: Finer | None = None) -> ComponentMap:
     """All components of a target, as a record."""
-    with pass_to(asked.operator, asked.weights, asked.out_token, finer) as run:
-        found = find(run, effect)
-    channels, meta = run.recording.side_channels, asked.meta
-    if channels and run.seen.memory is None:
-        meta = meta | {"flow": f"of the state alone: {channels[0]} also reads what earlier blocks left for it"}
+    run = Pass(asked.operator, asked.weights, asked.out_token, finer)
+    found, meta = find(run, effect), asked.meta
+    if run.side_channel is not None:
+        meta = meta | {"flow": f"of the state alone: {run.side_channel} also reads what earlier blocks left for it"}
     return found.as_map(effect, run, replace(asked, meta=meta))
 
 
@@ -68,88 +59,37 @@ def find(run: Pass, effect: Effect) -> Found:
     return total(run) if effect == "total" else direct(run)
 
 
-# Total effects -------------------------------------------------------------------------------------------------------
-
-
-class Cotangents:
-    r"""$\partial t/\partial y$ at chosen places of the graph, by one backward pass."""
-
-    def __init__(self, run: Pass, edges: Iterable[GradientEdge]) -> None:
-        chosen = {(edge.node, edge.output_nr): edge for edge in edges}
-        found = torch.autograd.grad(run.t, list(chosen.values()), retain_graph=True, allow_unused=True)
-        self._found = dict(zip(chosen, found, strict=True))
-
-    def of(self, edge: GradientEdge) -> Tensor | None:
-        """λ; None where the target does not see it."""
-        return self._found[edge.node, edge.output_nr]
-
-    def times(self, edge: GradientEdge, value: Tensor) -> Tensor:
-        """λ ⊙ y; zero where the target does not see it."""
-        found = self.of(edge)
-        return torch.zeros_like(value) if found is None else found * value
-
-
 def total(run: Pass) -> Found:
     r"""$e_c = ⟨\partial t/\partial y_c, y_c⟩$ for every component, and $⟨λ^n_j, X^n_j⟩$ for every depth and token."""
-    start, stop = run.operator.span
-    states = [run.entry(n) for n in range(start, stop)] + [run.seen.outputs[stop - 1]]
-    writes = [write for sums in run.sums.values() for one in sums or () for write in one.writes]
-    mixtures = [mixture.edge for write in writes for mixture in write.mixtures]
-    memory = [] if run.seen.memory is None else [run.seen.memory[0]]
-    at = Cotangents(run, [*(edge for edge, _ in states), *(write.edge for write in writes), *mixtures, *memory])
-    found = Found()
-    found.flow = _flow(run, at, states)
-    found.rows.append(Row(Component(kind="embedding"), found.flow[0]))
-    for n in range(start, stop):
-        sums = run.sums[n]
-        if sums is None:
-            _, before = run.entry(n)
-            edge, after = run.seen.outputs[n]
-            found.rows.append(
-                Row(Component(block=n, kind="block"), run.by_token(n, at.times(edge, whole_write(after, before))))
-            )
-            continue
-        for write, kind in kinds(run, n, sums):
-            if is_finer(run, n, write):
-                found.rows += _finer(run, at, write, kind, n)
-                continue
-            of_heads = [at.times(mixture.edge, mixture.value) for mixture in told_apart(run, n, write)]
-            found.rows += head_rows(run, kind, n, run.by_token(n, at.times(write.edge, write.value)), of_heads)
-    return found
+    flow, groups = [_after_last(run)], list[list[Row]]()
+    for block in run.downwards:
+        at = {slot: u[None] for slot, u in run.cotangents(block.n).items()}
+        if block.sums is None:
+            rows = [whole_row(block, at[block.exit])]
+        else:
+            rows = [row for write, kind in block.writes for row in write_rows(block, write, kind, at)]
+        groups.append([Row(row.component, row.scores[0]) for row in rows])
+        flow.append(_carried(run, block.n))
+    rows = [row for group in reversed(groups) for row in group]
+    return Found([Row(Component(kind="embedding"), flow[-1]), *rows], flow[::-1])
 
 
-def _finer(run: Pass, at: Cotangents, write: Write, kind: str, n: int) -> list[Row]:
-    cotangent = at.times(write.edge, torch.ones_like(write.value))
-    whole = run.by_token(n, cotangent * write.value)
-    rows = finer_rows(run, kind, n, write, cotangent[None], whole[None])
-    return [Row(row.component, row.scores[0]) for row in rows]
+def _carried(run: Pass, n: int) -> Tensor:
+    """What depth n carries: the state that enters block n; with an encoder, what waits beside it too."""
+    waiting, values, parts = run.waiting(n), run.pieces.at_cuts, []
+    for slot in run.recording.slots[n]:
+        u = waiting.get(slot, torch.zeros_like(values[slot]))
+        parts.append((u * values[slot])[0].sum(-1))
+    return torch.cat([part.to(parts[-1].device) for part in parts])
 
 
-def _flow(run: Pass, at: Cotangents, states: list[tuple[GradientEdge, Tensor]]) -> list[Tensor]:
-    """What each depth carries: its state, and with an encoder whatever else crosses it.
-
-    Below the decoder that is the decoder's own input; within the decoder, the encoder's output, as far as later blocks
-    read it: all of its cotangent but what comes by way of the decoder's state.
-    """
-    start, stop = run.operator.span
-    places = [*range(start, stop), stop - 1]
-    flow = [run.by_token(n, at.times(*state)) for n, state in zip(places, states, strict=True)]
-    if run.seen.memory is None:
-        return flow
-    edge, memory = run.seen.memory
-    n_encoder, split = run.recording.n_encoder_blocks, memory.shape[1]
-    whole, of_memory = at.of(edge), torch.zeros_like(flow[0])
-    for depth in range(max(1, n_encoder - start), len(flow)):
-        there, state = at.of(states[depth][0]), states[depth][0]
-        past = whole if depth + start == n_encoder or whole is None else whole - seen_from(state, there, edge, memory)
-        of_memory = pad((past * memory)[0].sum(-1), (0, len(flow[0]) - split)) if past is not None else of_memory
-        flow[depth] = of_memory + pad(flow[depth][split:], (split, 0))
-    for depth in range(1, n_encoder - start):
-        flow[depth] = flow[depth] + pad(flow[0][split:], (split, 0))
-    return flow
+def _after_last(run: Pass) -> Tensor:
+    """What the state that leaves the last block carries."""
+    block = run.block(run.stop - 1)
+    return block.by_token((run.waiting(run.stop)[block.exit] * block.values[block.exit])[None])[0]
 
 
-# Direct effects ------------------------------------------------------------------------------------------------------
+# Direct effects -------------------------------------------------------------------------------------------------------
 
 
 def direct(run: Pass) -> Found:
@@ -159,15 +99,14 @@ def direct(run: Pass) -> Found:
     between two places of the stream $s' = A s + c$, they give $⟨λ', s'⟩ - ⟨λ, s⟩$; those of the head stand at the
     output explained. All scores sum to the target.
     """
-    start, stop = run.operator.span
     walk, reached, head = from_target(run)
-    flow, groups = [reached], []
-    for n in reversed(range(start, stop)):
-        if n + 1 == run.recording.n_encoder_blocks and n + 1 < stop:
+    flow, groups = [reached], list[list[Row]]()
+    for block in run.downwards:
+        if block.n + 1 == run.recording.n_encoder_blocks and block.n + 1 < run.stop:
             break  # the encoder is read by components of the decoder only
-        groups.append(walk.block(n))
-        flow.append(walk.carried(n)[0])
-    n_missing = stop - start + 1 - len(flow)
+        groups.append(walk.block(block.n))
+        flow.append(walk.carried(block.n)[0])
+    n_missing = run.stop - run.start + 1 - len(flow)
     flow += [flow[-1]] * n_missing  # depths within the encoder: the decoder's embedding is all that crosses
     rows = [Row(row.component, row.scores[0]) for group in reversed(groups) for row in group]
     return Found([Row(Component(kind="embedding"), flow[-1]), *rows, Row(Component(kind="bias"), head)], flow[::-1])
@@ -175,10 +114,7 @@ def direct(run: Pass) -> Found:
 
 def from_target(run: Pass) -> tuple[Walk, Tensor, Tensor]:
     """A walk down from the target; what the last state carries at each token, and what the constants of the head do."""
-    n = run.operator.span.stop - 1
-    at, value = run.seen.outputs[n]
-    cotangent = torch.autograd.grad(run.t, [at], retain_graph=True)[0]
-    reached = run.by_token(n, cotangent * value)
+    reached = _after_last(run)
     head = torch.zeros_like(reached)
-    head[run.out_token] = run.t.detach() - reached.sum()
-    return Walk(run, cotangent[None]), reached, head
+    head[run.out_token] = run.value - reached.sum()
+    return Walk(run, run.waiting(run.stop)[run.block(run.stop - 1).exit][None]), reached, head

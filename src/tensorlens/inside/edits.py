@@ -4,49 +4,46 @@ With the components of a set S held at other values at once, the frozen target c
 
     Δt = Σ_{c ∈ S} ⟨λ_c^S, y_c' − y_c⟩,   λ_c^S = λ_c − Σ_{c' ∈ S after c} (∂y_{c'}/∂y_c)ᵀ λ_{c'}^S:
 
-a path that passes through another of them is cut there. The model itself is run with hooks on the modules that give the
-components out, and on those that take the heads in.
+a path that passes through another of them is cut there. The model itself is run with other values for what the modules
+give that write the components, and for what those take that read the heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.observe import plain_logits
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replayed import check_unchanged
+from tensorlens.inside.block import Block, StreamPass
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.components import Cotangents
-from tensorlens.inside.stream import Mixture, Write, by_head, order
+from tensorlens.inside.stream import is_matrix
 from tensorlens.inside.target import Pass
-from tensorlens.inside.walk import kinds, told_apart
-from tensorlens.models.modes import evaluating, hooked
+from tensorlens.models.layouts import replace_state, state_of
+from tensorlens.models.runner import AtModule
+from tensorlens.models.runner import run as run_model
+from tensorlens.program.marks import MOVES
+from tensorlens.program.program import Program
+from tensorlens.recording.recording import Recording
 
 
 class Part(NamedTuple):
     """A component that can be given another value: a whole write, or one head of its mixture."""
 
     component: Component
-    write: Write
-    mixture: Mixture | None = None
+    block: int
+    slot: int
 
     @property
-    def edge(self) -> Any:
-        """Where in the graph its value is, or that of all heads."""
-        return self.write.edge if self.mixture is None else self.mixture.edge
+    def head(self) -> int | None:
+        """Its head, if it is one."""
+        return self.component.head
 
-    @property
-    def value(self) -> Tensor:
-        """What it wrote; of a head (token, channel)."""
-        if self.mixture is None:
-            return self.write.value
-        return by_head(self.mixture.value)[self.component.head]
+    def of(self, x: Tensor) -> Tensor:
+        """Its own part of what the slot holds; of a head (token, channel). A view."""
+        return x if self.head is None else x.flatten(0, -3)[self.head]
 
 
 class Edit(NamedTuple):
@@ -56,112 +53,120 @@ class Edit(NamedTuple):
     value: Tensor
 
 
-def parts(run: Pass) -> Iterator[Part]:
-    """Attention outputs, their heads, and feed-forwards, in the order of the pass."""
-    for n, sums in run.sums.items():
-        for write, kind in kinds(run, n, sums or []):
-            yield Part(Component(block=n, kind=kind), write)
-            for mixture in told_apart(run, n, write):
-                for head in range(len(by_head(mixture.value))):
-                    yield Part(Component(block=n, kind=f"{kind} head", head=head), write, mixture)
+def parts(block: Block) -> Iterator[Part]:
+    """Attention outputs, their heads, and feed-forwards of one block, in the order of the pass."""
+    for write, kind in block.writes:
+        yield Part(Component(block=block.n, kind=kind), block.n, write.slot)
+        mixture = block.heads_of(write)
+        if mixture is None:
+            continue
+        for head in range(block.specs[mixture.slot].shape[-3]):
+            yield Part(Component(block=block.n, kind=f"{kind} head", head=head), block.n, mixture.slot)
 
 
-# By T ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Held:
-    """What is held at one place of the graph: the change, and where it is."""
-
-    edge: Any
-    change: Tensor
-    chosen: Tensor
+# By T -----------------------------------------------------------------------------------------------------------------
 
 
 def predicted_change(run: Pass, edits: Sequence[Edit]) -> float:
-    """Δt of the frozen model with all edits at once."""
-    places: dict[tuple[Any, int], _Held] = {}
-    for part, value in edits:
-        edge = part.edge
-        whole = part.write.value if part.mixture is None else part.mixture.value
-        held = places.setdefault(
-            (edge.node, edge.output_nr), _Held(edge, whole.new_zeros(whole.shape), whole.new_zeros(whole.shape))
-        )
-        rows: Any = slice(None) if part.mixture is None else part.component.head
-        for tensor, new in ((held.change, value - part.value), (held.chosen, torch.ones_like(part.value))):
-            (tensor if part.mixture is None else by_head(tensor))[rows] = new
-    at = Cotangents(run, [held.edge for held in places.values()])
-    done: list[tuple[Any, Tensor]] = []
-    change = 0.0
-    for held in sorted(places.values(), key=lambda held: -order(held.edge.node)):
-        cotangent = at.times(held.edge, torch.ones_like(held.change))
-        if done:
-            edges, cotangents = zip(*done, strict=True)
-            by_later = torch.autograd.grad(edges, [held.edge], cotangents, retain_graph=True, allow_unused=True)[0]
-            cotangent = cotangent if by_later is None else cotangent - by_later
-        done.append((held.edge, cotangent * held.chosen))
-        change += float((cotangent * held.change).sum())
+    """Δt of the frozen model with all edits at once: its cotangents, cut where something is held."""
+    left = {part.slot: torch.ones_like(run.values(part.block)[part.slot]) for part, _ in edits}
+    for part, _ in edits:
+        part.of(left[part.slot]).zero_()
+    pieces, waiting, change = run.pieces.scaled(left), run.waiting(run.stop), 0.0
+    for n in reversed(range(run.start, run.stop)):
+        here = [edit for edit in edits if edit.part.block == n]
+        at, waiting = pieces.pull(n - run.start, waiting, {part.slot for part, _ in here})
+        for part, value in here:
+            change += float((part.of(at[part.slot]) * (value - part.of(run.values(n)[part.slot]))).sum())
     return change
 
 
-# By the model itself -------------------------------------------------------------------------------------------------
-
-
-def path_of(run: Pass, part: Part) -> str | None:
-    """The module through which a part can be changed in the model; None if there is none, or if it is used twice."""
-    block = part.component.block
-    assert block is not None, "a part is in a block"
-    if part.mixture is None:
-        paths = run.seen.modules.get((block, part.write.edge.node), [])
-    else:
-        paths = [run.seen.takers[part.mixture.edge.node]] if part.mixture.edge.node in run.seen.takers else []
-    return next((path for path in reversed(paths) if run.seen.n_calls[path] == 1), None)
+# By the model itself --------------------------------------------------------------------------------------------------
 
 
 def edited_logits(run: Pass, edits: Sequence[Edit]) -> Tensor | None:
     """The model's own logits with all edits at once; None if one of them cannot be made."""
-    before, after = [], []
+    model = run.recording.from_model("Running it with other values").model
+    taken: dict[nn.Module, AtModule] = {}
+    given: dict[nn.Module, AtModule] = {}
     for edit in edits:
-        path = path_of(run, edit.part)
-        if path is None:
+        change = _given(run, edit) if edit.part.head is None else _taken(run, edit)
+        if change is None:
             return None
-        module = run.recording.model.get_submodule(path)
-        if edit.part.mixture is None:
-            after.append((module, _given(edit)))
-        else:
-            before.append((module, _taken(edit)))
-    with hooked(before, after):
-        return logits_of_model(run.recording, run.out_token)
+        path, function = change
+        at, module = given if edit.part.head is None else taken, model.get_submodule(path)
+        at[module] = function if module not in at else _both(at[module], function)
+    return logits_of_model(run.recording, run.out_token, taken, given)
 
 
-def _given(edit: Edit) -> Any:
-    def replace(module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        new = edit.value.reshape(first.shape).to(first)
-        return (new, *output[1:]) if isinstance(output, tuple) else new
-
-    return replace
+def _both(first: AtModule, second: AtModule) -> AtModule:
+    return lambda x: second(first(x))
 
 
-def _taken(edit: Edit) -> Any:
-    assert edit.part.mixture is not None, "a head is one of a mixture"
-    n_heads, n_tokens, width = by_head(edit.part.mixture.value).shape
-
-    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        heads = args[0].reshape(n_tokens, n_heads, width).clone()
-        heads[:, edit.part.component.head] = edit.value.to(heads)
-        return (heads.reshape(args[0].shape), *args[1:]), kwargs
-
-    return replace
+def _called_once(run: StreamPass, paths: Sequence[str]) -> str | None:
+    """The outermost of some modules that was called once; one that is called again cannot be told from itself."""
+    n_calls = Counter(module.path for module in run.recording.modules)
+    return next((path for path in reversed(paths) if n_calls[path] == 1), None)
 
 
-def logits_of_model(recording: Recording, out_token: int) -> Tensor:
+def _given(run: StreamPass, edit: Edit) -> tuple[str, AtModule] | None:
+    """The module that gives out a write, and what to make of what it gives."""
+    path = _called_once(run, [module.path for module in run.recording.modules if module.slot == edit.part.slot])
+
+    def put_in(output: Any) -> Any:
+        state = state_of(output)
+        return replace_state(output, state, edit.value.reshape(state.shape).to(state))
+
+    return None if path is None else (path, put_in)
+
+
+def _taken(run: StreamPass, edit: Edit) -> tuple[str, AtModule] | None:
+    """The module that takes in what heads mixed, and what to make of what it takes."""
+    program, slot = run.block(edit.part.block).program, edit.part.slot
+    ends = _taking(program, slot)
+    path = None if ends is None else _called_once(run, [ends.module])
+    if path is None or ends is None:
+        return None
+    way, spec = ends.way, program.specs[slot]
+    new = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    is_edited = torch.zeros_like(new)
+    edit.part.of(is_edited).fill_(1)
+    edit.part.of(new).copy_(edit.value)
+    (is_edited,), (new,) = way.run(is_edited), way.run(new)
+
+    def put_in(x: Tensor) -> Tensor:
+        return torch.where(is_edited.reshape(x.shape).bool(), new.reshape(x.shape).to(x), x)
+
+    return path, put_in
+
+
+class _Taking(NamedTuple):
+    """The module that reads what heads mixed by a matrix, and the steps that lay heads side by side for it."""
+
+    module: str
+    way: Program
+
+
+def _taking(program: Program, slot: int) -> _Taking | None:
+    end = slot
+    while True:
+        readers = program.readers.get(end, [])
+        if len(readers) != 1:
+            return None
+        if is_matrix(readers[0], program):
+            return _Taking(readers[0].module, program.part((slot,), (end,)))
+        if readers[0].operation not in MOVES:
+            return None
+        end = readers[0].out
+
+
+def logits_of_model(
+    recording: Recording,
+    out_token: int,
+    taken: Mapping[nn.Module, AtModule] | None = None,
+    given: Mapping[nn.Module, AtModule] | None = None,
+) -> Tensor:
     """Logits as the unembedding gives them, before any soft cap, where there is one."""
-    unembedding, seen = recording.anatomy.unembedding, []
-    if unembedding is None:
-        return plain_logits(recording, out_token)
-    check_unchanged(recording)
-    keep = hooked(after=[(unembedding, lambda module, args, output: seen.append(output))])
-    with keep, own_precision(), torch.no_grad(), evaluating(recording.model):
-        recording.model(**recording.inputs)
-    return seen[-1][0, out_token]
+    origin = recording.from_model("A run of the model")
+    end = run_model(origin.anatomy, origin.inputs, to="readout", n_blocks=recording.n_blocks, taken=taken, given=given)
+    return recording.logits(end, out_token)[0]

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.inside.component_graph import ComponentGraph, Edge, Node
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.components import Cotangents, from_target
-from tensorlens.inside.stream import Write, by_head, pulled
-from tensorlens.inside.target import Explained, Pass, pass_to
-from tensorlens.inside.walk import Joining, Read, Row, Walk, kinds, seen_from, told_apart, whole_write
+from tensorlens.inside.components import from_target
+from tensorlens.inside.target import Explained, Pass
+from tensorlens.inside.walk import Joining, Read, Row, Walk
+from tensorlens.memory import fitting
 
 AT_A_TIME = 32
 """How many nodes are opened together: pulling them one by one would take as many walks."""
@@ -48,20 +48,22 @@ def component_graph(asked: Explained, share: float, max_nodes: int) -> Component
     n_encoder = asked.operator.recording.n_encoder_blocks
     if n_encoder and asked.operator.span.start >= n_encoder:
         raise MethodError("The graph of a decoder needs its encoder; got a range of blocks that begins after it.")
-    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
-        grown = Growth(run).grow(share, max_nodes)
-    channels, meta = run.recording.side_channels, asked.meta
-    if channels and run.seen.memory is None:
-        meta = meta | {"constants": f"{channels[0]} also reads what earlier blocks left for it"}
+    run, meta = Pass(asked.operator, asked.weights, asked.out_token), asked.meta
+    grown = Growth(run).grow(share, max_nodes)
+    if run.side_channel is not None:
+        meta = meta | {"constants": f"{run.side_channel} also reads what earlier blocks left for it"}
     return grown.as_graph(replace(asked, meta=meta), share, max_nodes)
 
 
 class Source(NamedTuple):
-    """A component that something can flow into: where it reads the stream, and what it wrote."""
+    """A component that something can flow into: where it reads the stream, the slot of what it wrote, and its head.
+
+    `slot` is None for a whole block.
+    """
 
     read: Read
-    write: Write | None
-    head: int | None
+    slot: int | None
+    head: int | None = None
 
 
 @dataclass
@@ -86,35 +88,39 @@ class Growth:
     magnitude: float = 0.0
 
     def __post_init__(self) -> None:
-        """Take every λ by one backward pass."""
+        """Find the components that something can flow into."""
         self._sources = dict(_sources(self.run))
-        writes = [source.write for source in self._sources.values() if source.write is not None]
-        blocks = [self.run.seen.outputs[n][0] for n, sums in self.run.sums.items() if sums is None]
-        mixtures = [mixture.edge for write in writes for mixture in write.mixtures]
-        self._at = Cotangents(self.run, [*(write.edge for write in writes), *mixtures, *blocks])
         self._growing: list[Growing] = []
         self._places: dict[Key, int] = {}
         self._offered: dict[int, list[tuple[float, Key]]] = {}  # by node, the lightest first
         self._ahead: list[tuple[float, int]] = []  # the heaviest of each node
+        self._at_a_time = fitting(8 * self.run.operator.input.nbytes, AT_A_TIME, self.run.operator.device)
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes as they stand."""
         return [
             Node(
-                component=one.key[0], token=one.key[1], value=one.value if one.is_open else one.given,
-                constant=one.constant, cut=one.value - one.constant - one.kept if one.is_open else 0.0,
+                component=one.key[0],
+                token=one.key[1],
+                value=one.value if one.is_open else one.given,
+                constant=one.constant,
+                cut=one.value - one.constant - one.kept if one.is_open else 0.0,
             )
             for one in self._growing
-        ]  # fmt: skip
+        ]
 
     def as_graph(self, asked: Explained, share: float, max_nodes: int) -> ComponentGraph:
         """The record of it."""
         return ComponentGraph(
-            nodes=tuple(self.nodes), edges=tuple(self.edges), tokens=asked.tokens, target=asked.name,
-            value=float(self.run.t.detach()), share=self.covered / self.magnitude if self.magnitude else 1.0,
+            nodes=tuple(self.nodes),
+            edges=tuple(self.edges),
+            tokens=asked.tokens,
+            target=asked.name,
+            value=self.run.value,
+            share=self.covered / self.magnitude if self.magnitude else 1.0,
             meta=asked.meta | {"asked_share": share, "max_nodes": max_nodes},
-        )  # fmt: skip
+        )
 
     def grow(self, share: float, max_nodes: int) -> Growth:
         """Keep the heaviest edges until `share` of the magnitude into the nodes is covered, or no node may be added."""
@@ -122,7 +128,7 @@ class Growth:
         while self._ahead and self.covered < share * self.magnitude:
             cancel.check()
             fresh: list[int] = []
-            while self._ahead and len(fresh) < AT_A_TIME and self.covered < share * self.magnitude:
+            while self._ahead and len(fresh) < self._at_a_time and self.covered < share * self.magnitude:
                 node, (weight, key) = self._heaviest()
                 if key in self._places or len(self._growing) < max_nodes:
                     fresh += self._keep(weight, node, key)
@@ -157,8 +163,8 @@ class Growth:
         walk, _, head = from_target(self.run)
         key = Component(kind="target"), self.run.out_token
         self._places[key] = 0
-        self._growing.append(Growing(key, float(self.run.t.detach()), is_open=True))
-        rows = [*walk.all_the_way(self.run.operator.span.stop - 1), Row(Component(kind="bias"), head[None])]
+        self._growing.append(Growing(key, self.run.value, is_open=True))
+        rows = [*walk.all_the_way(self.run.stop - 1), Row(Component(kind="bias"), head[None])]
         self._offer([0], rows)
 
     def _open(self, places: Sequence[int]) -> None:
@@ -166,20 +172,33 @@ class Growth:
         if not places:
             return
         joining = Joining()
-        for row, place in enumerate(places):
+        # Block by block from the last: of a long input one block is there at a time.
+        rows = sorted(enumerate(places), key=lambda pair: -self._sources[self._growing[pair[1]].key[0]].read.block)
+        for row, place in rows:
             self._join(row, self._growing[place], joining)
         last = max(read.block for read in joining.stream)
-        top = self.run.seen.outputs[last][1]
-        walk = Walk(self.run, top.new_zeros(len(places), *top.shape), joining)
-        self._offer(places, list(walk.all_the_way(last)))
+        self._offer(places, list(Walk.from_zero(self.run, last, len(places), joining).all_the_way(last)))
 
     def _join(self, row: int, node: Growing, joining: Joining) -> None:
-        component, token = node.key
-        read, write, head = self._sources[component]
-        one = _OneNode(self.run, self._at, read, write, head, token)
-        node.value, node.is_open = one.value, True
-        node.constant = one.value - one.from_stream - one.from_memory
-        joining.add(row, read, one.cotangent, one.of_memory)
+        """Worth and constants of one node, and its cotangents where it reads the stream and the encoder's output."""
+        run, (component, token) = self.run, node.key
+        read, slot, head = self._sources[component]
+        block, at = run.block(read.block), run.cotangents(read.block)
+        end = block.exit if slot is None else slot
+        stream = block.entry if slot is None or block.sums is None else block.sums[read.place].stream
+        chosen = block.at_token(at[end], token) if head is None else _at_head(at[end], head, token - block.offset)
+        memory = None if block.is_encoder else run.memory
+        found = block.cotangents_at({end: chosen[None]}, [stream, *([] if memory is None else [memory])], (stream,))
+        cotangent = found[stream][0]
+        if slot is None:  # the block carries the state on
+            node.value = float((block.to_tokens(chosen) * block.whole_write()).sum())
+            cotangent = cotangent - block.handed_on(chosen)
+        else:
+            node.value = float((chosen * block.values[end]).sum())
+        node.is_open, node.constant = True, node.value - float((cotangent * block.values[stream]).sum())
+        if memory is not None:
+            node.constant -= float((found[memory][0] * run.pieces.at_cuts[memory]).sum())
+        joining.add(row, read, cotangent, None if memory is None else found[memory][0])
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
         """Queue the edges into some nodes, of which the heaviest is chosen next."""
@@ -193,59 +212,21 @@ class Growth:
             self._push(place)
 
 
-class _OneNode:
-    """One component at one token: its worth, and the cotangent where it reads the stream."""
-
-    def __init__(self, run: Pass, at: Cotangents, read: Read, write: Write | None, head: int | None, token: int):
-        self.run, n = run, read.block
-        self.of_memory, self.from_memory = None, 0.0
-        if write is None:
-            edge, after = run.seen.outputs[n]
-            to, stream = run.entry(n)
-            chosen = run.at_token(n, at.times(edge, torch.ones_like(after)), token)
-            self.value = float((chosen * whole_write(after, stream)).sum())
-            self.cotangent = pulled(edge, chosen[None], to)[0] - chosen.reshape(stream.shape)
-        else:
-            sums = run.sums[n]
-            assert sums is not None, "a write is one of a sum"
-            to, stream = sums[read.place].stream, sums[read.place].stream_value
-            edge, value = (
-                (write.edge, write.value) if head is None else (write.mixtures[0].edge, write.mixtures[0].value)
-            )
-            whole = at.times(edge, torch.ones_like(value))
-            chosen = run.at_token(n, whole, token) if head is None else _at_head(whole, head, token - run.offset(n))
-            self.value = float((chosen * value).sum())
-            self.cotangent = seen_from(edge, chosen, to, stream)  # zero: a cross-attention with attention held
-            self._read_memory(edge, chosen, to)
-        self.from_stream = float((self.cotangent * stream).sum())
-
-    def _read_memory(self, edge: Any, chosen: Tensor, to: Any) -> None:
-        """What a cross-attention reads of the encoder: all of it but what comes by way of its own stream."""
-        if self.run.seen.memory is None:
-            return
-        place, memory = self.run.seen.memory
-        by_all = seen_from(edge, chosen, place, memory)
-        self.of_memory = by_all - seen_from(to, self.cotangent, place, memory)
-        self.from_memory = float((self.of_memory * memory).sum())
-
-
 def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
-    chosen = whole.new_zeros(whole.shape)
-    by_head(chosen)[head, token] = by_head(whole)[head, token]
+    chosen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
+    chosen.flatten(0, -3)[head, token] = whole.flatten(0, -3)[head, token]
     return chosen
 
 
 def _sources(run: Pass) -> Iterator[tuple[Component, Source]]:
-    for n, sums in run.sums.items():
-        if sums is None:
-            yield Component(block=n, kind="block"), Source(Read(n, 0), None, None)
-            continue
-        places = {id(write): place for place, one in enumerate(sums) for write in one.writes}
-        for write, kind in kinds(run, n, sums):
-            read = Read(n, places[id(write)])
-            told = told_apart(run, n, write)
-            if not told:
-                yield Component(block=n, kind=kind), Source(read, write, None)
+    for block in reversed(run.downwards):
+        if block.sums is None:
+            yield Component(block=block.n, kind="block"), Source(Read(block.n, 0), None)
+        places = {write.slot: place for place, one in enumerate(block.sums or ()) for write in one.writes}
+        for write, kind in block.writes:
+            read, mixture = Read(block.n, places[write.slot]), block.heads_of(write)
+            if mixture is None:
+                yield Component(block=block.n, kind=kind), Source(read, write.slot)
                 continue
-            for head in range(len(by_head(told[0].value))):
-                yield Component(block=n, kind=f"{kind} head", head=head), Source(read, write, head)
+            for head in range(block.specs[mixture.slot].shape[-3]):
+                yield Component(block=block.n, kind=f"{kind} head", head=head), Source(read, mixture.slot, head)

@@ -16,16 +16,14 @@ from rich.console import Console
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.freezing.observe import mixings
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.components import Cotangents, Effect, find
+from tensorlens.inside.components import Effect, find
 from tensorlens.inside.graph import Growth, check_growth
 from tensorlens.inside.looks import Look, Why, strongest, why
 from tensorlens.inside.record_files import save_record
-from tensorlens.inside.stream import by_head
-from tensorlens.inside.target import Explained, Pass, pass_to
-from tensorlens.inside.walk import kinds, told_apart
+from tensorlens.inside.target import Explained, Pass
+from tensorlens.program.attention_matrices import mixing
 from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_page
 
@@ -94,9 +92,13 @@ class Inside:
             **self.graph.payload(),
             "title": f"Inside {self.total.meta.get('model') or 'the model'}",
             "components": {
-                "blocks": blocks, "columns": columns, **tables, "flow": self.total.flow().tolist(), "details": details
+                "blocks": blocks,
+                "columns": columns,
+                **tables,
+                "flow": self.total.flow().tolist(),
+                "details": details,
             },
-        }  # fmt: skip
+        }
 
     def _detail(self, label: Component | None, sums: dict[str, dict[Component, float]]) -> dict[str, Any] | None:
         if label is None:
@@ -124,12 +126,12 @@ def _columns(found: ComponentMap) -> list[str]:
 
 
 def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> Inside:
-    """Everything about one target, from one replay, and why the strongest heads looked where they did."""
+    """Everything about one target, and why the strongest heads looked where they did."""
     check_growth(share, max_nodes)
-    with pass_to(asked.operator, asked.weights, asked.out_token) as run:
-        totals, directs = (find(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
-        graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)
-        reads, looks = head_reads(run)
+    run = Pass(asked.operator, asked.weights, asked.out_token)
+    totals, directs = (find(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
+    graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)
+    reads, looks = head_reads(run)
     worth = dict(zip(totals.labels, totals.scores.sum(1).abs().tolist(), strict=True))
     first = sorted(looks, key=lambda head: -worth[head])[:n_whys]
     found = {head: why(asked.operator, head, looks[head], asked.tokens) for head in first}
@@ -139,23 +141,25 @@ def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> 
 
 def head_reads(run: Pass) -> tuple[dict[Component, Tensor], dict[Component, Look]]:
     """What each head read of each token, over all tokens where it wrote; and where it looked for most of it."""
-    if run.x.shape[1] > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.operator.span.start:
+    if run.n_tokens > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.start:
         return {}, {}
-    try:
-        mixed = mixings(run.recording)
-    except MethodError:
-        return {}, {}
-    writes = [
-        (n, told[0]) for n, sums in run.sums.items() for write, kind in kinds(run, n, sums or [])
-        if kind == "attention" and (told := told_apart(run, n, write))
-    ]  # fmt: skip
-    at = Cotangents(run, [mixture.edge for _, mixture in writes])
     found, looks = {}, {}
-    for n, mixture in writes:
-        cotangent = by_head(at.times(mixture.edge, torch.ones_like(mixture.value)))
-        by_pair = mixed[n].attention * torch.einsum("hic,hjc->hij", cotangent, mixed[n].values)
-        for head, pairs in enumerate(by_pair.detach().cpu()):
-            label = Component(block=n, kind="attention head", head=head)
+    for block in run.downwards:
+        try:
+            mixed = mixing(run.recording, block.n)
+        except MethodError:
+            return {}, {}
+        mixture = next((block.heads_of(write) for write, kind in block.writes if kind == "attention"), None)
+        if mixture is None:
+            continue
+        cotangent = run.cotangents(block.n)[mixture.slot].flatten(0, -3)
+        by_pair = mixed.attention * torch.einsum("hic,hjc->hij", cotangent, mixed.values)
+        for head, pairs in enumerate(by_pair.cpu()):
+            label = Component(block=block.n, kind="attention head", head=head)
             found[label] = pairs.sum(0)
-            looks[label] = strongest(pairs, mixed[n].attention[head])
-    return found, looks
+            looks[label] = strongest(pairs, mixed.attention[head])
+    return _in_order(found), _in_order(looks)
+
+
+def _in_order(found: dict[Component, Any]) -> dict[Component, Any]:
+    return dict(sorted(found.items(), key=lambda item: (item[0].block, item[0].head)))

@@ -2,7 +2,7 @@ r"""Patching from a corrupted into a clean run: predicted for all components at 
 
     predicted_c = ⟨λ_c(clean), y_c(corrupted) − y_c(clean)⟩
 
-over all tokens, from two replays and one backward pass. The truth needs a run of the model for each component.
+over all tokens, from two recordings and one backward walk. The truth needs a run of the model for each component.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.errors import InputError
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.components import Cotangents
-from tensorlens.inside.edits import Edit, Part, edited_logits, parts
+from tensorlens.inside.edits import Edit, edited_logits, parts
 from tensorlens.inside.record_files import read_document, reading, save_record
-from tensorlens.inside.stream import by_head
-from tensorlens.inside.target import Explained, Pass, Weights, pass_to
+from tensorlens.inside.target import Explained, Pass, Weights
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
@@ -143,9 +141,15 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 @own_modes
 def patching(
-    lens: Callable[[Any], Any], clean: Any, corrupted: Any, target: Target | Weights | None = None, *,
-    out_token: int = -1, verify: bool = False, progress: bool | None = None,
-) -> Patching:  # fmt: skip
+    lens: Callable[[Any], Any],
+    clean: Any,
+    corrupted: Any,
+    target: Target | Weights | None = None,
+    *,
+    out_token: int = -1,
+    verify: bool = False,
+    progress: bool | None = None,
+) -> Patching:
     r"""Predicted effects $⟨λ_c(clean), y_c(corrupted) - y_c(clean)⟩$ of patching every component, over all tokens.
 
     Args:
@@ -161,33 +165,35 @@ def patching(
     if ours.shape != theirs.shape:
         raise InputError(f"Two inputs of one length are needed; got {ours.n_tokens} and {theirs.n_tokens} tokens.")
     asked = Explained.at(ours.operator, ours.context, ours.meta(), out_token, target)
-    i, weights = asked.out_token, asked.weights
-    with pass_to(ours.operator, weights, i) as run, pass_to(theirs.operator, weights, i) as other:
-        pairs = list(zip(parts(run), parts(other), strict=True))
-        predicted = _predicted(run, pairs)
-        true = torch.tensor(list(_true(run, pairs, progress)), dtype=torch.float64) if verify else None
-    value = float(run.t.detach())
+    run, other = (Pass(one.operator, asked.weights, asked.out_token) for one in (ours, theirs))
+    labels, effects, edits = _effects(run, other, keeps_edits=verify)
+    true = torch.tensor(list(_true(run, edits, progress)), dtype=torch.float64) if verify else None
     return Patching(
-        labels=tuple(part.component for part, _ in pairs), predicted=predicted,
-        true=None if true is None else (true - value).to(predicted), clean=value,
-        target=asked.name, meta=asked.meta,
-    )  # fmt: skip
+        labels=labels,
+        predicted=effects,
+        true=None if true is None else (true - run.value).to(effects),
+        clean=run.value,
+        target=asked.name,
+        meta=asked.meta,
+    )
 
 
-def _predicted(run: Pass, pairs: list[tuple[Part, Part]]) -> Tensor:
-    at, effects = Cotangents(run, [part.edge for part, _ in pairs]), []
-    for part, theirs in pairs:
-        cotangent = at.of(part.edge)
-        if cotangent is not None and part.mixture is not None:
-            cotangent = by_head(cotangent)[part.component.head]
-        change = theirs.value - part.value
-        effects.append(change.new_zeros(()) if cotangent is None else (cotangent * change).sum())
-    return torch.stack(effects).cpu()
+def _effects(run: Pass, other: Pass, *, keeps_edits: bool) -> tuple[tuple[Component, ...], Tensor, list[Edit]]:
+    """Components in the order of the pass, what T says of each, and the edits that put the other run's values in."""
+    labels, effects, edits = list[Component](), list[Tensor](), list[Edit]()
+    for block, twin in zip(run.downwards, other.downwards, strict=True):
+        at, values, theirs = run.cotangents(block.n), block.values, twin.values
+        for part, same in zip(reversed(list(parts(block))), reversed(list(parts(twin))), strict=True):
+            new = same.of(theirs[same.slot])
+            labels.append(part.component)
+            effects.append((part.of(at[part.slot]) * (new - part.of(values[part.slot]))).sum())
+            edits += [Edit(part, new)] if keeps_edits else []
+    return tuple(labels[::-1]), torch.stack(effects[::-1]).cpu(), edits[::-1]
 
 
-def _true(run: Pass, pairs: list[tuple[Part, Part]], progress: bool | None) -> Iterator[float]:
-    for part, theirs in tqdm(pairs, unit=" runs", disable=None if progress is None else not progress):
+def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Iterator[float]:
+    for edit in tqdm(edits, unit=" runs", disable=None if progress is None else not progress):
         cancel.check()
-        logits = edited_logits(run, [Edit(part, theirs.value)])
+        logits = edited_logits(run, [edit])
         known = None if logits is None else sum(weight * logits[index] for index, weight in run.weights.items())
         yield float("nan") if known is None else float(known)

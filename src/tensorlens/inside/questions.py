@@ -8,13 +8,14 @@ from typing import Any
 
 from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
+from tensorlens.inside.block import Finer
 from tensorlens.inside.component_graph import ComponentGraph
 from tensorlens.inside.component_map import ComponentMap
 from tensorlens.inside.components import Effect, component_map
 from tensorlens.inside.graph import component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, grouped, score_map
-from tensorlens.inside.target import Explained, Finer, Weights
+from tensorlens.inside.target import Explained, Weights
 from tensorlens.maps.context import Context
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.targets import Target
@@ -36,9 +37,14 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def components(
-        self, out_token: int = -1, target: Target | None = None, effect: Effect = "total", *,
-        neurons: Sequence[int] = (), experts: Sequence[int] = (),
-    ) -> ComponentMap:  # fmt: skip
+        self,
+        out_token: int = -1,
+        target: Target | None = None,
+        effect: Effect = "total",
+        *,
+        neurons: Sequence[int] = (),
+        experts: Sequence[int] = (),
+    ) -> ComponentMap:
         r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
 
         Args:
@@ -79,9 +85,14 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def inside(
-        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200,
+        self,
+        out_token: int = -1,
+        target: Target | None = None,
+        share: float = 0.8,
+        *,
+        max_nodes: int = 200,
         n_whys: int = 4,
-    ) -> Inside:  # fmt: skip
+    ) -> Inside:
         """Components, flow, what heads read, and the graph of one target, together; `.save("inside.html")` is a page.
 
         Args:
@@ -96,9 +107,16 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def score(
-        self, block: int, head: int, query: int, key: int | tuple[int, int], *, by: By = "token",
-        attention: int | None = None, groups: Groups | None = None,
-    ) -> TokenMap:  # fmt: skip
+        self,
+        block: int,
+        head: int,
+        query: int,
+        key: int | tuple[int, int],
+        *,
+        by: By = "token",
+        attention: int | None = None,
+        groups: Groups | None = None,
+    ) -> TokenMap:
         r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
 
         Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
@@ -125,9 +143,14 @@ class InsideQuestions(TensorOperator):
 
     @own_modes
     def ablate(
-        self, components: Sequence[Named] | Named, out_token: int = -1, target: Target | None = None, *,
-        to: Replacement = "zero", over: Sequence[InsideQuestions] = (),
-    ) -> Ablation:  # fmt: skip
+        self,
+        components: Sequence[Named] | Named,
+        out_token: int = -1,
+        target: Target | None = None,
+        *,
+        to: Replacement = "zero",
+        over: Sequence[InsideQuestions] = (),
+    ) -> Ablation:
         """Run the *model* with components switched off, and put what T says of it beside the truth.
 
         Args:

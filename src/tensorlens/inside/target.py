@@ -1,53 +1,36 @@
-"""A replay with its graph, and the number at its end that is explained."""
+"""The number that is explained, and its cotangents in every block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn.functional import pad
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing.interception import own_precision
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replay import logits_at, read_logits
-from tensorlens.freezing.replayed import replayed
-from tensorlens.freezing.traced import plain
-from tensorlens.inside.experts import ExpertObserver, ExpertPart
-from tensorlens.inside.stream import Stream, StreamObserver, Sum, edge_of
+from tensorlens.inside.block import Finer, StreamPass
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.base import check_token
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.pieces import Cotangents
 
 Weights = dict[int, float]
-
-
-class Finer(NamedTuple):
-    """Blocks whose feed-forwards are taken apart: into neurons, or into experts."""
-
-    neurons: frozenset[int] = frozenset()
-    experts: frozenset[int] = frozenset()
 
 
 def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target | Weights | None, i: int) -> Weights:
     """Weights on logits: of the target, or of the model's own first choice at output i."""
     recording = operator.recording
     if classes is None or recording.readout is None:
-        raise no_head(recording.anatomy.model)
+        raise no_head(recording.name)
     if isinstance(target, dict):
         if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
             raise InputError(f"Weights must be {{id: number}} with at least one, none of them NaN; got {target!r:.80}.")
         return {classes.index(index): float(weight) for index, weight in target.items()}
-    return classes.weights(int(logits_at(recording, i).argmax()) if target is None else target)
+    return classes.weights(int(recording.logits_at(i).argmax()) if target is None else target)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +38,7 @@ class Explained:
     """What is explained: a target at one output of an input.
 
     Attributes:
-        operator: Of the input.
+        operator: The operator of the input.
         classes: Names of the classes.
         out_token: Where the target is read.
         target: A token or class, a pair for a contrast, weights by class; the model's own first choice if None.
@@ -72,155 +55,93 @@ class Explained:
 
     @classmethod
     def at(
-        cls, operator: FrozenOperator, context: Context, meta: dict[str, Any], out_token: int,
+        cls,
+        operator: FrozenOperator,
+        context: Context,
+        meta: dict[str, Any],
+        out_token: int,
         target: Target | Weights | None,
-    ) -> Explained:  # fmt: skip
+    ) -> Explained:
         """The target at an output; a head that reads the whole input at once has only one."""
         i = 0 if operator.recording.pools else check_token(out_token, operator.shape[0])
         return cls(
-            operator=operator, classes=context.classes, out_token=i, target=target, tokens=context.tokens,
+            operator=operator,
+            classes=context.classes,
+            out_token=i,
+            target=target,
+            tokens=context.tokens,
             meta=meta | {"out_positions": [i]},
-        )  # fmt: skip
+        )
 
     @cached_property
     def weights(self) -> Weights:
-        """Of the target on logits."""
+        """The target's weights on logits."""
         return weights_of(self.operator, self.classes, self.target, self.out_token)
 
     @property
     def name(self) -> str:
-        """Of the target."""
+        """The target in words."""
         weights = self.weights  # raises where there are no classes
         assert self.classes is not None, "a target has classes"
         return self.classes.names(weights)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StreamPass:
-    r"""One replay at X with its graph, and what wrote to the stream.
-
-    Attributes:
-        operator: What was replayed.
-        x: The state it began with, (1, token, channel).
-        seen: What observed it.
-        sums: For each block the writes to the stream, the last first; None where they cannot be told apart.
-        experts: What each expert wrote, in blocks where that was asked for.
-    """
-
-    operator: FrozenOperator
-    x: Tensor
-    seen: StreamObserver
-    sums: dict[int, list[Sum] | None]
-    experts: dict[int, list[ExpertPart]] = field(default_factory=dict)
-
-    @property
-    def recording(self) -> Recording:
-        """What was replayed."""
-        return self.operator.recording
-
-    def entry(self, block: int) -> tuple[GradientEdge, Tensor]:
-        """The state that enters a block, in the graph and as numbers."""
-        return _entry(self.operator, self.seen, self.x, block)
-
-    def begins(self, block: int) -> bool:
-        """Whether a stream begins at a block."""
-        return block in (self.operator.span.start, self.recording.n_encoder_blocks)
-
-    def by_token(self, block: int, numbers: Tensor) -> Tensor:
-        """Numbers in the layout of the states of a block, summed over channels, as (in_token,) of X⁰."""
-        if numbers.shape == self.x.shape and self.begins(block):  # of the leaf itself
-            return numbers[0].sum(-1)
-        layout = self.recording.layouts[block]
-        return self.placed(block, layout.to_tokens(numbers.reshape(layout.shape))[0].sum(-1))
-
-    def n_tokens(self, block: int) -> int:
-        """How many tokens the stream of a block has: the encoder's or the decoder's, where there are two."""
-        split, n_in = self.recording.splits[self.operator.span.start], self.x.shape[1]
-        if not self.recording.n_encoder_blocks:
-            return n_in
-        return split if block < self.recording.n_encoder_blocks else n_in - split
-
-    def offset(self, block: int) -> int:
-        """Where the tokens of a block's stream begin among all tokens."""
-        return 0 if block < self.recording.n_encoder_blocks else self.x.shape[1] - self.n_tokens(block)
-
-    def at_token(self, block: int, numbers: Tensor, token: int) -> Tensor:
-        """Numbers in the layout of the states of a block, zero but for one of all tokens."""
-        layout = self.recording.layouts[block]
-        states = layout.to_tokens(numbers.reshape(layout.shape))
-        chosen = torch.zeros_like(states)
-        chosen[:, token - self.offset(block)] = states[:, token - self.offset(block)]
-        return layout.to_native(chosen).reshape(numbers.shape)
-
-    def placed(self, block: int, scores: Tensor) -> Tensor:
-        """Scores (…, token) of a block's stream among all tokens: the encoder's, then the decoder's."""
-        n_others = self.x.shape[1] - self.n_tokens(block)
-        if not n_others:
-            return scores
-        return pad(scores, (0, n_others) if block < self.recording.n_encoder_blocks else (n_others, 0))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Pass(StreamPass):
-    r"""One replay at X to a target $t = \sum_c w_c \,\mathrm{logit}_c$.
+    r"""The blocks of an operator at X, with $λ = \partial t/\partial y$ of a target $t = \sum_c w_c\,\mathrm{logit}_c$.
 
-    Attributes:
-        t: The target, a number with a graph behind it.
-        weights: Its weights on logits.
+    Args:
+        operator: The operator; its blocks end at the last.
+        weights: Weights of the target on logits.
         out_token: Where the logits are read.
-    """
-
-    t: Tensor
-    weights: Weights
-    out_token: int
-
-
-def _entry(operator: FrozenOperator, seen: StreamObserver, x: Tensor, block: int) -> tuple[GradientEdge, Tensor]:
-    if block in (operator.span.start, operator.recording.n_encoder_blocks):
-        return edge_of(x), x.detach()
-    return seen.outputs[block - 1]
-
-
-@contextmanager
-def pass_to(operator: FrozenOperator, weights: Weights, i: int, finer: Finer | None = None) -> Iterator[Pass]:
-    """Replay the operator's blocks at X and find what wrote to the stream; in some blocks, down to neurons or experts.
+        finer: Blocks whose feed-forwards are taken apart.
 
     Raises:
-        MethodError: no factors are kept, the range of blocks does not end at the last, or the number of tokens
-            changes on the way.
+        MethodError: the range of blocks does not end at the last, or the number of tokens changes on the way.
     """
-    recording, (start, stop), finer = operator.recording, operator.span, finer or Finer()
-    _check(operator)
-    classes = torch.tensor(list(weights), device=operator.device)
-    with own_precision(), torch.enable_grad():
-        x = recording.states[start].detach().clone().requires_grad_()
-        seen, experts = StreamObserver(recording, finer.neurons), ExpertObserver(finer.experts)
-        watching = (seen, experts) if finer.experts else (seen,)
-        end, _ = replayed(recording, x, operator.span, operator.heads, to_logits=True, grad=True, observers=watching)
-        logits = read_logits(recording, plain(end), i, classes)[0]
-        t = (logits * torch.tensor(list(weights.values())).to(logits)).sum()
-        assert t.grad_fn is not None, "the state is part of the graph"
-        sums = sums_of(operator, seen, x, t.grad_fn, range(start, stop))
-        yield Pass(
-            operator=operator, x=x, t=t, weights=weights, out_token=i, seen=seen, sums=sums, experts=experts.parts
-        )  # fmt: skip
 
+    def __init__(self, operator: FrozenOperator, weights: Weights, out_token: int, finer: Finer | None = None) -> None:
+        _check(operator)
+        pieces = operator.recording.pieces(operator.span, operator.heads, to_logits=True)
+        super().__init__(operator, pieces, finer)
+        self.weights, self.out_token = weights, out_token
+        self._waiting = {self.stop: self._at_last_state()}
+        self._cotangents: dict[int, Cotangents] = {}
 
-def sums_of(
-    operator: FrozenOperator, seen: StreamObserver, x: Tensor, end: Node, blocks: Iterable[int]
-) -> dict[int, list[Sum] | None]:
-    """The writes of some blocks, the last first, in the graph that ends at a node; None: not to be told apart."""
-    stream = Stream(seen, end, edge_of(x).node)
-    return {n: stream.sums(n, seen.outputs[n][0], _entry(operator, seen, x, n)[0].node) for n in blocks}
+    @cached_property
+    def value(self) -> float:
+        """The target."""
+        end = self.pieces.at_cuts[self.pieces.program.outputs[0]]
+        logits = self.recording.logits(end, self.out_token)[0]
+        return float(sum(weight * logits[index] for index, weight in self.weights.items()))
+
+    def _at_last_state(self) -> Cotangents:
+        """What waits at the state that leaves the last block, and at whatever else the head reads."""
+        logits = self.recording.logits_at(self.out_token)
+        weights = torch.zeros_like(logits)
+        for index, weight in self.weights.items():
+            weights[index] = weight
+        waiting = {self.pieces.program.outputs[0]: self.recording.head_cotangent(weights, self.out_token)}
+        return self.pieces.pull(self.stop - self.start, waiting)[1]
+
+    def waiting(self, n: int) -> Cotangents:
+        """Cotangents of what enters block n, and of what later blocks read of earlier ones; n may be the last state."""
+        for block in reversed(range(n, min(self._waiting))):
+            self.cotangents(block)
+        return self._waiting[n]
+
+    def cotangents(self, n: int) -> Cotangents:
+        """λ at the marked slots of block n."""
+        if n not in self._cotangents:
+            waiting = self.waiting(n + 1)
+            if self.recording.is_streamed:
+                self._cotangents.clear()
+            found, waiting = self.pieces.pull(n - self.start, waiting, self.block(n).marked)
+            self._cotangents[n], self._waiting[n] = found, waiting
+        return self._cotangents[n]
 
 
 def _check(operator: FrozenOperator) -> None:
     recording = operator.recording
-    if operator.is_streamed:
-        raise MethodError(
-            f"The input has {operator.n_tokens} tokens, for which no factors are kept; components need them. Expected "
-            "a shorter input."
-        )
     if operator.span.stop != recording.n_blocks:
         raise MethodError(
             f"Components of a target need a range of blocks that ends at the last one ({recording.n_blocks}); got "
@@ -229,6 +150,6 @@ def _check(operator: FrozenOperator) -> None:
     sizes = {state.shape[1] for state in recording.states[operator.span.start : -1]}
     if len(sizes) > 1:
         raise MethodError(
-            f"`{type(recording.model).__name__}` changes the number of tokens on its way ({sorted(sizes)}), so its "
-            "components do not share one row of tokens. Use `tensor.in_class`."
+            f"`{recording.name}` changes the number of tokens on its way ({sorted(sizes)}), so its components do not "
+            "share one row of tokens. Use `tensor.in_class`."
         )

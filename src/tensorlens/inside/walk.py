@@ -7,16 +7,15 @@ that place it is zero.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
+from tensorlens.inside.block import Block, StreamPass
 from tensorlens.inside.component_map import Component
-from tensorlens.inside.stream import Mixture, Sum, Write, pulled
-from tensorlens.inside.target import StreamPass
+from tensorlens.inside.stream import Write
 
 ROUNDING = 64
 """Below this many roundings of the whole, experts leave nothing over."""
@@ -30,7 +29,10 @@ class Row(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Where a component reads the stream: before which sum of its block, the last counted first."""
+    """Where a component reads the stream: before which sum of its block, the last counted first.
+
+    After all of them comes the state that enters the block.
+    """
 
     block: int
     place: int
@@ -63,54 +65,57 @@ class Walk:
         self.run, self.cotangents = run, cotangents
         self.joining = joining or Joining()
 
+    @classmethod
+    def from_zero(cls, run: StreamPass, last: int, n_rows: int, joining: Joining) -> Walk:
+        """A walk of rows that all join on the way, from the state that leaves block `last`."""
+        top = run.recording.program.specs[run.block(last).exit]
+        return cls(run, torch.zeros(n_rows, *top.shape, dtype=top.dtype, device=top.device), joining)
+
     def all_the_way(self, last: int) -> Iterator[Row]:
         """What every component gives, (row, token) each, from block `last` down to the embedding."""
-        start, n_encoder = self.run.operator.span.start, self.run.recording.n_encoder_blocks
-        for n in reversed(range(start, last + 1)):
+        n_encoder = self.run.recording.n_encoder_blocks
+        for n in reversed(range(self.run.start, last + 1)):
             if n + 1 == n_encoder and n < last:
                 yield Row(Component(kind="embedding"), self.carried(n + 1))
                 if not self.joining.memory:
                     return
                 yield Row(Component(kind="bias", block=n), self._enter_encoder(n))
             yield from self.block(n)
-        yield Row(Component(kind="embedding"), self.carried(start))
+        yield Row(Component(kind="embedding"), self.carried(self.run.start))
 
     def carried(self, n: int) -> Tensor:
         """What the state that enters block n carries, (row, token)."""
-        return self._by_token(n, self.cotangents * self.run.entry(n)[1])
+        block = self.run.block(n)
+        return block.by_token(self.cotangents * block.values[block.entry])
 
     def block(self, n: int) -> list[Row]:
         """Go down one block: what its components give, in their order."""
-        at, value = self.run.seen.outputs[n]
-        entry, before = self.run.entry(n)
-        sums = self.run.sums[n]
-        if sums is None:
-            row = Row(Component(block=n, kind="block"), self._by_token(n, self.cotangents * whole_write(value, before)))
-            self.cotangents = self.cotangents.reshape(len(self.cotangents), *before.shape)
+        block = self.run.block(n)
+        values, at = block.values, block.exit
+        if block.sums is None:
+            row = whole_row(block, self.cotangents)
+            self.cotangents = torch.stack([block.handed_on(one) for one in self.cotangents])
             self._join(Read(n, 0))
             return [row]
-        bias = torch.zeros(1, dtype=self.run.x.dtype, device=self.run.x.device)
+        bias = torch.zeros(1, dtype=values[at].dtype, device=values[at].device)
         by_write: dict[int, Tensor] = {}
-        for place, one in enumerate([*sums, None]):
-            edge, there = (entry, before) if one is None else (one.edge, one.value)
-            if edge.node is not at.node:
-                further = pulled(at, self.cotangents, edge)
-                bias = bias + self._by_token(n, self.cotangents * value) - self._by_token(n, further * there)
+        for place, one in enumerate([*block.sums, None]):
+            slot = block.entry if one is None else one.slot
+            if slot != at:
+                further = block.pulled(at, self.cotangents, slot)
+                bias = bias + block.by_token(self.cotangents * values[at]) - block.by_token(further * values[slot])
                 self.cotangents = further
             if one is not None:
-                by_write |= {id(write): self.cotangents for write in one.writes}
-                at, value = one.stream, one.stream_value
-                self._join(Read(n, place))
-        rows = [row for write, kind in kinds(self.run, n, sums) for row in self._rows(n, write, kind, by_write)]
+                by_write |= {write.slot: self.cotangents for write in one.writes}
+                self.cotangents = block.pulled(one.term, self.cotangents, one.stream)
+                at = one.stream
+            self._join(Read(n, place))
+        rows = [row for write, kind in block.writes for row in self._rows(block, write, kind, by_write[write.slot])]
         return [*rows, Row(Component(block=n, kind="bias"), bias)] if bool(bias.any()) else rows
 
-    def _rows(self, n: int, write: Write, kind: str, by_write: Mapping[int, Tensor]) -> Iterator[Row]:
-        cotangents = by_write[id(write)]
-        whole = self._by_token(n, cotangents * write.value)
-        if is_finer(self.run, n, write):
-            return finer_rows(self.run, kind, n, write, cotangents, whole)
-        of_heads = [pulled(write.edge, cotangents, one.edge) * one.value for one in told_apart(self.run, n, write)]
-        return head_rows(self.run, kind, n, whole, of_heads)
+    def _rows(self, block: Block, write: Write, kind: str, cotangents: Tensor) -> list[Row]:
+        inner = {slot: block.pulled(write.slot, cotangents, slot) for slot in block.inner(write)}
+        return write_rows(block, write, kind, {write.slot: cotangents} | inner)
 
     def _join(self, read: Read) -> None:
         joining = self.joining.stream.get(read, ())
@@ -119,16 +124,12 @@ class Walk:
 
     def _enter_encoder(self, n: int) -> Tensor:
         """From what the decoder read of the encoder to the state that the encoder's last block leaves."""
-        assert self.run.seen.memory is not None, "asked of a model with an encoder"
-        edge, memory = self.run.seen.memory
-        at, value = self.run.seen.outputs[n]
+        block, slot = self.run.block(n), self.run.memory
+        assert slot is not None, "asked of a model with an encoder"
+        memory = block.values_of([slot])[slot]
         there = _added(memory.new_zeros(len(self.cotangents), *memory.shape), self.joining.memory)
-        self.cotangents = pulled(edge, there, at)
-        of_memory = self.run.placed(n, (there * memory).flatten(1, -3).sum((1, -1)))
-        return of_memory - self._by_token(n, self.cotangents * value)
-
-    def _by_token(self, n: int, numbers: Tensor) -> Tensor:
-        return torch.stack([self.run.by_token(n, one) for one in numbers])
+        self.cotangents = block.pulled(slot, there, block.exit)
+        return block.by_token(there * memory) - block.by_token(self.cotangents * block.values[block.exit])
 
 
 def _added(cotangents: Tensor, joining: Iterable[tuple[int, Tensor]]) -> Tensor:
@@ -138,91 +139,55 @@ def _added(cotangents: Tensor, joining: Iterable[tuple[int, Tensor]]) -> Tensor:
     return cotangents
 
 
-def seen_from(state: GradientEdge, cotangent: Tensor | None, edge: GradientEdge, value: Tensor) -> Tensor:
-    """The part of a cotangent that comes by way of one state."""
-    if cotangent is None:
-        return torch.zeros_like(value)
-    found = torch.autograd.grad([state], [edge], [cotangent], retain_graph=True, allow_unused=True)[0]
-    return torch.zeros_like(value) if found is None else found
+# What was written -----------------------------------------------------------------------------------------------------
 
 
-# What was written ----------------------------------------------------------------------------------------------------
+def whole_row(block: Block, cotangents: Tensor) -> Row:
+    """What a block gives whose parts cannot be told apart, by cotangents (row, …) of the state that leaves it."""
+    there = torch.stack([block.to_tokens(one) for one in cotangents])
+    return Row(Component(block=block.n, kind="block"), block.by_token(there * block.whole_write()))
 
 
-def whole_write(after: Tensor, before: Tensor) -> Tensor:
-    """What a whole block wrote."""
-    return after - before.reshape(after.shape) if after.numel() == before.numel() else after
+def write_rows(block: Block, write: Write, kind: str, at: Mapping[int, Tensor]) -> list[Row]:
+    """What one write gives: a row for each head, expert or neuron where they can be told apart, else one.
 
-
-def kinds(run: StreamPass, n: int, sums: list[Sum]) -> Iterator[tuple[Write, str]]:
-    """What was written in a block, in order, and what to call it."""
-    n_attentions = 0
-    for one in reversed(sums):
-        for write in reversed(one.writes):
-            if write.mixtures:
-                n_attentions += 1
-                yield write, "attention" if n_attentions == 1 else f"attention {n_attentions}"
-            else:  # without attention anywhere in the block, one cannot say which of its parts mixes tokens
-                yield write, "feed-forward" if run.seen.mixtures.get(n) else "block"
-
-
-def told_apart(run: StreamPass, n: int, write: Write) -> list[Mixture]:
-    """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
-    if len(write.mixtures) != 1:
-        return []
-    value = write.mixtures[0].value
-    is_told = value.dim() == 3 or value.dim() == 4 and len(value) == 1
-    return list(write.mixtures) if is_told and value.shape[-2] == run.n_tokens(n) else []
-
-
-def head_rows(run: StreamPass, kind: str, n: int, whole: Tensor, of_heads: list[Tensor]) -> Iterator[Row]:
-    """A row for each head and one for the bias of the output projection, or one for the whole; (…, token) each."""
-    if not of_heads:
-        yield Row(Component(block=n, kind=kind), whole)
-        return
-    n_leading = whole.dim() - 1
-    by_head = of_heads[0].sum(-1).flatten(n_leading, -2)
-    heads = run.placed(n, by_head)
-    for head, scores in enumerate(heads.unbind(n_leading)):
-        yield Row(Component(block=n, kind=f"{kind} head", head=head), scores)
-    yield Row(Component(block=n, kind=f"{kind} bias"), whole - heads.sum(n_leading))
-
-
-def is_finer(run: StreamPass, n: int, write: Write) -> bool:
-    """Whether a feed-forward is to be taken apart."""
-    return not write.mixtures and (n in run.seen.neurons or n in run.experts)
-
-
-def finer_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
-    """A row for each expert or neuron of a feed-forward; (row, token) each."""
-    return (expert_rows if n in run.experts else neuron_rows)(run, kind, n, write, cotangents, whole)
-
-
-def expert_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
-    """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
-    rest = whole
-    for part in run.experts[n]:
-        effects = (pulled(write.edge, cotangents, part.edge) * part.value).sum(-1).flatten(1)[:, part.rows]
-        scores = effects.new_zeros(len(effects), run.n_tokens(n)).index_add(1, part.tokens, effects)
-        scores = run.placed(n, scores)
-        rest = rest - scores
-        yield Row(Component(block=n, kind="expert", expert=part.expert), scores)
-    if bool((rest.abs() > ROUNDING * torch.finfo(rest.dtype).eps * whole.abs().max()).any()):
-        yield Row(Component(block=n, kind=kind), rest)
-
-
-def neuron_rows(run: StreamPass, kind: str, n: int, write: Write, cotangents: Tensor, whole: Tensor) -> Iterator[Row]:
-    """A row for each neuron of a feed-forward, and one for what its last matrix adds; (row, token) each.
-
-    A neuron is a channel of what enters the last matrix. Where that cannot be told by token, there is one row for all.
+    Args:
+        block: The block.
+        write: What was written.
+        kind: What to call it.
+        at: Cotangents (row, …) of the write and of the slots inside it.
     """
-    step = run.seen.last_matrix(write)
-    n_tokens = run.n_tokens(n)
-    if step is None or step.value.numel() != n_tokens * step.value.shape[-1]:
-        yield Row(Component(block=n, kind=kind), whole)
-        return
-    effects = pulled(write.edge, cotangents, step.edge) * step.value
-    by_neuron = run.placed(n, effects.reshape(len(cotangents), n_tokens, -1).transpose(1, 2))
-    for neuron, scores in enumerate(by_neuron.unbind(1)):
-        yield Row(Component(block=n, kind="neuron", neuron=neuron), scores)
-    yield Row(Component(block=n, kind=f"{kind} bias"), whole - by_neuron.sum(1))
+    values, name = block.values, Component(block=block.n, kind=kind)
+    whole = block.by_token(at[write.slot] * values[write.slot])
+    head, neurons = block.heads_of(write), block.neurons(write)
+    if head is not None:
+        by_head = (at[head.slot] * values[head.slot]).sum(-1).flatten(1, -2)
+        parts = [replace(name, kind=f"{kind} head", head=i) for i in range(by_head.shape[1])]
+        return _parts(block, name, parts, by_head, whole)
+    if not write.mixtures and block.experts:
+        return _expert_rows(block, name, at, whole)
+    if neurons is not None and values[neurons].numel() == block.n_tokens * values[neurons].shape[-1]:
+        by_neuron = (at[neurons] * values[neurons]).reshape(len(whole), block.n_tokens, -1).transpose(1, 2)
+        parts = [replace(name, kind="neuron", neuron=i) for i in range(by_neuron.shape[1])]
+        return _parts(block, name, parts, by_neuron, whole)
+    return [Row(name, whole)]
+
+
+def _parts(block: Block, name: Component, parts: list[Component], scores: Tensor, whole: Tensor) -> list[Row]:
+    """Rows of parts (row, part, token), and one for what the last matrix adds: its bias."""
+    scores = block.placed(scores)
+    rows = [Row(part, one) for part, one in zip(parts, scores.unbind(1), strict=True)]
+    return [*rows, Row(replace(name, kind=f"{name.kind} bias"), whole - scores.sum(1))]
+
+
+def _expert_rows(block: Block, name: Component, at: Mapping[int, Tensor], whole: Tensor) -> list[Row]:
+    """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
+    rows, rest = [], whole
+    for part in block.experts:
+        by_row = (at[part.slot] * block.values[part.slot]).sum(-1).flatten(1)[:, part.rows]
+        scores = by_row.new_zeros(len(by_row), block.n_tokens).index_add(1, part.tokens, by_row)
+        rows.append(Row(Component(block=block.n, kind="expert", expert=part.expert), block.placed(scores)))
+        rest = rest - rows[-1].scores
+    if bool((rest.abs() > ROUNDING * torch.finfo(rest.dtype).eps * whole.abs().max()).any()):
+        rows.append(Row(name, rest))
+    return rows

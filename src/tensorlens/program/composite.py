@@ -11,12 +11,13 @@ The transpose of this is the fused kernel's own backward pass at X, with the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from tensorlens.program.nodes import Spec
 from tensorlens.program.operations import operation
@@ -101,6 +102,54 @@ def attention(
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
+@attention.transpose
+def _(
+    u: Tensor, query: Tensor, key: Tensor, value: Spec, mask: Any, causal: bool, scale: float | None, grouped: bool
+) -> Any:
+    """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
+    if not is_batchedtensor(u):
+        return NotImplemented
+
+    def together(us: Tensor) -> Tensor:
+        # (u, …, head, query, channel) as (…, head, query, u and channel): one product of A for all of them.
+        side_by_side = us.movedim(0, -2).flatten(-2)
+        k = _repeated(key, query.shape[-3]) if grouped else key
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        found = side_by_side.new_zeros(*us.shape[1:-2], k.shape[-2], side_by_side.shape[-1])
+        for rows in _chunks(query, k):
+            a = rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows)
+            found += a.to(found.dtype).mT @ side_by_side[..., rows, :]
+        found = found.unflatten(-1, (len(us), -1)).movedim(-2, 0)
+        return found.unflatten(-3, (value.shape[-3], -1)).sum(-3) if grouped else found
+
+    return _Several.apply(u, together)
+
+
+class _Several(torch.autograd.Function):
+    """Several cotangents that `vmap` has told apart, given to a function of all of them (u, …)."""
+
+    @staticmethod
+    def forward(u: Tensor, together: Callable[[Tensor], Any]) -> Any:
+        return together(u[None])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        u, together = args
+        found = together(u.movedim(in_dims[0], 0))
+        return found, tuple([0] * len(found)) if type(found) is tuple else 0
+
+
+def _chunks(query: Tensor, key: Tensor) -> list[slice]:
+    """Queries, some at a time, so that few scores are formed together."""
+    n_queries, n_keys = query.shape[-2], key.shape[-2]
+    step = max(1, CHUNK // max(1, n_keys * math.prod(query.shape[:-2])))
+    return [slice(start, start + step) for start in range(0, n_queries, step)]
+
+
 @operation(joint=(0, 1, 2, 3), optional=(3,))
 def live_attention(
     query: Any,
@@ -134,11 +183,8 @@ def live_attention(
         k0, v0, k, v = (_repeated(x, q0.shape[-3]) for x in (k0, v0, k, v))
     scale = 1 / math.sqrt(q0.shape[-1]) if scale is None else scale
     of_scores, of_matrix, of_values = shares
-    n_queries, n_keys = q0.shape[-2], k0.shape[-2]
-    step = max(1, CHUNK // max(1, n_keys * math.prod(q0.shape[:-2])))
     parts = []
-    for start in range(0, n_queries, step):
-        rows = slice(start, start + step)
+    for rows in _chunks(q0, k0):
         a0 = rows_of_attention(q0, k0, mask, causal, scale, rows)
         moved = of_scores * scale * (_times(q0[..., rows, :], k) + _times(None if q is None else q[..., rows, :], k0))
         change = of_matrix * (_softmax(moved, a0) @ v0)
@@ -186,7 +232,12 @@ def _(
         q, k, v = (given.get(place, x0) for place, x0 in enumerate(at))
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
-    pulled = torch.func.vjp(attend, *(at[place] for place in live))[1](u)
+    pull = torch.func.vjp(attend, *(at[place] for place in live))[1]
+
+    def one_by_one(us: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.stack, zip(*(pull(one) for one in us), strict=True)))
+
+    pulled = _Several.apply(u, one_by_one) if is_batchedtensor(u) else pull(u)
     return tuple([g * weights[place] for place, g in zip(live, pulled, strict=True)])
 
 

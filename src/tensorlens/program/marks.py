@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import Held, Slot, Step, words
+from tensorlens.program.nodes import Held, Slot, words
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 
@@ -41,6 +40,7 @@ class Meeting(NamedTuple):
         query: The slot of the queries.
         key: The slot of the keys; their transpose where the scores are formed.
         is_fused: Whether a fused kernel did it.
+        end: What entered the softmax; None where a fused kernel did it, or no softmax followed.
     """
 
     slot: int
@@ -49,6 +49,21 @@ class Meeting(NamedTuple):
     query: int
     key: int
     is_fused: bool
+    end: int | None = None
+
+
+class Choice(NamedTuple):
+    """The experts that were chosen for each token.
+
+    Attributes:
+        block: The block.
+        module: Path of the module that took their numbers.
+        experts: The numbers, (token, choice).
+    """
+
+    block: int
+    module: str
+    experts: Tensor
 
 
 MOVES = words("reshape permute expand cast index narrow select index_select flip as_strided")
@@ -69,11 +84,7 @@ def count_heads(program: Program, mixture: Mixture) -> int | None:
         return None
     n_heads = shape[-3]
     numbers = torch.arange(n_heads, dtype=torch.float32)[:, None, None].expand(shape)
-    readers: dict[int, list[Step]] = defaultdict(list)
-    for step in program.steps:
-        for slot in set(step.slots):
-            readers[slot].append(step)
-    found = _followed(program, mixture.slot, numbers, readers)
+    found = _followed(program, mixture.slot, numbers)
     if found is None:
         return n_heads if len(shape) == 4 else None
     varies_by_channel = bool((found != found[..., :1]).any())
@@ -81,9 +92,9 @@ def count_heads(program: Program, mixture: Mixture) -> int | None:
     return n_heads if (varies_by_channel or n_heads == 1) and not varies_by_token else None
 
 
-def _followed(program: Program, slot: int, numbers: Tensor, readers: dict[int, list[Step]]) -> Tensor | None:
+def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
     """The numbers as the first layer that reads them finds them; None where they are lost on the way."""
-    for step in readers[slot]:
+    for step in program.readers.get(slot, ()):
         if step.operation == "linear":
             return numbers
         if step.operation in MOVES:
@@ -100,7 +111,7 @@ def _followed(program: Program, slot: int, numbers: Tensor, readers: dict[int, l
             moved = numbers
         else:
             continue
-        found = _followed(program, step.out, moved, readers)
+        found = _followed(program, step.out, moved)
         if found is not None:
             return found
     return None

@@ -111,6 +111,35 @@ class Program:
         specs = {slot: spec._replace(dtype=wide(spec.dtype)) for slot, spec in self.specs.items()}
         return replace(self, steps=steps, constants=cast, specs=specs)
 
+    def cut(self, ends: Sequence[int]) -> list[Program]:
+        """The same list in pieces, one after the other: each begins at what it reads of those before it.
+
+        Args:
+            ends: How many steps come before the end of each piece but the last.
+        """
+        pieces, later = list[Program](), set(self.outputs)
+        for start, stop in reversed([*zip((0, *ends), (*ends, len(self.steps)), strict=True)]):
+            steps = self.steps[start:stop]
+            made, read = {step.out for step in steps}, {slot for step in steps for slot in step.slots}
+            inputs, outputs = tuple(sorted(read - made)), tuple(sorted(later & made))
+            pieces.append(replace(self, steps=steps, inputs=inputs, outputs=outputs))
+            later = (later | read) - made
+        return pieces[::-1]
+
+    @cached_property
+    def makers(self) -> dict[int, Step]:
+        """The step that makes each slot."""
+        return {step.out: step for step in self.steps}
+
+    @cached_property
+    def readers(self) -> dict[int, list[Step]]:
+        """The steps that read each slot, in order."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            for slot in dict.fromkeys(step.slots):
+                found.setdefault(slot, []).append(step)
+        return found
+
     @cached_property
     def held_bytes(self) -> int:
         """The memory of its constants that is not the model's own."""
@@ -122,6 +151,11 @@ class Program:
     def used(self) -> frozenset[int]:
         """The constants that its steps read."""
         return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
+
+    def load(self) -> None:
+        """Make the constants that were let go, now: they cannot be made in the middle of a `vmap`."""
+        for n in self.used:
+            self.constants[n]
 
     # Forwards ---------------------------------------------------------------------------------------------------------
 
@@ -306,6 +340,10 @@ class _Growing(Sequence[Tensor]):
 
     def __init__(self, first: Sequence[Tensor]) -> None:
         self.first, self.more = first, list[Tensor]()
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        return getattr(self.first, "names", {})
 
     def bind(self, value: Tensor) -> Held:
         self.more.append(value)

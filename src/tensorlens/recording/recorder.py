@@ -25,6 +25,7 @@ from tensorlens.models.layouts import (
 from tensorlens.models.module_calls import observing
 from tensorlens.models.runner import plainly
 from tensorlens.program.constants import Constants
+from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
 from tensorlens.recording.blocks import BlockCall, KeptBlocks
 from tensorlens.recording.live import Live, found_in, is_live, raw, value_of
@@ -67,6 +68,7 @@ class Recorder:
         self.begun: list[tuple[int, Tensor]] = []
         """The inputs of the program: slots, and the states that began there."""
         self.modules: list[ModuleOutput] = []
+        self.choices: list[Choice] = []
         self.memory: tuple[int, Tensor] | None = None
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
@@ -144,6 +146,7 @@ class Recorder:
             starts_at_embedding=self.starts_at_embedding,
             mixtures=tuple(run.mixtures),
             meetings=tuple(run.meetings),
+            choices=tuple(self.choices),
             modules=tuple(self.modules),
             rules_applied=run.rules_applied,
             gives_raw_logits=anatomy.gives_raw_logits,
@@ -182,6 +185,9 @@ class Recorder:
         state = main_tensor(output)
         if state is not None and (is_live(state) or found_in(args, kwargs)):
             self.modules.append(ModuleOutput(name, self.run.slot_of(state) if is_live(state) else None))
+        chosen = next((x for x in args[1:] if _is_choice(x)), None)
+        if self.run.block is not None and chosen is not None:
+            self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
 
     def _run_block(
         self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -334,6 +340,11 @@ class Recorder:
                 "path of the right list as `blocks=`."
             )
         self.end = self._kept(tokens)
+
+
+def _is_choice(value: Any) -> bool:
+    """Whether an argument may be the numbers of experts, (token, choice)."""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 def _head_of(unembedding: nn.Linear | None, readout: Tensor) -> Head | None:

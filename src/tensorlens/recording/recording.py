@@ -6,7 +6,7 @@ of blocks composes with the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.program.constants import Constants
-from tensorlens.program.marks import MOVES, Meeting, Mixture, count_heads
+from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
+from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
@@ -85,6 +86,7 @@ class Recording:
         starts_at_embedding: Whether $X^0$ is the token embeddings, because the first block takes only a part of them.
         mixtures: Where attention met values.
         meetings: Where queries met keys.
+        choices: The experts that were chosen.
         modules: What each module gave, in the order of their ends.
         gives_raw_logits: Whether the model gives logits as its unembedding does, without a soft cap or a scale.
         rules_applied: How often each rule was applied, by (rule, module).
@@ -104,6 +106,7 @@ class Recording:
     starts_at_embedding: bool = False
     mixtures: tuple[Mixture, ...] = field(default=(), repr=False)
     meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    choices: tuple[Choice, ...] = field(default=(), repr=False)
     modules: tuple[ModuleOutput, ...] = field(default=(), repr=False)
     rules_applied: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
     gives_raw_logits: bool = True
@@ -223,6 +226,55 @@ class Recording:
                 found[slot] = multiplier.to(dtype=spec.dtype, device=spec.device)[:, None, None]
         return found
 
+    def pieces(
+        self, span: Span, heads: Heads | None = None, *, to_logits: bool = False, also: Collection[int] = ()
+    ) -> Pieces:
+        """The program of a range cut where states enter blocks; with `to_logits` the head is one more piece.
+
+        Args:
+            span: The range of blocks.
+            heads: Multipliers of heads; what states hold is then what they hold with them.
+            to_logits: Whether it ends at the readout.
+            also: Further slots whose steps are kept.
+        """
+        program = self.part(span, heads, to_logits=to_logits)
+        if also:
+            whole = self.program.scaled(self._factors(heads)) if heads else self.program
+            program = whole.part(program.inputs, program.outputs, also)
+        places = {step.out: place + 1 for place, step in enumerate(program.steps)}
+        ends = [max(places.get(slot, 0) for slot in self.slots[n]) for n in range(span.start + 1, span.stop)]
+        if to_logits:
+            last = [place for place, step in enumerate(program.steps) if step.block == span.stop - 1]
+            ends.append(max(last, default=len(program.steps) - 1) + 1)
+        known = {} if heads else self._values_of_states
+        return Pieces(program, ends, known | self._state(span.start))
+
+    @cached_property
+    def _values_of_states(self) -> dict[int, Tensor]:
+        found = {slot: value for n in range(len(self.states)) for slot, value in self._state(n).items()}
+        if self.readout_slot is not None and self.readout is not None:
+            found[self.readout_slot] = self.readout
+        # A model with a layout of its own begins before X⁰ is laid out as tokens and channels.
+        return found | dict(zip(self.program.inputs, self._state(0).values(), strict=True))
+
+    def _state(self, n: int) -> dict[int, Tensor]:
+        """The values of state n by slot: one, or the encoder's and the decoder's."""
+        slots = self.slots[n]
+        sizes = [self.program.specs[slot].shape[1] for slot in slots]
+        parts = (self.states[n],) if len(slots) == 1 else self.states[n].split(sizes, 1)
+        return {slot: part.to(self.program.specs[slot].device) for slot, part in zip(slots, parts, strict=True)}
+
+    def values(self, block: int, slots: Collection[int]) -> dict[int, Tensor]:
+        """What some slots of a block hold at X."""
+        return self._whole.values(block, slots)
+
+    @cached_property
+    def _whole(self) -> Pieces:
+        """All of the program, nothing dropped, cut where states enter blocks."""
+        places = {step.out: place + 1 for place, step in enumerate(self.program.steps)}
+        ends = [max(places.get(slot, 0) for slot in slots) for slots in self.slots[1:-1]]
+        return Pieces(self.program, ends, self._values_of_states)
+
     # Forwards and backwards -------------------------------------------------------------------------------------------
 
     def push(
@@ -288,7 +340,10 @@ class Recording:
         if self.readout_slot is None:
             return []
         end = self.states[-1]
-        program = self.part(Span(self.n_blocks, self.n_blocks), to_logits=True)
+        try:
+            program = self.part(Span(self.n_blocks, self.n_blocks), to_logits=True)
+        except AnatomyError:  # it reads more than the last state
+            return []
         if any(step.operation not in MOVES for step in program.steps):
             return []
         numbers = torch.arange(end.shape[1], dtype=end.dtype, device=end.device)[:, None].expand(end.shape)

@@ -216,14 +216,17 @@ class Tape:
         """Attention has met values."""
         if self.block is None:
             return
-        weights, values = (self._code(x) for x in (weights, values))
+        # What is held is named as the step that was just made has it.
+        pairs = zip((weights, values), self.steps[-1].args[:2], strict=True)
+        weights, values = (Slot(self.slot_of(x)) if is_live(x) else arg for x, arg in pairs)
         self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, values, weights))
 
     def note_fused(self, mixed: Live, query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any) -> None:
         """A fused kernel has mixed values."""
         if self.block is None:
             return
-        self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, self._code(value), None))
+        values = Slot(self.slot_of(value)) if is_live(value) else self.steps[-1].args[4][2]
+        self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, values, None))
         if is_live(query) and is_live(key):
             slots = self.slot_of(query), self.slot_of(key)
             self.meetings.append(Meeting(self.slot_of(mixed), self.block, self.module, *slots, True))
@@ -234,6 +237,13 @@ class Tape:
             return
         slots = self.slot_of(query), self.slot_of(key)
         self.meetings.append(Meeting(self.slot_of(scores), self.block, self.module, *slots, False))
+
+    def note_softmax(self, scores: Any) -> None:
+        """What may have become of the last product of queries and keys enters a softmax."""
+        if self.meetings and is_live(scores):
+            last = self.meetings[-1]
+            if last.block == self.block and last.end is None and not last.is_fused:
+                self.meetings[-1] = last._replace(end=self.slot_of(scores))
 
     def note_einsum_mixture(self, mixed: Live, operands: Any, live: int, equation: str) -> None:
         """Attention has met values in a sum of products."""
@@ -270,7 +280,7 @@ class Tape:
         self._alive = [ref for ref, x in zip(self._alive, met, strict=True) if x is not None]
         needed = {x.slot for x in met if x is not None} | {cell.slot for cell in self.writes.cells.values()}
         needed |= {mixture.slot for mixture in self.mixtures}
-        needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key)}
+        needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key, meeting.end)}
         kept, places, held = list[Step](), list[int](), set[int]()
         for place in reversed(range(since, len(self.steps))):
             step = self.steps[place]

@@ -21,6 +21,7 @@ def softmax(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     """The attention matrix A (Eq. 7), held or live."""
     run, weights = tape(), raw(function, *args, **kwargs)
     run.note_cast(weights, args[0])
+    run.note_softmax(args[0])
     if run.rules.attention == "hold":
         run.note("attention: softmax")
         return run.held(weights, Role.ATTENTION)

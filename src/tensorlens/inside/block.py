@@ -1,0 +1,272 @@
+"""`Block`: one block of a pass at X, as questions about components see it: what it wrote, its values, its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tensorlens.inside.experts import ExpertRows, expert_rows
+from tensorlens.inside.stream import Stream, Sum, Write
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.marks import MOVES, Mixture
+from tensorlens.program.pieces import Cotangents, Pieces, by_row
+from tensorlens.program.program import Program
+from tensorlens.recording.recording import Recording
+
+
+class Finer(NamedTuple):
+    """Blocks whose feed-forwards are taken apart: into neurons, or into experts."""
+
+    neurons: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
+
+
+class Block:
+    """One block at X.
+
+    Args:
+        run: The pass it is in.
+        n: Which block.
+
+    Attributes:
+        program: Its steps.
+        entry: The slot of the state that enters it.
+    """
+
+    def __init__(self, run: StreamPass, n: int) -> None:
+        self.run, self.n, self.recording = run, n, run.recording
+        self.program: Program = run.pieces.programs[n - run.start]
+        self.specs = self.recording.program.specs
+        self.entry = run.entry(n)
+        self.is_encoder = n < self.recording.n_encoder_blocks
+
+    @cached_property
+    def exit(self) -> int:
+        """The slot of the state that leaves the block: it enters the next one, or is the last thing the block made.
+
+        What stands between the last block and the end (a final norm) is not the block's.
+        """
+        if self.n + 1 not in (self.recording.n_encoder_blocks, self.recording.n_blocks):
+            return self.run.entry(self.n + 1)
+        steps = self.program.steps
+        after = {slot for step in steps if step.block != self.n for slot in step.slots} | set(self.program.outputs)
+        made = [step.out for step in steps if step.block == self.n and step.out in after]
+        return made[-1] if made else self.entry
+
+    # What it wrote ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stream(self) -> Stream:
+        """The residual stream."""
+        return Stream(self.program, self.entry, self._mixtures, self.recording.rules)
+
+    @cached_property
+    def _mixtures(self) -> list[Mixture]:
+        return [mixture for mixture in self.recording.mixtures if mixture.block == self.n]
+
+    @cached_property
+    def sums(self) -> list[Sum] | None:
+        """The sums that write to the stream, the last first; None where the parts cannot be told apart."""
+        return self.stream.sums(self.exit) if self.program.steps else None  # nothing depends on a block without steps
+
+    @cached_property
+    def writes(self) -> list[tuple[Write, str]]:
+        """What was written, in order, and what to call it; a second one of a kind has its number."""
+        writes = [write for one in reversed(self.sums or []) for write in reversed(one.writes)]
+        found, n_of = [], Counter[str]()
+        for write in writes:
+            kind = "attention" if write.mixtures else "feed-forward"
+            if not self._mixtures:  # one cannot say which of its parts mixes tokens
+                kind = "block" if len(writes) == 1 else "part"
+            maker = self.program.makers.get(write.slot)
+            if maker is not None and maker.block is None:
+                kind = "between blocks"
+            n_of[kind] += 1
+            is_numbered = kind == "part" or n_of[kind] > 1
+            found.append((write, f"{kind} {n_of[kind]}" if is_numbered else kind))
+        return found
+
+    def heads_of(self, write: Write) -> Mixture | None:
+        """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
+        if len(write.mixtures) != 1:
+            return None
+        shape = self.specs[write.mixtures[0].slot].shape
+        is_told = len(shape) == 3 or len(shape) == 4 and shape[0] == 1
+        return write.mixtures[0] if is_told and shape[-2] == self.n_tokens else None
+
+    def neurons(self, write: Write) -> int | None:
+        """The slot whose channels are the neurons of a feed-forward, where they are asked for."""
+        if self.n not in self.run.finer.neurons or write.mixtures:
+            return None
+        step = self.stream.last_matrix(write, next(one for one in self.sums or () if write in one.writes))
+        return None if step is None else step.slots[0]
+
+    @cached_property
+    def experts(self) -> list[ExpertRows]:
+        """What each expert wrote, where they are asked for."""
+        return expert_rows(self.recording, self.program, self.n) if self.n in self.run.finer.experts else []
+
+    def inner(self, write: Write) -> list[int]:
+        """The slots by which a write is taken apart: that of its heads, of its neurons, or those of its experts."""
+        head, neurons = self.heads_of(write), self.neurons(write)
+        experts = [] if write.mixtures else [rows.slot for rows in self.experts]
+        return list(dict.fromkeys([*([head.slot] if head else []), *([] if neurons is None else [neurons]), *experts]))
+
+    @cached_property
+    def marked(self) -> list[int]:
+        """The slots that questions ask about: states, sums, writes, heads, neurons, experts."""
+        found = [self.entry, self.exit]
+        for one in self.sums or ():
+            found += [one.slot, one.term, one.stream]
+            found += [slot for write in one.writes for slot in (write.slot, *self.inner(write))]
+        return list(dict.fromkeys(found))
+
+    # Values and cotangents --------------------------------------------------------------------------------------------
+
+    @property
+    def values(self) -> dict[int, Tensor]:
+        """What the marked slots hold at X."""
+        return self.run.values(self.n)
+
+    def values_of(self, slots: Sequence[int]) -> dict[int, Tensor]:
+        """What other slots of it hold at X."""
+        return self.run.pieces.values(self.n - self.run.start, slots)
+
+    def pulled(self, slot: int, cotangents: Tensor, to: int) -> Tensor:
+        """Cotangents (row, …) of one slot at an earlier one that it was computed from."""
+        return cotangents if slot == to else self.cotangents_at({slot: cotangents}, (to,), (to,))[to]
+
+    def cotangents_at(self, starts: Cotangents, slots: Collection[int], stop: Collection[int]) -> Cotangents:
+        """Cotangents (row, …) of some slots at earlier ones, through none of `stop`."""
+        self.program.load()
+        return by_row(lambda one: self.program.cotangents(one, slots, stop=stop), starts)
+
+    # Tokens -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the state that enters it: (1, token, channel)."""
+        return self.specs[self.entry].shape
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens its stream has: the encoder's or the decoder's, where there are two."""
+        return self.shape[1]
+
+    @property
+    def offset(self) -> int:
+        """Where the tokens of its stream begin among all tokens."""
+        return 0 if self.is_encoder else self.run.n_tokens - self.n_tokens
+
+    def placed(self, scores: Tensor) -> Tensor:
+        """Scores (…, token) of its stream among all tokens: the encoder's, then the decoder's."""
+        return pad(scores, (self.offset, self.run.n_tokens - self.n_tokens - self.offset))
+
+    def by_token(self, numbers: Tensor) -> Tensor:
+        """Numbers (row, …) in the layout of some slot of its stream, summed over channels: (row, token)."""
+        if numbers.shape[1:] == self.shape:
+            return self.placed(numbers[:, 0].sum(-1))
+        return self.placed(torch.stack([self.to_tokens(one)[0].sum(-1) for one in numbers]))
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """What is laid out as some slot of its stream, as (1, token, channel)."""
+        layout = self._layout(tuple(x.shape))
+        return x.reshape(1, self.n_tokens, -1) if layout is None else layout.pull(x)[0]
+
+    def from_tokens(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """The way back, for a slot of some shape."""
+        layout = self._layout(tuple(shape))
+        return x.reshape(shape) if layout is None else layout.run(x)[0]
+
+    def at_token(self, numbers: Tensor, token: int) -> Tensor:
+        """Numbers in the layout of some slot of its stream, zero but for one of all tokens."""
+        states = self.to_tokens(numbers)
+        is_there = torch.arange(self.n_tokens, device=states.device) == token - self.offset
+        return self.from_tokens(states * is_there[:, None], numbers.shape)
+
+    def _layout(self, shape: tuple[int, ...]) -> Program | None:
+        """The steps that lay out the state that enters in another shape; None where there are none."""
+        size = math.prod(self.shape)
+        ahead = [self.entry] if shape != self.shape and math.prod(shape) == size else []
+        while ahead:
+            for step in self.program.readers.get(ahead.pop(), ()):
+                if step.operation in MOVES and math.prod(self.specs[step.out].shape) == size:
+                    if self.specs[step.out].shape == shape:
+                        return self.program.part((self.entry,), (step.out,))
+                    ahead.append(step.out)
+        return None
+
+    # A block of one piece ---------------------------------------------------------------------------------------------
+
+    def whole_write(self) -> Tensor:
+        """What it wrote if its parts cannot be told apart, (1, token, channel); all of it if it changes channels."""
+        after, before = self.to_tokens(self.values[self.exit]), self.values[self.entry]
+        return after - before if after.shape == before.shape else after
+
+    def handed_on(self, cotangent: Tensor) -> Tensor:
+        """The cotangent of the state that leaves it where that state enters: past what it wrote."""
+        x = self.to_tokens(cotangent)
+        return x if x.shape == self.shape else x.new_zeros(self.shape)
+
+
+class StreamPass:
+    """The blocks of an operator at X, one at a time.
+
+    Args:
+        operator: The operator.
+        pieces: Its program, cut where states enter blocks.
+        finer: Blocks whose feed-forwards are taken apart.
+    """
+
+    def __init__(self, operator: FrozenOperator, pieces: Pieces, finer: Finer | None = None) -> None:
+        self.operator, self.pieces, self.finer = operator, pieces, finer or Finer()
+        self.recording: Recording = operator.recording
+        self.start, self.stop = operator.span
+        self.n_tokens = self.recording.states[self.start].shape[1]
+        self._blocks = {n: Block(self, n) for n in range(self.start, self.stop)}
+        self._values: dict[int, dict[int, Tensor]] = {}
+
+    def block(self, n: int) -> Block:
+        """Block n."""
+        return self._blocks[n]
+
+    @property
+    def downwards(self) -> list[Block]:
+        """The blocks from the last to the first: of a long input one is there at a time."""
+        return list(reversed(self._blocks.values()))
+
+    def entry(self, n: int) -> int:
+        """The slot of the state that enters block n."""
+        return self.recording.slots[n][0 if n < self.recording.n_encoder_blocks else -1]
+
+    @property
+    def memory(self) -> int | None:
+        """The slot of what the encoder hands to the decoder; None without an encoder in the range."""
+        n = self.recording.n_encoder_blocks
+        return self.recording.slots[n][0] if self.start < n else None
+
+    def values(self, n: int) -> dict[int, Tensor]:
+        """What the marked slots of block n hold at X."""
+        if n not in self._values:
+            if self.recording.is_streamed:
+                self._values.clear()
+            self._values[n] = self.block(n).values_of(self.block(n).marked)
+        return self._values[n]
+
+    @cached_property
+    def side_channel(self) -> str | None:
+        """A module that reads what earlier blocks left for it, beside the state and the encoder's output."""
+        states = [set(slots) for slots in self.recording.slots[self.start + 1 : self.stop]]
+        known = [*states, {*states[-1:][0], self.block(self.stop - 1).exit} if states else set()]
+        for program, slots in zip(self.pieces.programs[1:], known, strict=False):
+            beside = set(program.inputs) - slots
+            if states and beside:
+                return next(step.module for step in program.steps if not beside.isdisjoint(step.slots))
+        return None
