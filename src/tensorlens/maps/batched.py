@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens.device_work import on_its_way
 from tensorlens.errors import MethodError
-from tensorlens.folding.push import push_each_token
+from tensorlens.program.folding.push import push_each_token
 from tensorlens.freezing.conventions import Rules
 from tensorlens.freezing.record import record
 from tensorlens.freezing.recording import Recording, RecordOptions

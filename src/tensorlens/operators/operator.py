@@ -14,9 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
-from tensorlens.memory import Pieces, fitting, in_parts
+from tensorlens.errors import AnatomyError
+from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
+from tensorlens.program.folding.pull import FoldedRows
 from tensorlens.recording.recording import Heads, Recording, Span
 
 CHUNK = 32
@@ -161,13 +163,21 @@ class FrozenOperator(TensorOperator):
     # Many cotangents --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def folded(self) -> None:
-        """The folded adjoint, or None where a block cannot be folded."""
-        return None
+    def folded(self) -> FoldedRows | None:
+        """The folded adjoint, or None where a block cannot be folded or an input is too long to keep what it holds."""
+        if self.recording.is_streamed:
+            return None
+        try:
+            return FoldedRows(self.recording, self.span, self.heads, self.precision)
+        except AnatomyError:
+            return None
 
     def adjoint_folded(self, u: Tensor) -> Tensor:
         """Tᵀ·u by folded blocks."""
-        raise NotImplementedError
+        assert self.folded is not None, "asked of an operator that folds"
+        size = fitting(self.bytes_per_cotangent, len(u), self.device)
+        parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
+        return torch.cat([part.transpose(0, 1) for part in parts])
 
     def _rows(self, out_token: int) -> TensorSlice:
         _, d_out, n_in, d_in = self.shape
@@ -200,13 +210,26 @@ class FrozenOperator(TensorOperator):
         most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
         most = fitting(self.bytes_per_cotangent, most, self.device)
         pieces = Pieces(len(out_tokens), starts.shape[1], most)
+        folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
+        keep = folded is not None and self._matrices_fit(pieces.n_passes)
         for outputs, cotangents in pieces:
             tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
-            pulled = pieces.attempt(partial(self._pull_back, tokens, part))
+            pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
+            pulled = pieces.attempt(partial(pull, tokens, part))
             if pulled is not None:
                 rows, seen = pulled
                 yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
                 del rows, pulled
+            elif folded is not None:
+                keep = False
+                folded.forget_matrices()
+        if folded is not None:
+            folded.forget_matrices()
+
+    def _matrices_fit(self, n_passes: int) -> bool:
+        """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
+        n_bytes = (self.span.stop - self.span.start) * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
+        return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
 
     def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
         """By the program: (token, cotangent, in_channel), for all tokens."""
