@@ -220,33 +220,55 @@ def _packed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _matrix(chains: Sequence[Pieces], n_in: int) -> Tensor:
     """The sum of some chains, as (in, out)."""
-    return reduce(torch.add, [dense(pieces, n_in) for pieces in chains])
+    return reduce(torch.add, [dense(pieces, n_in) for pieces in chains]).T
 
 
-def dense(pieces: Pieces, n_in: int) -> Tensor:
-    """The matrix of a chain of pieces with a weight among them, as (in, out): acting on rows, it is x M."""
-    first = next(place for place, piece in enumerate(pieces) if piece.kind == "weight")
-    matrix = at_least_float32(pieces[first].by).T
-    for piece in _with_takes_joined(pieces[first + 1 :]):
+def dense(pieces: Pieces, n_in: int, into: Tensor | None = None) -> Tensor:
+    """The matrix of a chain of pieces with a weight among them, as (out, in); see `_Matrix`."""
+    return _Matrix(pieces, n_in, into).value
+
+
+class _Matrix:
+    """A product of pieces: the weight itself until something changes it, then a copy to write to.
+
+    Args:
+        pieces: The pieces.
+        n_in: The channels that they take.
+        into: Where the copy should be made, if that has the right shape and type.
+    """
+
+    def __init__(self, pieces: Pieces, n_in: int, into: Tensor | None = None) -> None:
+        first = next(place for place, piece in enumerate(pieces) if piece.kind == "weight")
+        self.value, self.n_in, self.into = at_least_float32(pieces[first].by), n_in, into
+        self.is_own = self.value is not pieces[first].by
+        for piece in _with_takes_joined(pieces[first + 1 :]):
+            self._multiply(piece, 0)
+        for piece in reversed(_with_takes_joined(pieces[:first])):
+            self._multiply(piece, 1)
+
+    def _multiply(self, piece: Piece, axis: int) -> None:
+        """One more piece, behind the matrix (axis 0) or before it (axis 1)."""
         match piece.kind:
             case "weight":
-                matrix = matrix @ at_least_float32(piece.by).T
+                self.value, self.is_own = at_least_float32(piece.by) @ self.value, True
             case "scale":
-                matrix = matrix * at_least_float32(piece.by)
+                by = at_least_float32(piece.by).to(self.value)
+                self._change(torch.mul, by[:, None] if axis == 0 and by.dim() else by)
             case "centre":
-                matrix = matrix - matrix.mean(1, keepdim=True)
+                self._change(torch.sub, self.value.mean(axis, keepdim=True))
+            case "take" if axis == 0:
+                index = _as_index(piece.by)
+                self.value = self.value[index]
+                self.is_own = self.is_own or not isinstance(index, slice)
             case "take":
-                matrix = matrix[:, _as_index(piece.by)]
-    for piece in reversed(_with_takes_joined(pieces[:first])):
-        match piece.kind:
-            case "scale":
-                matrix = matrix * at_least_float32(piece.by)[..., None]
-            case "centre":
-                matrix = matrix - matrix.mean(0)
-            case "take":
-                whole = matrix.new_zeros(n_in, matrix.shape[1])
-                matrix = whole.index_add(0, piece.by.to(matrix.device), matrix)
-    return matrix
+                whole, index = self.value.new_zeros(len(self.value), self.n_in), piece.by.to(self.value.device)
+                self.value, self.is_own = whole.index_add_(1, index, self.value), True
+
+    def _change(self, function: Callable[..., Tensor], by: Tensor) -> None:
+        """Number by number, in place where the matrix is a copy already."""
+        into = self.value if self.is_own else self.into
+        fits = into is not None and (into.shape, into.dtype) == (self.value.shape, self.value.dtype)
+        self.value, self.is_own = function(self.value, by, out=into if fits else None), True
 
 
 def _with_takes_joined(pieces: Pieces) -> list[Piece]:
@@ -329,9 +351,9 @@ def _diagonal(chains: Sequence[Chain], thin: Sequence[_Thin], n_rows: int) -> Te
     return reduce(torch.add, parts).expand(n_rows, -1)
 
 
-def _of_rows(tokens: Sequence[Tensor]) -> Tensor | float:
-    """A product of factors (row,) as (row, 1)."""
-    return product(tokens)[:, None] if tokens else 1.0
+def _of_rows(tokens: Sequence[Tensor]) -> Tensor:
+    """A product of factors (row,) as (row, 1); one number for none."""
+    return product(tokens)[:, None] if tokens else torch.ones(())
 
 
 class _Inner(NamedTuple):
@@ -344,27 +366,24 @@ class _Inner(NamedTuple):
 
 
 def _inner(form: Form, n_rows: int, like: Tensor, dtype: torch.dtype) -> _Inner:
-    """E: its branches side by side, and what its streams have beside a diagonal."""
+    """E: its branches side by side, then what its streams have beside a diagonal."""
     n, thin = form.n_channels, [_thin(chain, form.n_channels, like) for chain in form.streams]
-    known: dict[Pieces, Tensor] = {}  # gate and up may share the way down
-    columns = []
-    for chain in form.branches:
-        if chain.after not in known:
-            known[chain.after] = dense(chain.after, -1)
-        columns.append((dense(chain.before, n), _gain(chain), known[chain.after]))
-    n_wide = sum(up.shape[1] for up, _, _ in columns)
-    columns += [(one.outer, _of_rows(chain.tokens), one.inner) for chain, one in zip(form.streams, thin, strict=True)]
-    n_inner = n_wide + -(-sum(one.outer.shape[1] for one in thin) // ALIGNED) * ALIGNED
-    by_column = DOWN_BY_COLUMN.get(like.device.type, False)
-    up, gain = (like.new_zeros(n_first, n_inner, dtype=dtype) for n_first in (n, n_rows))
-    down = like.new_zeros(n, n_inner, dtype=dtype).T if by_column else like.new_zeros(n_inner, n, dtype=dtype)
-    start = 0
-    for of_up, of_gain, of_down in columns:
-        part = slice(start, start + of_up.shape[1])
-        up[:, part], gain[:, part], down[part] = of_up, of_gain, of_down
-        start = part.stop
-    return _Inner(up, down, gain, _diagonal(form.streams, thin, n_rows))
-
-
-def _gain(chain: Chain) -> Tensor | float:
-    return product(chain.gains) * _of_rows(chain.tokens) if chain.gains else _of_rows(chain.tokens)
+    downs = {chain.after: dense(chain.after, -1) for chain in form.branches}  # gate and up may share the way down
+    sizes = [downs[chain.after].shape[1] for chain in form.branches] + [len(one.inner) for one in thin]
+    sizes.append(-sum(len(one.inner) for one in thin) % ALIGNED)
+    # Weights are kept as (out, in), so that the parts of W_up are put together before they are transposed.
+    up, down = like.new_empty(sum(sizes), n), like.new_empty(sum(sizes), n, dtype=dtype)
+    gain = like.new_empty(n_rows, sum(sizes), dtype=dtype)
+    places = zip(up.split(sizes), down.split(sizes), gain.split(sizes, 1), strict=True)
+    for chain, (of_up, of_down, of_gain) in zip(form.branches, places, strict=False):
+        of_up.copy_(dense(chain.before, n, of_up))
+        of_down.copy_(downs[chain.after].T)
+        of_gain.copy_(product(chain.gains) * _of_rows(chain.tokens) if chain.gains else _of_rows(chain.tokens))
+    for chain, one, (of_up, of_down, of_gain) in zip(form.streams, thin, places, strict=False):
+        of_up.copy_(one.outer.T)
+        of_down.copy_(one.inner)
+        of_gain.copy_(_of_rows(chain.tokens))
+    for of_up, of_down, of_gain in places:  # what fills the width up
+        of_up.zero_(), of_down.zero_(), of_gain.zero_()
+    down = down.T.contiguous().T if DOWN_BY_COLUMN.get(like.device.type) else down
+    return _Inner(_packed(up.T, dtype), down, gain, _diagonal(form.streams, thin, n_rows))
