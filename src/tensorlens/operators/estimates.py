@@ -10,9 +10,10 @@ from typing import Literal, get_args
 import torch
 
 from tensorlens.errors import InputError, check_whole
-from tensorlens.folding.pull import folding_pays
 from tensorlens.models.precision import Precision, matmul_mode
 from tensorlens.operators.operator import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
+from tensorlens.program.folding.pull import FoldedRows, folding_pays
+from tensorlens.program.nodes import Held
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
 
@@ -23,7 +24,7 @@ class Estimate:
 
     Attributes:
         work: What was asked for.
-        way: ``"folded"`` or ``"backward passes"``.
+        way: ``"folded"`` or ``"pulls"``, one of each cotangent through the program.
         flops: Floating-point operations, a multiplication and an addition counting as two.
         n_bytes: Memory at the peak, beyond what the operator holds already.
         seconds: About how long, at half the rate of a large matrix product measured on the device.
@@ -69,25 +70,28 @@ def estimate(
     each = {"sketch": probes, "in_out": 1}.get(work, d_out)
     stored = {"rows": 1, "dense": n_out}.get(work, 0) * d_out * operator.n_tokens * operator.n_channels
     n_columns = min(n_outputs * each, MOST_COTANGENTS.get(operator.device.type, 2048))
-    folds = operator.may_fold and n_outputs * each >= ENOUGH_TO_FOLD
-    flops = folded_flops(operator, n_outputs, each) if folds else _backward_flops(operator, n_outputs * each)
+    folded = operator.folded if n_outputs * each >= ENOUGH_TO_FOLD else None
+    if folded is not None:
+        flops = _folded_flops(operator, folded, n_outputs, each)
+    else:
+        flops = _pulled_flops(operator, n_outputs * each)
     rate = 0.5 * matmul_rate(operator.device, operator.precision, operator.compute_type)
     return Estimate(
         work=work,
-        way="folded" if folds else "backward passes",
+        way="pulls" if folded is None else "folded",
         flops=flops,
         n_bytes=stored * operator.dtype.itemsize + n_columns * operator.bytes_per_cotangent,
         seconds=flops / rate,
     )
 
 
-def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) -> float:
+def _folded_flops(operator: FrozenOperator, folded: FoldedRows, n_outputs: int, n_cotangents: int) -> float:
     """Operations of the folded adjoint by sizes alone, as if every token saw every other."""
     n, d = operator.n_tokens, operator.n_channels
     width = min(n_outputs * n_cotangents, MOST_COTANGENTS.get(operator.device.type, 2048))
     n_passes = max(1, round(n_outputs * n_cotangents / width))
     n_columns, keeps = n_outputs * n_cotangents, n_passes > 2
-    inner = inner_width_by_sizes(operator.recording)
+    inner = folded.n_inner
     token_wise = 4.0 * d * inner * n * n_columns
     if keeps or folding_pays(d, inner, width):
         token_wise = 2.0 * d * d * n * n_columns + 2.0 * d * d * inner * n * (1 if keeps else n_passes)
@@ -96,11 +100,12 @@ def folded_flops(operator: FrozenOperator, n_outputs: int, n_cotangents: int) ->
     return n_blocks * (token_wise + 4.0 * d * d * n * n_columns + mixing)
 
 
-def _backward_flops(operator: FrozenOperator, n_cotangents: int) -> float:
-    """A forward replay, and for each cotangent a backward pass through everything that is linear."""
-    blocks = operator.recording.anatomy.blocks
-    weights = sum(p.numel() for block in blocks for p in block.parameters() if p.dim() == 2)
-    return 2.0 * weights * operator.n_tokens * (1 + n_cotangents)
+def _pulled_flops(operator: FrozenOperator, n_cotangents: int) -> float:
+    """Two operations for each token, cotangent and number of a matrix that steps multiply by."""
+    program = operator.recording.part(operator.span).linear
+    held = [step.args[1] for step in program.steps if step.operation in ("linear", "matmul")]
+    n_numbers = sum(program.constants[one.index].numel() for one in held if type(one) is Held)
+    return 2.0 * n_numbers * operator.n_tokens * n_cotangents
 
 
 @cache

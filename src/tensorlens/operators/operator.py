@@ -15,10 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
-from tensorlens.errors import MethodError
-from tensorlens.memory import Pieces, fitting, in_parts
+from tensorlens.errors import AnatomyError, MethodError
+from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
+from tensorlens.program.folding.pull import FoldedRows
+from tensorlens.program.folding.push import push_each_token
 from tensorlens.recording.recording import Heads, Recording, Span
 
 CHUNK = 32
@@ -177,6 +179,8 @@ class FrozenOperator(TensorOperator):
 
     def push_each_token(self, out_tokens: Sequence[int]) -> Float[Tensor, "sample in_token out_channel"]:
         """$T_{ij} x_j$ of each sample's own output i, for every input j: a push per token, of all samples together."""
+        if self.folded is not None:
+            return push_each_token(self.folded, torch.tensor(out_tokens)).to(self.dtype)
         x = self.recording.states[self.span.start]
         samples, places = torch.arange(len(x), device=x.device), torch.tensor(out_tokens, device=x.device)
         found = []
@@ -192,18 +196,36 @@ class FrozenOperator(TensorOperator):
         Raises:
             MethodError: the blocks cannot be folded, so that samples go one after the other.
         """
-        raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls.")
+        if self.folded is None:
+            raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls.")
+        norms = [self._of_sample(k).norms_of_row(i) for k, i in enumerate(out_tokens)]
+        return torch.stack(norms).to(self.dtype)
+
+    def _of_sample(self, sample: int) -> FrozenOperator:
+        """The same for another sample of the recording; what is folded is shared."""
+        other = FrozenOperator(self.recording, self.span, self.heads, precision=self.precision, sample=sample)
+        other.folded = None if self.folded is None else self.folded.of_sample(sample)
+        return other
 
     # Many cotangents --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def folded(self) -> None:
-        """The folded adjoint, or None where a block cannot be folded."""
-        return None
+    def folded(self) -> FoldedRows | None:
+        """The folded adjoint, or None where a block cannot be folded or an input is too long to keep what it holds."""
+        if self.recording.is_streamed:
+            return None
+        try:
+            folded = FoldedRows(self.recording, self.span, self.heads, self.precision)
+        except AnatomyError:
+            return None
+        return folded.of_sample(self.sample)
 
     def adjoint_folded(self, u: Tensor) -> Tensor:
         """Tᵀ·u by folded blocks."""
-        raise NotImplementedError
+        assert self.folded is not None, "asked of an operator that folds"
+        size = fitting(self.bytes_per_cotangent, len(u), self.device)
+        parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
+        return torch.cat([part.transpose(0, 1) for part in parts])
 
     def _rows(self, out_token: int) -> TensorSlice:
         _, d_out, n_in, d_in = self.shape
@@ -236,13 +258,26 @@ class FrozenOperator(TensorOperator):
         most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
         most = fitting(self.bytes_per_cotangent, most, self.device)
         pieces = Pieces(len(out_tokens), starts.shape[1], most)
+        folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
+        keep = folded is not None and self._matrices_fit(pieces.n_passes)
         for outputs, cotangents in pieces:
             tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
-            pulled = pieces.attempt(partial(self._pull_back, tokens, part))
+            pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
+            pulled = pieces.attempt(partial(pull, tokens, part))
             if pulled is not None:
                 rows, seen = pulled
                 yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
                 del rows, pulled
+            elif folded is not None:
+                keep = False
+                folded.forget_matrices()
+        if folded is not None:
+            folded.forget_matrices()
+
+    def _matrices_fit(self, n_passes: int) -> bool:
+        """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
+        n_bytes = (self.span.stop - self.span.start) * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
+        return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
 
     def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
         """By the program: (token, cotangent, in_channel), for all tokens."""

@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorlens.axes import Range
-from tensorlens.folding.fold import ALIGNED, FoldedBlock, fold_beside, fold_block, norm_rows
-from tensorlens.folding.parts import BlockParts
-from tensorlens.folding.pull_few import MOST_ROWS_KEPT, KeptPulls, pull_few
-from tensorlens.folding.rebuild import held_factors, norm_scale
-from tensorlens.folding.search import block_parts, final_norm
-from tensorlens.freezing.interpreter import Heads
-from tensorlens.freezing.places import Place, Span
-from tensorlens.freezing.recording import Recording
-from tensorlens.freezing.replayed import check_unchanged
 from tensorlens.memory import free_bytes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
+from tensorlens.program.constants import Constants
+from tensorlens.program.folding.fold import ALIGNED, FoldedBlock, fold
+from tensorlens.program.folding.form import form_of
+from tensorlens.program.folding.pull_few import pull_few
+from tensorlens.recording.recording import Heads, Recording, Span
 
 FEW_COTANGENTS = 64
-"""Up to here making tensors and views costs as much as the products; see `few_cotangents`."""
+"""Up to here making tensors and views costs as much as the products; see `pull_few`."""
 
 MIXED_TOGETHER = {"cuda": 0, "cpu": 64}
 """Cotangents whose heads are copied side by side and mixed by one product; 0: a strided product for each head."""
@@ -37,65 +33,62 @@ MIXED_TOGETHER = {"cuda": 0, "cpu": 64}
 SCALED_BYTES = {"cuda": 2**29, "cpu": 2**25}
 """Memory for the scaled weights of as many tokens as are folded at a time."""
 
-CAPTURES = ("cuda",)
-"""Devices on which a pull that comes again is replayed as one graph of kernels."""
-
 GRAIN = {"cuda": 8, "cpu": 1}
 """Ranges of tokens begin and end at multiples of this: the matrix units want aligned sizes."""
 
-
-Way = Literal["states", "many", "matrices", "few", "captured"]
-"""How cotangents went through the blocks: as whole states, or as rows by products, by matrices formed for each token,
-in buffers made once, or by a graph of kernels. Each is proved by itself."""
+KEPT_SHARE = 0.25
+"""Part of the free memory that folded blocks may take; beyond it each is folded again when it is needed."""
 
 
 class Rows(NamedTuple):
-    """Cotangents (token, cotangent, channel) at some block, zero for all other tokens, and how they got there."""
+    """Cotangents (token, cotangent, channel) at some block, zero for all other tokens."""
 
     values: Tensor
     tokens: Range
-    way: Way = "many"
 
 
 class FoldedRows:
-    """The adjoint of a frozen model over a range of blocks, folded.
+    """The adjoint of a recorded pass over a range of blocks, folded.
 
     Costs a copy of the blocks' weights in `precision`, if a quarter of the free memory holds them; else each block is
     folded again when it is needed.
 
+    Args:
+        recording: The pass, of one sample or of several.
+        span: The range of blocks.
+        heads: Multipliers of heads.
+        precision: How products are computed.
+
     Raises:
-        AnatomyError: a block, or what comes after the last one, cannot be taken apart.
+        AnatomyError: a block cannot be folded.
     """
 
     def __init__(self, recording: Recording, span: Span, heads: Heads, precision: Precision | None = None) -> None:
         self.recording, self.span, self.heads, self.precision = recording, span, heads, precision
-        self.device = recording.states[span.start].device
-        self.dtype = compute_type(precision, recording.states[span.start].dtype)
-        self.parts = {n: block_parts(recording, n) for n in range(span.start, span.stop)}
-        self.tail = final_norm(recording) if span.stop == recording.n_blocks else None
-        self.n_tokens = recording.states[span.start].shape[1]
-        self._like: FoldedRows | None = None
+        start = recording.states[span.start]
+        self.device, self.n_tokens = start.device, start.shape[1]
+        self.dtype = compute_type(precision, start.dtype)
+        self.sample = 0
+        self._forms = {n: form_of(recording, n, heads) for n in range(*span)}
+        self._folded: dict[int, FoldedBlock] = {}
+        self._live: dict[tuple[int, Range], Range] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._blocks: dict[int, FoldedBlock] = {}
         self._token_matrices: dict[int, Tensor] = {}
-        self._live: dict[tuple[int, Range], Range] = {}
-        self._is_checked = False
 
-    def beside(self, recording: Recording) -> FoldedRows:
-        """The same for another sample that was recorded together with this one: the folded weights are shared."""
+    def of_sample(self, sample: int) -> FoldedRows:
+        """The same for another of the samples that were recorded together: everything folded is shared."""
         other = copy(self)
-        for name in ("_tail_scale", "_kept_pulls"):  # what was found out of this sample's factors
-            other.__dict__.pop(name, None)
-        other.recording, other._like = recording, self
+        other.sample = sample
         other._forget()
         return other
 
     @cached_property
     def n_inner(self) -> int:
         """Width of the widest feed-forward, both of its branches counted where both are live."""
-        return max(inner_width(self.recording, parts) for parts in self.parts.values())
+        return max(form.n_inner for form in self._forms.values())
 
     @torch.no_grad()
     def pull(
@@ -109,14 +102,15 @@ class FoldedRows:
             keep_matrices: Whether the token-wise matrices stay in memory for another call.
             few: Whether they count as few; by their number if None.
         """
-        self._is_checked = False
+        self._check()
         with matmul_mode(self.precision):
             last = self.span.stop - 1
             pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
             before = range(last - 1, self.span.start - 1, -1)
             is_few = pulled.values.shape[1] <= FEW_COTANGENTS if few is None else few
             if is_few and self._is_closed(before, pulled.tokens):
-                return self._pull_few(before, pulled)
+                values = pull_few(map(self.block, before), pulled.values, pulled.tokens.start)
+                return Rows(values, pulled.tokens)
             for n in before:
                 pulled = self._through(n, pulled, keep_matrices=keep_matrices)
             return pulled
@@ -124,32 +118,32 @@ class FoldedRows:
     @torch.no_grad()
     def pull_states(self, states: Tensor) -> Tensor:
         """Cotangents (token, cotangent, out_channel) of whole states, pulled to (token, cotangent, in_channel)."""
-        self._is_checked = False
+        self._check()
         with matmul_mode(self.precision):
-            if self.tail is not None:
-                states = norm_rows(self.tail, states) * self._tail_scale[:, None, None].to(states)
             pulled = Rows(states.contiguous(), Range(0, self.n_tokens))
             for n in range(self.span.stop - 1, self.span.start - 1, -1):
                 pulled = self._through(n, pulled, keep_matrices=False)
             return pulled.values
 
+    def _check(self) -> None:
+        """Raise if a weight was written to since the pass was recorded."""
+        constants = self.recording.program.constants
+        if isinstance(constants, Constants):
+            constants.check()
+
     def block(self, n: int) -> FoldedBlock:
-        """The matrices of one block."""
+        """The matrices of one block, for this sample."""
         if n in self._blocks:
             return self._blocks[n]
-        parts = self.parts[n]
-        if not self._is_checked:  # once for the blocks of a pull: it looks at every module
-            check_unchanged(self.recording)
-            self._is_checked = True
-        with torch.no_grad():
-            factors = held_factors(self.recording, parts)
-            if self._like is not None:
-                self._blocks[n] = fold_beside(self._like.block(n), parts, factors, self.heads.get(n))
-                return self._blocks[n]
-            folded = fold_block(parts, factors, self.dtype, self.heads.get(n))
-        if folded.n_bytes * (self.span.stop - self.span.start - len(self._blocks)) < 0.25 * free_bytes(self.device):
-            self._blocks[n] = folded
-        return folded
+        folded = self._folded.get(n)
+        if folded is None:
+            folded = fold(self._forms[n], self.dtype)
+            n_missing = self.span.stop - self.span.start - len(self._folded)
+            if folded.n_bytes * n_missing >= KEPT_SHARE * free_bytes(self.device):
+                return folded.of_sample(self.sample)
+            self._folded[n] = folded
+        self._blocks[n] = folded.of_sample(self.sample)
+        return self._blocks[n]
 
     def forget_matrices(self) -> None:
         """Let go of the token-wise matrices."""
@@ -158,23 +152,11 @@ class FoldedRows:
     def live(self, n: int, tokens: Range) -> Range:
         """The tokens that some of `tokens` see through block n."""
         if (n, tokens) not in self._live:
-            (firsts, lasts), grain = self.block(n).reach, GRAIN.get(self.device.type, 1)
+            (firsts, lasts), grain = self.block(n).factors.reach, GRAIN.get(self.device.type, 1)
             first = min(firsts[slice(*tokens)]) // grain * grain
             last = -(-(max(lasts[slice(*tokens)]) + 1) // grain) * grain
             self._live[n, tokens] = Range(first, min(last, self.n_tokens))
         return self._live[n, tokens]
-
-    def _pull_few(self, blocks: Sequence[int], pulled: Rows) -> Rows:
-        is_small = pulled.tokens.size * pulled.values.shape[1] <= MOST_ROWS_KEPT
-        if self.device.type in CAPTURES and is_small and all(n in self._blocks for n in blocks):
-            found, is_graph = self._kept_pulls.pull_noted(pulled.values, pulled.tokens.start)
-            return Rows(found, pulled.tokens, "captured" if is_graph else "few")
-        return Rows(pull_few(map(self.block, blocks), pulled.values, pulled.tokens.start), pulled.tokens, "few")
-
-    @cached_property
-    def _kept_pulls(self) -> KeptPulls:
-        """Through all blocks but the last, which are in memory for good."""
-        return KeptPulls([self._blocks[n] for n in range(self.span.stop - 2, self.span.start - 1, -1)])
 
     def _is_closed(self, blocks: Iterable[int], tokens: Range) -> bool:
         """Whether `tokens` see no others in any of the blocks."""
@@ -189,16 +171,14 @@ class FoldedRows:
         """
         block, tokens = self.block(n), self.live(n, Range(min(out_tokens), max(out_tokens) + 1))
         at = _positions(out_tokens, self.device)
-        c = self._before_tail(at, starts)
+        c = starts.contiguous()
         y = _token_wise(block, c, at, torch.empty_like(c))
-        n_outputs, n_cotangents, d = y.shape
+        n_outputs, n_cotangents, _ = y.shape
         n_heads, d_in = block.n_heads, len(block.value)
-        u = torch.mm((c if block.is_parallel else y).flatten(0, 1), block.transposed.out).view(
-            -1, n_heads, block.d_head
-        )
+        u = _leave_attention(block, c if block.is_parallel else y, at).view(-1, n_heads, block.d_head)
         parts = y.new_empty(-(-(n_heads + 1) // ALIGNED) * ALIGNED, n_outputs, n_cotangents, d_in)
         torch.bmm(u.transpose(0, 1), block.value_heads, out=parts[:n_heads].flatten(1, 2))
-        parts[n_heads] = y
+        parts[n_heads] = y if block.carry is None else y * block.carry[at][:, None]
         parts[n_heads + 1 :].zero_()
         weights = y.new_zeros(n_outputs, tokens.size, len(parts))
         weights[:, :, :n_heads] = block.mix[:, slice(*tokens), at].permute(2, 1, 0)
@@ -211,38 +191,27 @@ class FoldedRows:
         torch.bmm(weights, parts.flatten(2).transpose(0, 1), out=by_output)
         return Rows(rows, tokens)
 
-    def _before_tail(self, at: Tensor | slice, starts: Tensor) -> Tensor:
-        if self.tail is None:
-            return starts.contiguous()
-        return norm_rows(self.tail, starts) * self._tail_scale[at][:, None, None].to(starts)
-
-    @cached_property
-    def _tail_scale(self) -> Tensor:
-        assert self.tail is not None, "asked of a model with a final norm"
-        scale = norm_scale(self.recording, Place(self.recording.n_blocks - 1), self.tail)
-        assert scale is not None, "the survey found the final norm by its scale"
-        return scale
-
     # All other blocks ------------------------------------------------------------------------------------------------
 
     def _through(self, n: int, pulled: Rows, *, keep_matrices: bool) -> Rows:
-        block, (c, tokens, way), live = self.block(n), pulled, self.live(n, pulled.tokens)
+        block, (c, tokens), live = self.block(n), pulled, self.live(n, pulled.tokens)
         whole = c.new_empty if live == tokens else c.new_zeros
         y = whole(live.size, c.shape[1], len(block.value))
         inside = y[tokens.start - live.start :][: tokens.size]
-        if self._pass_tokens(n, block, c, tokens, inside, keep_matrices=keep_matrices):
-            way = "matrices"
-        u = torch.mm((c if block.is_parallel else inside).flatten(0, 1), block.transposed.out).view(*c.shape[:2], -1)
+        self._pass_tokens(n, block, c, tokens, inside, keep_matrices=keep_matrices)
+        u = _leave_attention(block, c if block.is_parallel else inside, slice(*tokens))
+        if block.carry is not None:
+            inside.mul_(block.carry[slice(*tokens), None])
         del c, pulled
         mixed = _mix(block, u, tokens, live)
         del u
         y.flatten(0, 1).addmm_(mixed.flatten(0, 1), block.transposed.value)
-        return Rows(y, live, way)
+        return Rows(y, live)
 
     def _pass_tokens(
         self, n: int, block: FoldedBlock, c: Tensor, tokens: Range, into: Tensor, *, keep_matrices: bool
-    ) -> bool:
-        """$P_l c_l$, with P from an earlier call, formed now, or not at all; whether P was used."""
+    ) -> None:
+        """$P_l c_l$, with P from an earlier call, formed now, or not at all."""
         matrices = self._token_matrices.get(n)
         if matrices is None and keep_matrices:
             matrices = self._token_matrices[n] = token_matrices(block, Range(0, self.n_tokens))
@@ -252,15 +221,6 @@ class FoldedRows:
             torch.bmm(c, token_matrices(block, tokens), out=into)
         else:
             _token_wise(block, c, slice(*tokens), into)
-            return False
-        return True
-
-
-def inner_width(recording: Recording, parts: BlockParts) -> int:
-    """Inner channels of a feed-forward; twice where gate and up are both live."""
-    ffn = parts.feed_forward
-    both = ffn.gate is not None and recording.rules.gate == "half"
-    return ffn.up.weight.shape[1] * (2 if both else 1)
 
 
 def folding_pays(n_channels: int, n_inner: int, n_cotangents: int) -> bool:
@@ -295,8 +255,14 @@ def _token_wise(block: FoldedBlock, c: Tensor, at: Tensor | slice, into: Tensor)
     return into
 
 
+def _leave_attention(block: FoldedBlock, y: Tensor, at: Tensor | slice) -> Tensor:
+    """What goes into the mixing, of the tokens `at`: (token, cotangent, head · head_channel)."""
+    u = torch.mm(y.flatten(0, 1), block.transposed.out).view(*y.shape[:2], -1)
+    return u if block.gate is None else u.mul_(block.gate[at][:, None])
+
+
 def _positions(tokens: Sequence[int], device: torch.device) -> Tensor | slice:
-    """Tokens as an index: a slice if they are in a row, since a copy to the device would wait for it."""
+    """Tokens as an index: a slice where they follow each other, which needs no copy to the device."""
     first = tokens[0]
     if list(tokens) == list(range(first, first + len(tokens))):
         return slice(first, first + len(tokens))
