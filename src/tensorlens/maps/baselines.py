@@ -24,11 +24,11 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import MethodError
-from tensorlens.freezing.observe import Mixing, mixings
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.attention_matrices import mixing
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
 """Rollout adds the identity to measures without the residual only."""
@@ -77,13 +77,12 @@ def _glob_enc(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     Raises:
         MethodError: the second norm never sees what attention added.
     """
-    layout, norm = block.parts.layout, block.norm_2
-    if layout in ("parallel", "post_sublayer") or norm is None:
+    if block.second is None:
         raise MethodError(
-            f"`glob_enc` does not apply to {layout.replace('_', '-')} blocks: expected a second norm that sees the "
-            "attention's output, and here none does. Use `w_attn_res_ln`."
+            f"`glob_enc` does not apply to block {block.block}: expected a second norm that sees what attention "
+            "gives, and here none does. Use `w_attn_res_ln`."
         )
-    return _lengths(norm(vectors, rows))
+    return _lengths(block.second(vectors, rows))
 
 
 def _alti(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
@@ -92,7 +91,7 @@ def _alti(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
     Rows are divided by their sum; one in which no source comes near keeps its own token.
     """
-    whole = attention_output(block, vectors, rows)
+    whole = block.output[..., rows, :]
     nearness = whole.abs().sum(-1, keepdim=True) - (vectors - whole[..., None, :]).abs().sum(-1)
     matrix = in_float64(nearness.clamp_min(0))
     empty = matrix.sum(-1, keepdim=True) == 0
@@ -108,16 +107,7 @@ def attention_block(block: Decomposition, mixed: Vectors, rows: slice) -> Vector
         mixed: $c_{ij}$ of these rows, which may be written over.
         rows: The outputs.
     """
-    vectors = block.with_residual(mixed, rows)
-    return vectors if block.norm_1 is None else block.norm_1(vectors, rows)
-
-
-def attention_output(block: Decomposition, vectors: Vectors, rows: slice) -> Tensor:
-    """The true output of the attention sub-block: the sum over sources, the output bias and the norm's shift."""
-    bias = block.out_bias(rows)
-    if block.norm_1 is not None:
-        bias = block.norm_1(bias[..., None, :], rows)[..., 0, :] + block.norm_1.shift(bias)
-    return vectors.sum(-2) + bias
+    return block.first(block.with_residual(mixed, rows), rows)
 
 
 def _lengths(vectors: Vectors) -> Matrices:
@@ -125,8 +115,10 @@ def _lengths(vectors: Vectors) -> Matrices:
 
 
 OF_ATTENTION_BLOCK: dict[str, Callable[[Decomposition, Vectors, slice], Matrices]] = {
-    "w_attn_res_ln": _w_attn_res_ln, "glob_enc": _glob_enc, "alti": _alti,
-}  # fmt: skip
+    "w_attn_res_ln": _w_attn_res_ln,
+    "glob_enc": _glob_enc,
+    "alti": _alti,
+}
 """Measures of the vectors that make up the output of the attention sub-block."""
 
 
@@ -144,7 +136,7 @@ def rollout(matrices: Sequence[TokenMatrix], *, has_residual: bool, raw: bool = 
     Args:
         matrices: One for each block, the first block first.
         has_residual: Whether the measure holds the residual; if not, $\hat N = \frac12 N + \frac12 I$.
-        raw: Multiply norm maps as they are, as GlobEnc's code does, scaled by one number a block to stay finite.
+        raw: Multiply norm maps as they are, as GlobEnc's code does, scaled by one number per block to stay finite.
     """
     joined = None
     for matrix in matrices:
@@ -181,16 +173,21 @@ def without_sink_row(rows: Float[Tensor, "row in_token"], out_tokens: Tensor) ->
 
 # By name -------------------------------------------------------------------------------------------------------------
 
-_mixings: WeakKeyDictionary[FrozenOperator, list[Mixing]] = WeakKeyDictionary()
 _matrices: WeakKeyDictionary[FrozenOperator, dict[str, list[TokenMatrix]]] = WeakKeyDictionary()
-"""What one operator's baselines share: kept as long as the operator, so that eight of them cost one replay."""
+"""What joins of one measure share: kept as long as the operator."""
 
 
 def block_matrices(operator: FrozenOperator, measure: str) -> list[TokenMatrix]:
     """The measure's matrix for each block in the operator's range."""
     known = _matrices.setdefault(operator, {})
     if measure not in known:
-        known[measure] = [_block_matrix(operator, block, measure) for block in range(*operator.span)]
+        found = [_block_matrix(operator, block, measure) for block in range(*operator.span)]
+        if any(matrix.shape != (operator.n_tokens, operator.n_tokens) for matrix in found):
+            raise MethodError(
+                f"The blocks of `{operator.recording.name}` attend to different numbers of tokens; expected "
+                f"{operator.n_tokens} in all of them. Use a method of the tensor."
+            )
+        known[measure] = found
     return known[measure]
 
 
@@ -200,15 +197,11 @@ def _block_matrix(operator: FrozenOperator, block: int, measure: str) -> TokenMa
             "Baselines describe the model's own attention and know no chosen heads; got some left out. Ask the whole "
             "tensor, or use a method of the tensor."
         )
-    if operator not in _mixings:
-        _mixings[operator] = mixings(operator.recording)
-    mixing = _mixings[operator][block]
+    found = mixing(operator.recording, block)
     with torch.no_grad():
-        return (
-            attn(mixing.attention)
-            if measure == "attn"
-            else measured(decompose(operator.recording, block, mixing), (measure,))[measure]
-        )
+        if measure == "attn":
+            return attn(found.attention)
+        return measured(decompose(operator.recording, block, found), (measure,))[measure]
 
 
 def _answer(question: Question, matrix: TokenMatrix) -> Answer:

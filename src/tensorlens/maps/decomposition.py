@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError, MethodError
-from tensorlens.folding.parts import BlockParts, NormPart
-from tensorlens.folding.rebuild import norm_scale
-from tensorlens.folding.search import block_parts
-from tensorlens.freezing.observe import Mixing
-from tensorlens.freezing.places import Place
-from tensorlens.freezing.recording import Recording
 from tensorlens.models.precision import at_least_float32
+from tensorlens.program.attention_matrices import Mixing
+from tensorlens.program.folding.fold import dense
+from tensorlens.program.folding.pieces import Path, Pieces
+from tensorlens.program.folding.wiring import Wiring, before_weight, has_norm, wiring
+from tensorlens.recording.recording import Recording
 
 Vectors = Float[Tensor, "*sample out_token in_token channel"]
 CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**26}
@@ -34,22 +34,26 @@ CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**26}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
-    """A norm as the linear map it is once its scale is held: no shift."""
+class Way:
+    """Norms and scalings on the way, as the linear map they are once statistics are held: no shift.
 
-    part: NormPart
-    inverse_std: Float[Tensor, "*sample out_token"]
+    Attributes:
+        pieces: What they do, without a matrix.
+        shape: Samples, if there are several, and tokens.
+    """
+
+    pieces: Pieces
+    shape: tuple[int, ...]
 
     def __call__(self, vectors: Vectors, rows: slice) -> Vectors:
-        """Each vector by the scale of its output; each centred by its own mean, where the norm centres."""
-        if self.part.kind == "layer":
-            vectors = vectors - vectors.mean(-1, keepdim=True)
-        vectors = vectors * self.inverse_std[..., rows, None, None].to(vectors)
-        return vectors if self.part.gain is None else vectors * at_least_float32(self.part.gain).to(vectors)
-
-    def shift(self, like: Tensor) -> Tensor:
-        """β, or zero."""
-        return torch.zeros_like(like) if self.part.shift is None else at_least_float32(self.part.shift).to(like)
+        """Each vector by the scale of its output; each centred by its own mean, where a norm centres."""
+        for piece in self.pieces:
+            if piece.kind == "centre":
+                vectors = vectors - vectors.mean(-1, keepdim=True)
+            else:
+                by = at_least_float32(piece.by).to(vectors)
+                vectors = vectors * (by.view(self.shape)[..., rows, None, None] if piece.kind == "token" else by)
+        return vectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +61,29 @@ class Decomposition:
     r"""What each source token gives to each output within one block.
 
     Attributes:
-        parts: The block's weights and layout.
-        x: The state entering the block.
+        recording: The pass.
+        block: The block.
+        wiring: How it is wired.
+        x: The state entering the block, as the residual carries it around attention.
         attention: $A_h$.
         projected: $v_{h,j} W_{o,h}$.
-        norm_1: The norm after the first sum (post-LN), as a linear map; None elsewhere.
-        post_norm_1: The norm between attention and the sum, or None.
-        norm_2: The norm before the feed-forward, or after the second sum (post-LN), or None.
+        before: What stands between the mixture and the output weight.
+        after: What stands between the output weight and the residual sum.
+        first: What the residual stream passes after that sum: the first norm of a post-LN block.
+        second: What comes next: the norm before the feed-forward, or the second norm of a post-LN block. None where
+            nothing that sees the sum does.
     """
 
-    parts: BlockParts
+    recording: Recording
+    block: int
+    wiring: Wiring
     x: Float[Tensor, "*sample token channel"]
     attention: Float[Tensor, "*sample head out_token in_token"]
     projected: Float[Tensor, "*sample head in_token channel"]
-    norm_1: Norm | None
-    post_norm_1: Norm | None
-    norm_2: Norm | None
+    before: Way
+    after: Way
+    first: Way
+    second: Way | None
 
     def chunks(self) -> Iterator[slice]:
         """Ranges of output tokens small enough to hold vectors for every source."""
@@ -81,13 +92,13 @@ class Decomposition:
         return (slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size))
 
     def mixed(self, rows: slice) -> Vectors:
-        """$c_{ij}$, the layer scale and residual factor of the model applied: they are part of its output weight."""
+        """$c_{ij}$; layer scales and factors of the model are part of its output weight, unless a norm comes first."""
         vectors = torch.einsum("...hij,...hjd->...ijd", self.attention[..., rows, :], self.projected)
-        return vectors if self.post_norm_1 is not None else self._scaled(vectors)
+        return self.before(vectors, rows)
 
     def added(self, vectors: Vectors, rows: slice) -> Vectors:
         """$s_{ij}$ from $c_{ij}$: what each source adds to the residual stream."""
-        return vectors if self.post_norm_1 is None else self._scaled(self.post_norm_1(vectors, rows))
+        return self.after(vectors, rows)
 
     def with_residual(self, mixed: Vectors, rows: slice) -> Vectors:
         """$y_{ij} = δ_{ij} x_i + s_{ij}$ from $c_{ij}$, which may be written over."""
@@ -95,22 +106,17 @@ class Decomposition:
         vectors.diagonal(rows.start, -3, -2).add_(self.x[..., rows, :].to(vectors).mT)
         return vectors
 
-    def out_bias(self, rows: slice) -> Float[Tensor, "*sample out_token channel"]:
-        """What the output bias, and the shift of a norm behind it, add to the residual stream."""
-        bias = (
-            torch.zeros_like(self.projected[(0,) * (self.projected.dim() - 1)])
-            if self.parts.out.bias is None
-            else at_least_float32(self.parts.out.bias)
-        )
-        vectors = bias.to(self.projected).expand(*self.x.shape[:-2], rows.stop - rows.start, 1, -1)
-        if self.post_norm_1 is not None:
-            vectors = self.post_norm_1(vectors, rows) + self.post_norm_1.shift(bias)
-        return self._scaled(vectors)[..., 0, :]
-
-    def _scaled(self, vectors: Tensor) -> Tensor:
-        scale = self.parts.layer_scale_1
-        vectors = vectors if scale is None else vectors * at_least_float32(scale.detach()).to(vectors)
-        return vectors * self.parts.residual_multiplier
+    @cached_property
+    def output(self) -> Float[Tensor, "*sample token channel"]:
+        """The true output of the attention sub-block: biases, and the norm behind it (post-LN), included."""
+        found = self.wiring
+        outs = [path for path in found.own if path.source == found.mixing.slot]
+        paths = outs if found.is_parallel else [Path(found.start, self.first.pieces)]
+        slot, x = found.slot_of(*paths), self.recording.states[self.block]
+        if slot is None:
+            raise _not_found(self.block, "no step of it holds what attention adds to the residual stream.")
+        value = at_least_float32(found.program.observe((x,), (slot,))[slot]).reshape(self.x.shape)
+        return value + self.x if found.is_parallel else value
 
 
 def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition:
@@ -119,38 +125,53 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
     Raises:
         MethodError: the block is not made of attention and a feed-forward that are known.
     """
-    is_one = recording.n_samples == 1
     try:
-        parts = block_parts(recording if is_one else recording.sample(0), block)
+        found = wiring(recording, block)
     except AnatomyError as error:
-        raise MethodError(
-            f"This baseline needs the value and output weights of block {block}, which were not found. {error} "
-            "`rollout.attn` and `mean.attn` need none."
-        ) from error
+        raise _not_found(block, str(error)) from error
+    out, carry, first, second = _sub_layers(found, block)
+    shape = tuple(recording.states[block].shape[:2])[recording.n_samples == 1 :]
+    last = 1 + max(place for place, piece in enumerate(out) if piece.kind == "weight")
+    # Without a norm behind it, all of what follows the output weight is part of it.
+    last = last if has_norm(out[last:]) else len(out)
+    tokens = tuple([piece for piece in out[:last] if piece.kind == "token"])
     values = at_least_float32(mixing.values)
-    weight = (
-        at_least_float32(parts.out.weight).to(values).unflatten(0, (values.shape[-3], -1))
-    )  # (head, head_channel, channel)
-    post_ln = parts.layout == "post_ln"
+    weight = dense(tuple([piece for piece in out[:last] if piece.kind != "token"]), -1)
+    weight = weight.T.to(values).unflatten(0, (values.shape[-3], -1))  # (head, head_channel, channel)
+    x = at_least_float32(recording.states[block]).reshape(*shape, 1, -1)
     return Decomposition(
-        parts=parts,
-        x=at_least_float32(recording.states[block][0] if is_one else recording.states[block]),
+        recording=recording,
+        block=block,
+        wiring=found,
+        x=Way(pieces=carry, shape=shape)(x, slice(None))[..., 0, :],
         attention=at_least_float32(mixing.attention),
         projected=torch.einsum("...hjc,hcd->...hjd", values, weight),
-        norm_1=_norm(recording, block, parts.norm_1) if post_ln else None,
-        post_norm_1=_norm(recording, block, parts.post_norm_1),
-        norm_2=_norm(recording, block, parts.norm_2),
+        before=Way(pieces=tokens, shape=shape),
+        after=Way(pieces=out[last:], shape=shape),
+        first=Way(pieces=first, shape=shape),
+        second=None if second is None else Way(pieces=second, shape=shape),
     )
 
 
-def _norm(recording: Recording, block: int, part: NormPart | None) -> Norm | None:
-    if part is None:
-        return None
-    scale = norm_scale(recording, Place(block, inside=True), part)
-    if scale is None:
-        raise MethodError(
-            f"The scale of `{part.path}` in block {block} is not one number a token, as this baseline needs. Use "
-            "`rollout.attn` or a method of the tensor."
-        )
-    shape = recording.states[block].shape[:-1]
-    return Norm(part=part, inverse_std=scale.reshape(shape[1:] if recording.n_samples == 1 else shape))
+def _sub_layers(found: Wiring, block: int) -> tuple[Pieces, Pieces, Pieces, Pieces | None]:
+    """The output weight with what surrounds it, the residual around attention, and the first and second norm."""
+    outs = [path for path in found.own if path.source == found.mixing.slot] if found.is_parallel else list(found.out)
+    carries = found.streams if found.is_parallel else found.carry
+    if (len(outs), len(carries), len(found.streams)) != (1, 1, 1):
+        raise _not_found(block, "attention, residual and feed-forward are joined by more than one sum.")
+    if not outs[0].has_weights or any(piece.kind == "gain" for piece in outs[0].pieces):
+        raise _not_found(block, "what attention mixed is gated before the output weight, or there is none.")
+    if found.is_parallel:
+        return outs[0].pieces, carries[0].pieces, (), None
+    stream = found.streams[0].pieces
+    second = (
+        stream[len(found.first) :] if found.first or not found.branches else before_weight(found.branches[0].pieces)
+    )
+    return outs[0].pieces, carries[0].pieces, found.first, second if has_norm(second) else None
+
+
+def _not_found(block: int, why: str) -> MethodError:
+    return MethodError(
+        f"This baseline needs the value and output weights of block {block}, which were not found. {why} "
+        "`rollout.attn` and `mean.attn` need none."
+    )

@@ -158,9 +158,12 @@ def norm(question: Question) -> Answer:
 
 
 def _exact_norms(question: Question) -> Tensor:
-    if question.is_batch:
-        return question.operator.norms_of_samples(question.out_tokens)
     norms = frobenius_norms if question.norm == "frobenius" else spectral_norms
+    if question.is_batch:
+        if question.operator.folded is None:  # each pull would take all samples with it
+            raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls of their own.")
+        of_sample = question.operator.of_sample
+        return torch.cat([norms(of_sample(k), (i,)) for k, i in enumerate(question.out_tokens)])
     return norms(question.operator, question.out_tokens)
 
 

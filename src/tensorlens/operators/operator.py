@@ -190,18 +190,7 @@ class FrozenOperator(TensorOperator):
             found.append(self.recording.push(alone, self.span, self.heads, linear=True)[samples, places])
         return torch.stack(found, 1)
 
-    def norms_of_samples(self, out_tokens: Sequence[int]) -> Float[Tensor, "sample in_token"]:
-        """Frobenius norms of each sample's own row of T, by folded blocks.
-
-        Raises:
-            MethodError: the blocks cannot be folded, so that samples go one after the other.
-        """
-        if self.folded is None:
-            raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls.")
-        norms = [self._of_sample(k).norms_of_row(i) for k, i in enumerate(out_tokens)]
-        return torch.stack(norms).to(self.dtype)
-
-    def _of_sample(self, sample: int) -> FrozenOperator:
+    def of_sample(self, sample: int) -> FrozenOperator:
         """The same for another sample of the recording; what is folded is shared."""
         other = FrozenOperator(self.recording, self.span, self.heads, precision=self.precision, sample=sample)
         other.folded = None if self.folded is None else self.folded.of_sample(sample)

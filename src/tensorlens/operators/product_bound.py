@@ -1,7 +1,8 @@
-r"""The product bound of Eq. 34 for a real model, from its weights: every layout, corrected.
+r"""The product bound of Eq. 34 for a real model, from its weights: any wiring, corrected.
 
-`bounds.py` has the formulas; here they are fed. The parts of each block come from `block_parts`, which has proved that
-they rebuild the block, and 1/σ of each norm from the recording. Two readings of what else depends on the input:
+`bounds.py` has the formulas of the paper; here they follow from the paths of each block: a path is bounded by the
+product of its pieces' bounds, and paths that add up by the sum. 1/σ of each norm is what was recorded. Two readings of
+what else depends on the input:
 
 - ``"weights"``: $\sqrt L$ for attention, and for a gate the largest value that a normalised row can give it. Only the
   norms' σ are measured, as the paper says. Where a gate reads a row that no norm has bounded (OLMo 2), its measured
@@ -13,21 +14,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import takewhile
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tensorlens.errors import MethodError
-from tensorlens.folding.parts import BlockParts, NormPart, Projection
-from tensorlens.folding.rebuild import Factors, held_factors, norm_scale
-from tensorlens.folding.search import block_parts, final_norm
-from tensorlens.freezing.places import Place, Span
-from tensorlens.freezing.recording import Recording
+from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.models.precision import at_least_float32
-from tensorlens.operators import bounds
 from tensorlens.operators.bounds import gate_bound, spectral_norm
+from tensorlens.program.folding.fold import dense
+from tensorlens.program.folding.form import in_form
+from tensorlens.program.folding.form import product as product_of
+from tensorlens.program.folding.pieces import Path, Pieces
+from tensorlens.program.folding.reading import NotFoldable
+from tensorlens.program.folding.wiring import Wiring, before_weight, has_norm, naming_block, wiring
+from tensorlens.program.program import Program
+from tensorlens.recording.record import record
+from tensorlens.recording.recording import Recording, Span
 
 Reading = Literal["weights", "measured", "printed"]
 
@@ -66,92 +72,154 @@ def product_bound(recording: Recording, span: Span | None = None, reading: Readi
         AnatomyError: A block is not made of one attention, one feed-forward and norms.
     """
     span = span or Span(0, recording.n_blocks)
-    factors = [_block(recording, block_parts(recording, n), reading) for n in range(*span)]
-    last = final_norm(recording) if span.stop == recording.n_blocks and recording.rules.include_final_norm else None
-    tail = 1.0
-    if last is not None:
-        tail = _norm(last, norm_scale(recording, Place(recording.n_blocks - 1), last), reading)
+    tail, factors = 1.0, []
+
+    @cache
+    def both() -> Recording:
+        origin = recording.from_model("A bound by weights")
+        return record(origin.anatomy, origin.inputs, replace(recording.rules, gate="half"))
+
+    for n in range(*span):
+        block = _Block(recording, n, reading, both)
+        with naming_block(recording, n):
+            factors.append(block.value())
+            tail = block.tail()
     logarithms = tuple(math.log10(factor) for factor in factors)
     return ProductBound(
         log10=sum(logarithms) + math.log10(tail), blocks=logarithms, final_norm=math.log10(tail), reading=reading
     )
 
 
-def _block(recording: Recording, parts: BlockParts, reading: Reading) -> float:
-    if reading == "printed" and parts.layout != "post_ln":
-        raise MethodError(f"The paper prints a bound for post-LN blocks only; block {parts.index} is {parts.layout}.")
-    held = held_factors(recording, parts)
-    of = {name: _norm(getattr(parts, name), scale, reading) for name, scale in held.scales.items()}
-    attention = _attention(parts, held, reading) * _scale(parts.layer_scale_1, parts)
-    ffn = _feed_forward(parts, held, reading) * _scale(parts.layer_scale_2, parts)
-    norm_1, norm_2 = of.get("norm_1", 1.0), of.get("norm_2", 1.0)
-    post_1, post_2 = of.get("post_norm_1", 1.0), of.get("post_norm_2", 1.0)
-    by_layout: dict[str, Callable[[], float]] = {
-        "post_ln": lambda: bounds.post_ln_bound(attention, norm_1, ffn, norm_2),
-        "pre_ln": lambda: bounds.pre_ln_bound(norm_1, attention, norm_2, ffn),
-        "parallel": lambda: bounds.parallel_bound(norm_1, attention, norm_2, ffn),
-        "sandwich": lambda: bounds.sandwich_bound(norm_1, attention, post_1, norm_2, ffn, post_2),
-        "post_sublayer": lambda: bounds.post_sublayer_bound(attention, post_1, ffn, post_2),
-    }
-    return by_layout[parts.layout]()
+class _Block:
+    """The bound of one block.
+
+    Args:
+        recording: The model at an input.
+        n: The block.
+        reading: As in `product_bound`.
+        both: Gives the same pass with gate and up both live.
+    """
+
+    def __init__(self, recording: Recording, n: int, reading: Reading, both: Callable[[], Recording]) -> None:
+        self.recording, self.n, self.reading, self.both = recording, n, reading, both
+        self.found = wiring(recording, n)
+        if reading == "printed" and not self.found.first:
+            raise MethodError(f"The paper prints a bound for post-LN blocks only; block {n} is of another kind.")
+
+    def value(self) -> float:
+        """(‖C‖ + ‖O V‖) · ‖E‖, or of a parallel block ‖O V‖ + ‖E‖."""
+        in_form(self.found)  # what cannot be folded has more to it than these norms
+        inner = sum(self._product(path.pieces) for path in self.found.streams) + sum(self._branches())
+        if self.found.is_parallel:
+            return inner + self._attention()
+        return (sum(self._product(path.pieces) for path in self.found.carry) + self._attention()) * inner
+
+    def tail(self) -> float:
+        """What comes between the block and the next state: the final norm after the last one."""
+        whole, own = ([path for path in paths if not path.has_weights] for paths in (self.found.inner, self.found.own))
+        own = [path for path in own if path.source == self.found.start]
+        return self._product(whole[0].pieces[len(own[0].pieces) :])
+
+    def _product(self, pieces: Pieces) -> float:
+        """The product of the bounds of some pieces, gains left out."""
+        found = 1.0
+        for place, piece in enumerate(pieces):
+            if piece.kind == "weight":
+                taken = tuple(takewhile(lambda one: one.kind == "take", pieces[place + 1 :]))
+                found *= float(spectral_norm(dense((piece, *taken), -1)))
+            elif piece.kind in ("scale", "token"):
+                largest = float(at_least_float32(piece.by).abs().max())
+                # The print has the variance for σ.
+                found *= largest**2 if piece.kind == "token" and self.reading == "printed" else largest
+        return found
+
+    # Attention --------------------------------------------------------------------------------------------------------
+
+    def _attention(self) -> float:
+        r"""$\sum_h \Vert A_h\Vert\,\Vert W_{v,h}W_{o,h}\Vert$, with $\Vert A_h\Vert_2 \le \sqrt L$ unless measured."""
+        mixing, n_heads = self.found.mixing, self.found.mixing.shape[1]
+        outs = self.found.own if self.found.is_parallel else self.found.out
+        paths = [*self.found.value, *(path for path in outs if path.source == mixing.slot)]
+        if len(paths) != 2 or not all(path.has_weights for path in paths) or _gains(paths[1]):
+            raise NotFoldable("its attention does not lie between two matrices")
+        value, out = (path.pieces for path in paths)
+        first, last = len(before_weight(value)), len(out) - len(before_weight(out[::-1]))
+        between = (*value[first:], *out[:last])
+        around = self._product((*value[:first], *out[last:], *(one for one in between if one.kind == "token")))
+        around *= _largest(_gains(paths[0])) if _gains(paths[0]) else 1.0
+        w_value, w_out = (
+            dense(tuple([one for one in pieces if one.kind not in ("token", "gain")]), n_in)
+            for pieces, n_in in ((value[first:], -1), (out[:last], mixing.shape[1] * mixing.shape[3]))
+        )
+        w_value, w_out = w_value.unflatten(0, (n_heads, -1)).mT, w_out.T.unflatten(0, (n_heads, -1))
+        # ‖W_v W_o‖ = ‖R W_o‖ for W_v = Q R: a head's few channels instead of D rows.
+        by_head = around * spectral_norm(torch.linalg.qr(w_value).R @ w_out)
+        if self.reading == "measured":
+            return float((spectral_norm(mixing.matrix()[0]).to(by_head) * by_head).sum())
+        return float(mixing.shape[2] ** 0.5 * by_head.sum())
+
+    # Feed-forward -----------------------------------------------------------------------------------------------------
+
+    def _branches(self) -> list[float]:
+        paths = self.found.branches
+        factors = [_largest(_gains(path)) for path in paths]
+        if self.reading != "measured":
+            gated = self._gated()
+            if gated is not None:
+                # An activation that exceeds |z| would break the bound on the gate; what was measured then stands.
+                factors = [max(f, gated[_is_gate(path)]) for path, f in zip(paths, factors, strict=True)]
+            else:
+                # φ(z)/z ≤ 1 for every usual activation; for one that exceeds it there is no constant: it is measured.
+                factors = [1.0 if self.reading == "printed" else max(1.0, f) for f in factors]
+        return [factor * self._product(path.pieces) for factor, path in zip(factors, paths, strict=True)]
+
+    def _gated(self) -> tuple[float, float] | None:
+        """The largest factors on up and on gate, by weights; None without a gate, zero where no norm bounds them."""
+        both = self._with_both_branches()
+        if both is None or sorted(map(_is_gate, both.branches)) != [False, True]:
+            return None
+        up, gate = sorted(both.branches, key=_is_gate)
+        if both.first or not has_norm(before_weight(up.pieces)):
+            return 0.0, 0.0
+        share = 0.5 if self.recording.rules.gate == "half" else 1.0
+        return share * _longest(both, gate), share * _longest(both, up)
+
+    def _with_both_branches(self) -> Wiring | None:
+        """The block with gate and up both live: what is held leaves no weights in a program."""
+        if len(self.found.branches) > 1:
+            return self.found
+        try:
+            return wiring(self.both(), self.n)
+        except AnatomyError:
+            return None
 
 
-def _norm(norm: NormPart, inverse_std: Tensor | None, reading: Reading) -> float:
-    r"""$\Vert\gamma\Vert_\infty \max_l 1/\sigma_l$; the print has the variance for σ."""
-    assert inverse_std is not None, "a norm that was found has its scale held"
-    gain = 1.0 if norm.gain is None else float(at_least_float32(norm.gain).abs().max())
-    largest = float(inverse_std.max())
-    return gain * (largest**2 if reading == "printed" else largest)
+def _gains(path: Path) -> list[Tensor]:
+    return [piece.by for piece in path.pieces if piece.kind == "gain"]
 
 
-def _scale(layer_scale: Tensor | None, parts: BlockParts) -> float:
-    largest = 1.0 if layer_scale is None else float(at_least_float32(layer_scale).abs().max())
-    return largest * abs(parts.residual_multiplier)
+def _largest(gains: list[Tensor]) -> float:
+    return float(product_of(gains).abs().max()) if gains else 1.0
 
 
-def _attention(parts: BlockParts, held: Factors, reading: Reading) -> float:
-    r"""$\sum_h \Vert A_h\Vert_2\Vert W_{v,h}W_{o,h}\Vert_2$, with $\Vert A_h\Vert_2 \le \sqrt L$ unless measured."""
-    w_value = at_least_float32(parts.value.weight).unflatten(1, (parts.n_kv_heads, -1)).transpose(0, 1)
-    w_value = w_value.repeat_interleave(parts.n_heads // parts.n_kv_heads, 0)
-    w_out = at_least_float32(parts.out.weight).unflatten(0, (parts.n_heads, -1))
-    # ‖W_v W_o‖ = ‖R W_o‖ for W_v = Q R: a head's few channels instead of D rows.
-    by_head = spectral_norm(torch.linalg.qr(w_value).R @ w_out)
-    if reading == "measured":
-        return float((spectral_norm(held.attention).to(by_head) * by_head).sum())
-    return float(held.attention.shape[-1] ** 0.5 * by_head.sum())
+def _is_gate(path: Path) -> bool:
+    """Whether a branch is the one that the activation sees: it has a factor of that, and one of the other branch."""
+    return len(_gains(path)) > 1
 
 
-def _feed_forward(parts: BlockParts, held: Factors, reading: Reading) -> float:
-    ffn = parts.feed_forward
-    up, gate = _largest_factors(parts, held, reading)
-    inner = up * float(spectral_norm(at_least_float32(ffn.up.weight)))
-    if ffn.gate is not None and gate:
-        inner += gate * float(spectral_norm(at_least_float32(ffn.gate.weight)))
-    return inner * float(spectral_norm(at_least_float32(ffn.down.weight)))
+def _longest(both: Wiring, path: Path) -> float:
+    """The largest entry that the first matrix of a branch can give on a row that the norm before it has normalised."""
+    entry = before_weight(path.pieces)
+    inner = tuple(takewhile(lambda piece: piece.kind != "gain", path.pieces))
+    read, given = (both.slot_of(Path(path.source, pieces)) for pieces in (entry, inner))
+    assert read is not None and given is not None, "the paths were read from slots"
+    shift, bias = (_at_zero(both.program, *slots) for slots in ((path.source, read), (read, given)))
+    weight = dense(tuple([piece for piece in inner[len(entry) :] if piece.kind != "token"]), -1).T
+    scales = [piece.by for piece in entry if piece.kind == "scale"]
+    return gate_bound(weight, bias, product_of(scales) if scales else torch.ones_like(shift), shift)
 
 
-def _largest_factors(parts: BlockParts, held: Factors, reading: Reading) -> tuple[float, float]:
-    """The largest factors on the up and on the gate branch."""
-    measured = tuple(0.0 if factor is None else float(factor.abs().max()) for factor in (held.up, held.gate))
-    ffn = parts.feed_forward
-    if reading == "measured":
-        return measured[0], measured[1]
-    if ffn.gate is None:
-        # φ(z)/z ≤ 1 for every usual activation; for one that exceeds it there is no constant, and it is measured.
-        return (1.0 if reading == "printed" else max(1.0, measured[0])), 0.0
-    if parts.norm_2 is None or parts.layout == "post_ln":
-        return measured[0], measured[1]
-    share = 0.5 if held.up is not None and held.gate is not None else 1.0
-    up = share * _longest(ffn.gate, parts.norm_2) if held.up is not None else 0.0
-    gate = share * _longest(ffn.up, parts.norm_2) if held.gate is not None else 0.0
-    # An activation that exceeds |z| would break the bound on the gate; what was measured then stands.
-    return max(up, measured[0]), max(gate, measured[1])
-
-
-def _longest(projection: Projection, norm: NormPart) -> float:
-    """The largest entry that a projection can give on a row that `norm` has normalised."""
-    weight = at_least_float32(projection.weight)
-    scale = torch.ones_like(weight[:, 0]) if norm.gain is None else at_least_float32(norm.gain)
-    shift = torch.zeros_like(scale) if norm.shift is None else at_least_float32(norm.shift)
-    bias = torch.zeros_like(weight[0]) if projection.bias is None else at_least_float32(projection.bias)
-    return gate_bound(weight, bias, scale, shift)
+def _at_zero(program: Program, start: int, stop: int) -> Tensor:
+    """What one token of a slot holds when another slot is zero: the biases and shifts between them."""
+    part = program.part((start,), (stop,))
+    return at_least_float32(part.run(*part.zeros())[0].flatten(0, -2)[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensorlens.models.precision import at_least_float32
 from tensorlens.program.folding.pieces import Path, Pieces
-from tensorlens.program.folding.reading import Mixing, NotFoldable
+from tensorlens.program.folding.reading import AttentionStep, NotFoldable
 from tensorlens.program.folding.wiring import Wiring, naming_block, wiring
 from tensorlens.recording.recording import Heads, Recording
 
@@ -56,7 +56,7 @@ class Form(NamedTuple):
         n_channels: Channels of a state.
     """
 
-    mixing: Mixing
+    mixing: AttentionStep
     value: tuple[Chain, ...]
     head_gain: Tensor | None
     out: tuple[Chain, ...]
@@ -129,7 +129,7 @@ def _chain(path: Path) -> Chain:
     return Chain(rest[:first], tuple([piece.by for piece in rest[first : last + 1]]), rest[last + 1 :], tokens)
 
 
-def _head_gain(value: Chain, mixing: Mixing) -> Tensor | None:
+def _head_gain(value: Chain, mixing: AttentionStep) -> Tensor | None:
     """Gains of values that are one number for each token and head, which attention can take along."""
     if not value.gains:
         return None

@@ -1,4 +1,4 @@
-"""What each slot of a block holds, as paths: an interpretation of its linear steps, without running them.
+"""What each slot of a block holds, as paths: an interpretation of its steps, without running them.
 
 Every slot is a sum of paths from a few sources. Steps that scale, centre or multiply by a matrix add a piece to each
 path; steps that move axes are followed by sending the numbers of rows and of channels through them. Numbers are
@@ -77,7 +77,7 @@ class Sum:
 
 
 @dataclass(frozen=True, eq=False)
-class Mixing:
+class AttentionStep:
     """Attention meeting values.
 
     Attributes:
@@ -94,7 +94,7 @@ class Mixing:
 
 
 class Reading:
-    """Reads the steps of a linear program, one after the other.
+    """Reads the steps of a program, one after the other. What they add is left out.
 
     Args:
         program: The program, whose first input is a state (sample, token, channel).
@@ -107,7 +107,7 @@ class Reading:
         self.n_samples, self.n_tokens, n_channels = shape
         self.device = program.specs[start].device
         self.sums = dict(sources or {start: Sum(shape, (False, False, n_channels > 1), (Path(start),))})
-        self.mixing: Mixing | None = None
+        self.mixing: AttentionStep | None = None
 
     def read(self, step: Step) -> None:
         """One more step.
@@ -191,7 +191,7 @@ class Reading:
         return value.then(Piece("gain", by) if per_channel else Piece("token", by[:, 0]))
 
     def added(self, a: Any, b: Any) -> Sum:
-        """A sum of two values; what is constant adds nothing to a linear program."""
+        """A sum of two values, of which one may be constant: that is left out."""
         shape = torch.broadcast_shapes(*(getattr(one, "shape", ()) for one in (a, b)))
         a, b = (self.expanded(one, shape) if isinstance(one, Sum) else None for one in (a, b))
         if a is None or b is None:
@@ -224,7 +224,7 @@ class Reading:
             return found.reshape(self.n_samples, -1, n_out, n_out)
 
         n_heads = math.prod(lead) // n_samples
-        self.mixing = Mixing(slot, (self.n_samples, n_heads, n_out, d_head), values, matrix)
+        self.mixing = AttentionStep(slot, (self.n_samples, n_heads, n_out, d_head), values, matrix)
         return replace(values.from_here(slot), shape=(*lead, n_out, d_head))
 
 
@@ -318,13 +318,13 @@ def _(
     x: Sum,
     inverse: Tensor,
     weight: Tensor | None,
-    bias: None,
+    bias: Any,
     axes: Sequence[int],
     centred: bool,
     unit: Tensor | None = None,
 ) -> Sum:
-    if unit is not None:
-        raise NotFoldable("the statistic of a norm is followed")
+    if unit is not None or isinstance(bias, Sum):
+        raise NotFoldable("more than a row of channels goes into a norm")
     if centred:
         _check_axes(x, axes)
         x = x.then(CENTRE)
