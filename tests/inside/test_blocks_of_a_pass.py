@@ -157,6 +157,78 @@ def test_a_block_that_changes_channels_writes_all_that_leaves_it() -> None:
     assert float(wider.sum() + d.scores[-1].sum()) == pytest.approx(d.value, rel=1e-9)  # and the bias of the head
 
 
+class Uncommon(nn.Module):
+    """A norm spelled out, a stream that is flattened, masks of a finite number, keys of an earlier state, no biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+        self.both, self.key, self.out = (nn.Linear(8, n, bias=False) for n in (16, 8, 8))
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, first: Any) -> tuple[Tensor, Any]:
+        shape, flat = x.shape, x.reshape(-1, 8)
+        flat = flat + self.down(self.up(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()).relu()).reshape(-1, 8)
+        state = flat.reshape(shape)
+        q, v = self.both(state / (state.square().mean(-1, keepdim=True) + 1e-6).sqrt()).chunk(2, -1)
+        k = self.key(x)
+        later = torch.ones(shape[1], shape[1], dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(later, -1e4)
+        flat = flat + self.out(scores.softmax(-1) @ v).reshape(-1, 8)
+        return (flat + self.gain * flat.relu()).reshape(shape), first
+
+
+def uncommon(rules: tl.Rules | None = None) -> tl.AttentionTensor:
+    model = ValueResidual()
+    model.layers, model.lm_head = nn.ModuleList([Uncommon(), Uncommon()]), nn.Linear(8, 20, bias=False)
+    return tl.Lens(zoo.randomise(model).double().eval(), blocks="layers", rules=rules or tl.Rules())([3, 4, 5])
+
+
+PARTS = ["feed-forward", "attention head 0", "attention bias", "feed-forward 2"]
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_parts_are_told_apart_alike_by_every_member(member: str) -> None:
+    T = uncommon(MEMBERS[member])
+    c = T.components(-1, TARGET)
+    assert [str(label) for label in c.labels] == [
+        "embedding",
+        *(f"block {n}, {part}" for n in (0, 1) for part in PARTS),
+    ]
+
+
+def test_without_biases_all_of_a_node_comes_by_its_edges() -> None:
+    T = uncommon()
+    graph = T.graph(-1, TARGET, share=1.0, max_nodes=10**6)
+    # The attention reads the state that enters its block beside the stream of its own sum.
+    nodes = [i for i, node in enumerate(graph.nodes) if "feed-forward" in node.component.kind]
+    assert len(nodes) > 4
+    for i in nodes:
+        into = sum(edge.weight for edge in graph.edges if edge.target == i)
+        assert into == pytest.approx(graph.nodes[i].value, rel=1e-9, abs=1e-12)
+
+
+def test_neurons_of_a_feed_forward_are_its_own() -> None:
+    c = uncommon().components(-1, TARGET, neurons=[1])
+    names = [str(label) for label in c.labels if label.block == 1]
+    assert names[:12] == [f"block 1, neuron {i}" for i in range(12)]
+    assert "block 1, feed-forward 2" in names  # it has no matrix
+    assert len([name for name in names if "neuron" in name]) == 12
+
+
+def test_a_key_that_a_finite_number_masks_is_refused_and_keys_may_be_of_an_earlier_state() -> None:
+    T = uncommon()
+    with pytest.raises(tl.InputError, match="masked"):
+        T.score(1, 0, 0, 2)
+    by_token, by_component = T.score(1, 0, 2, 0), T.score(1, 0, 2, 0, by="component")
+    assert float(by_component.scores.sum()) == pytest.approx(float(by_token.scores.sum()), rel=1e-9)
+    for found in (by_token, by_component):
+        assert found.scores[-1].abs().max() < 1e-12 and found.scores[:, -1].abs().max() < 1e-12  # there are no biases
+    assert "block 1, feed-forward" in by_component.out_tokens
+    column = by_component.scores[:, by_component.in_tokens.index("block 1, feed-forward")]
+    assert column.abs().max() < 1e-12  # keys read what was there before it
+
+
 # Without a model, with several samples --------------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ import zoo
 
 import tensorlens as tl
 from tensorlens.inside.component_map import ComponentMap
+from tensorlens.inside.components import find
+from tensorlens.inside.target import Pass
 from tensorlens.recording import blocks
 
 OUT, TARGET = 4, 5
@@ -79,6 +81,14 @@ def test_experts_are_told_apart_at_every_length(monkeypatch: pytest.MonkeyPatch)
     c = long.components(OUT, TARGET, experts=[1])
     assert any(label.expert is not None for label in c.labels)
     assert_same(kept.components(OUT, TARGET, experts=[1]), c)
+
+
+def test_one_block_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, long = tensors(monkeypatch, tl.Lens(zoo.build("llama", "sdpa")))
+    for T, n_there in ((kept, 3), (long, 1)):
+        run = Pass(T.operator, {TARGET: 1.0}, OUT)
+        find(run, "total")
+        assert len(run._values) == len(run._cotangents) == n_there
 
 
 @pytest.mark.parametrize("effect", ["total", "direct"])

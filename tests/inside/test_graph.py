@@ -141,8 +141,12 @@ def test_edges_cross_from_the_decoder_to_the_encoder() -> None:
     graph = T.graph(2, TARGET, share=1.0, max_nodes=10**6)
     kinds = {(node.component.block, node.component.kind) for node in graph.nodes}
     assert {(0, "attention head"), (2, "attention 2 head"), (3, "feed-forward")} <= kinds
+    c = T.components(2, TARGET)
+    worth = {label: row for label, row in zip(c.labels, c.scores, strict=True)}
     for i, node in enumerate(graph.nodes):
         assert node.constant == pytest.approx(0.0, abs=1e-5)  # it has no biases
+        if node.component.kind in ("attention head", "attention 2 head", "feed-forward"):
+            assert node.value == pytest.approx(float(worth[node.component][node.token]), rel=1e-5, abs=1e-8)
         if node.component.kind not in ("embedding", "bias", "attention bias", "attention 2 bias"):
             assert into(graph, i) == pytest.approx(node.value, rel=1e-5, abs=1e-5)
 
@@ -159,6 +163,18 @@ def test_experts_and_blocks_of_one_piece_are_nodes() -> None:
         for i, node in enumerate(graph.nodes):
             if node.component.kind in ("target", "block", "attention head", "feed-forward"):
                 assert into(graph, i) + node.constant == pytest.approx(node.value, rel=1e-6, abs=1e-6)
+
+
+def test_a_block_of_one_piece_reads_all_but_what_it_hands_on() -> None:
+    model = zoo.randomise(Knots()).double().eval()
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias"):
+            nn.init.zeros_(parameter)
+    graph = tl.Lens(model, blocks="layers")([3, 4, 5]).graph(-1, 7, share=1.0, max_nodes=10**6)
+    nodes = [i for i, node in enumerate(graph.nodes) if node.component.kind == "block"]
+    assert len(nodes) > 3
+    for i in nodes:
+        assert into(graph, i) == pytest.approx(graph.nodes[i].value, rel=1e-9, abs=1e-12)
 
 
 # The record ----------------------------------------------------------------------------------------------------------
