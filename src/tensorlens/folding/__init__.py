@@ -1,1 +1,0 @@
-"""A block as matrices: found by watching a replay, proved where it is used."""
