@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
 
 
+@runtime_checkable
 class HasModel(Protocol):
     """A lens."""
 

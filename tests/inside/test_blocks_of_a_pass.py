@@ -15,7 +15,7 @@ import tensorlens as tl
 from tensorlens.inside.depths import at_depths
 from tensorlens.inside.target import Pass
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.attention_matrices import mixing
+from tensorlens.operators.attention_matrices import mixing
 from tensorlens.program.nodes import Spec
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.recording.record import record

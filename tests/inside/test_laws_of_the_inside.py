@@ -17,7 +17,7 @@ from autograd_twin import logit
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.program.attention_matrices import mixing
+from tensorlens.operators.attention_matrices import mixing
 
 OUT, TARGET = 4, 2
 HEADLESS = ("bert", "albert", "dinov2")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.inside import score
-from tensorlens.program.attention_matrices import mixing
+from tensorlens.operators.attention_matrices import mixing
 
 CASES = [
     (name, attention)

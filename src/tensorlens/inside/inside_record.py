@@ -23,7 +23,7 @@ from tensorlens.inside.graph import Growth, check_growth
 from tensorlens.inside.looks import Look, Why, strongest, why
 from tensorlens.inside.record_files import save_record
 from tensorlens.inside.target import Explained, Pass
-from tensorlens.program.attention_matrices import mixing
+from tensorlens.operators.attention_matrices import mixing
 from tensorlens.strict_json import to_json
 from tensorlens.views.inside_page import inside_page
 

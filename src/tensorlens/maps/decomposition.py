@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.models.precision import at_least_float32
-from tensorlens.program.attention_matrices import Mixing
-from tensorlens.program.folding.fold import dense
-from tensorlens.program.folding.pieces import Path, Pieces
-from tensorlens.program.folding.wiring import Wiring, before_weight, has_norm, wiring
+from tensorlens.operators.attention_matrices import Mixing
+from tensorlens.operators.folding.fold import dense
+from tensorlens.operators.folding.pieces import Path, Pieces
+from tensorlens.operators.folding.wiring import Wiring, before_weight, has_norm, wiring
 from tensorlens.recording.recording import Recording
 
 Vectors = Float[Tensor, "*sample out_token in_token channel"]

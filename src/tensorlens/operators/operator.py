@@ -19,8 +19,8 @@ from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
-from tensorlens.program.folding.pull import FoldedRows
-from tensorlens.program.folding.push import push_each_token
+from tensorlens.operators.folding.pull import FoldedRows
+from tensorlens.operators.folding.push import push_each_token
 from tensorlens.recording.recording import Heads, Recording, Span
 
 CHUNK = 32

@@ -25,12 +25,12 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.models.precision import at_least_float32
 from tensorlens.operators.bounds import gate_bound, spectral_norm
-from tensorlens.program.folding.fold import dense
-from tensorlens.program.folding.form import in_form
-from tensorlens.program.folding.form import product as product_of
-from tensorlens.program.folding.pieces import Path, Pieces
-from tensorlens.program.folding.reading import NotFoldable
-from tensorlens.program.folding.wiring import Wiring, before_weight, has_norm, naming_block, wiring
+from tensorlens.operators.folding.fold import dense
+from tensorlens.operators.folding.form import in_form
+from tensorlens.operators.folding.form import product as product_of
+from tensorlens.operators.folding.pieces import Path, Pieces
+from tensorlens.operators.folding.reading import NotFoldable
+from tensorlens.operators.folding.wiring import Wiring, before_weight, has_norm, naming_block, wiring
 from tensorlens.program.program import Program
 from tensorlens.recording.record import record
 from tensorlens.recording.recording import Recording, Span

@@ -12,28 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
+from tensorlens.tensor import AttentionTensor
 
 PROBES = 16
 """Random directions of each norm; the relative error of a norm is about one over their root twice."""
-
-
-class HasProgram(Protocol):
-    """An attention tensor."""
-
-    @property
-    def program(self) -> Program: ...  # noqa: D102
-    @property
-    def operator(self) -> TensorOperator: ...  # noqa: D102
 
 
 class StepDifference(NamedTuple):
@@ -69,8 +61,8 @@ class Comparison:
         steps: The steps that differ, in the order of the programs.
     """
 
-    first: HasProgram = field(repr=False)
-    second: HasProgram = field(repr=False)
+    first: AttentionTensor = field(repr=False)
+    second: AttentionTensor = field(repr=False)
     probes: int
     seed: int
     steps: tuple[StepDifference, ...] = field(repr=False)
@@ -109,13 +101,13 @@ class Comparison:
             rows.append(torch.where(size == 0, torch.where(apart == 0, 0.0, torch.nan), ratio))
         return torch.stack(rows).float()
 
-    def _pulled(self, operator: TensorOperator, out_token: int, starts: Tensor) -> Tensor:
+    def _pulled(self, operator: FrozenOperator, out_token: int, starts: Tensor) -> Tensor:
         u = operator.output.new_zeros(len(starts), *operator.output.shape)
         u[:, out_token] = starts.to(u)
         return operator.adjoint(u).double().cpu()
 
 
-def compare(first: HasProgram, second: HasProgram, *, probes: int = PROBES, seed: int = 0) -> Comparison:
+def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PROBES, seed: int = 0) -> Comparison:
     """Compare two attention tensors: two inputs, two members, or a model before and after a change.
 
     Args:
@@ -125,7 +117,7 @@ def compare(first: HasProgram, second: HasProgram, *, probes: int = PROBES, seed
         seed: Of the directions.
     """
     for one in (first, second):
-        if not isinstance(getattr(one, "program", None), Program):
+        if not isinstance(one, AttentionTensor):
             raise InputError(f"`compare` expected two attention tensors; got {type(one).__name__}.")
     if type(probes) is not int or probes < 1:
         raise InputError(f"`probes` must be a number of directions, 1 or more; got {probes!r:.60}.")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tensorlens.program.folding.fold import FoldedBlock
+from tensorlens.operators.folding.fold import FoldedBlock
 
 HEADS_APART = {"cuda": True, "cpu": False}
 """Whether W_out acts on each head by itself, which saves a copy: where launching costs more than the products do."""

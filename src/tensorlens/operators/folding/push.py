@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens.memory import fitting
-from tensorlens.program.folding.fold import Factors, FoldedBlock
-from tensorlens.program.folding.pull import FoldedRows
+from tensorlens.operators.folding.fold import Factors, FoldedBlock
+from tensorlens.operators.folding.pull import FoldedRows
 
 BAND = {"cuda": 16, "cpu": 8}
 """Tokens in a band: fewer save more of the work above the diagonal, more make larger products."""

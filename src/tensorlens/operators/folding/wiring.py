@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tensorlens.program.folding.pieces import Path, Pieces
-from tensorlens.program.folding.reading import AttentionStep, NotFoldable, Reading, Sum
+from tensorlens.operators.folding.pieces import Path, Pieces
+from tensorlens.operators.folding.reading import AttentionStep, NotFoldable, Reading, Sum
 from tensorlens.program.program import Program
 from tensorlens.recording.recording import Heads, Recording, Span
 

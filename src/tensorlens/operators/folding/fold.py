@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.models.precision import at_least_float32
-from tensorlens.program.folding.form import Chain, Form, product
-from tensorlens.program.folding.pieces import Piece, Pieces
+from tensorlens.operators.folding.form import Chain, Form, product
+from tensorlens.operators.folding.pieces import Piece, Pieces
 
 ALIGNED = 16
 """Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""

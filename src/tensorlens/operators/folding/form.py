@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tensorlens.models.precision import at_least_float32
-from tensorlens.program.folding.pieces import Path, Pieces
-from tensorlens.program.folding.reading import AttentionStep, NotFoldable
-from tensorlens.program.folding.wiring import Wiring, naming_block, wiring
+from tensorlens.operators.folding.pieces import Path, Pieces
+from tensorlens.operators.folding.reading import AttentionStep, NotFoldable
+from tensorlens.operators.folding.wiring import Wiring, naming_block, wiring
 from tensorlens.recording.recording import Heads, Recording
 
 
