@@ -168,12 +168,18 @@ def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
     found = product(torch.matmul, "matmul", x, turned, how)
     return found if bias is None else found + bias
 
+ADDED_PRODUCT = (
+    *("input", "self", "batch1", "mat1", "vec1", "tensor1", "end"),
+    *("batch2", "mat2", "vec2", "vec", "tensor2", "weight"),
+)
+"""What torch calls the summand and the two factors, in the order they are given."""
+
+
 
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
 def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
-    names = "input self batch1 mat1 vec1 tensor1 end batch2 mat2 vec2 vec tensor2 weight".split()
-    base, left, right = (*args, *(kwargs[key] for key in names if key in kwargs))[:3]
+    base, left, right = (*args, *(kwargs[key] for key in ADDED_PRODUCT if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
     if name == "lerp":
         return base + right * (left - base)
