@@ -168,12 +168,12 @@ def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
     found = product(torch.matmul, "matmul", x, turned, how)
     return found if bias is None else found + bias
 
+
 ADDED_PRODUCT = (
     *("input", "self", "batch1", "mat1", "vec1", "tensor1", "end"),
     *("batch2", "mat2", "vec2", "vec", "tensor2", "weight"),
 )
 """What torch calls the summand and the two factors, in the order they are given."""
-
 
 
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
