@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _set_vmap_fallback_warning_enabled  # type: ignore[import-not-found]
 from torch.utils._pytree import tree_map
 
 from tensorlens.memory import is_out_of_memory
@@ -32,11 +33,11 @@ def of_each(function: Callable[[Any], Any], items: Any) -> Any:
 
 def _together(function: Callable[[Any], Any], items: Any) -> Any:
     # torch warns of operations that it takes one by one; we would do no better.
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    _set_vmap_fallback_warning_enabled(False)
     try:
         return torch.vmap(function)(items)
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        _set_vmap_fallback_warning_enabled(True)
 
 
 def _one(items: Any, n: int) -> Any:
