@@ -114,7 +114,7 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
         modules=[(one.path, one.slot) for one in recording.modules],
         rules_applied=[(rule, module, n) for (rule, module), n in recording.rules_applied.items()],
         name=recording.name,
-        span=tuple(operator.span),
+        span=(operator.span.start, operator.span.stop),
         sample=operator.sample,
         context=_context_record(context),
     )
@@ -137,7 +137,9 @@ def _beside(operator: FrozenOperator) -> dict[str, Tensor]:
     if recording.readout is not None:
         found["readout"] = recording.readout
     if head is not None:
-        found |= {"head.weight": head.weight.detach()} | ({} if head.bias is None else {"head.bias": head.bias.detach()})
+        found |= {"head.weight": head.weight.detach()} | (
+            {} if head.bias is None else {"head.bias": head.bias.detach()}
+        )
     return found
 
 
@@ -234,7 +236,9 @@ def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], to: Reader) -
         n_encoder_blocks=record.n_encoder_blocks,
         starts_at_embedding=record.starts_at_embedding,
         gives_raw_logits=record.gives_raw_logits,
-        mixtures=tuple([Mixture(*one[:3], to.value(one[3]), to.value(one[4])) for one in record.mixtures]),
+        mixtures=tuple(
+            [Mixture(one[0], one[1], one[2], to.value(one[3]), to.value(one[4])) for one in record.mixtures]
+        ),
         meetings=tuple([Meeting(*one) for one in record.meetings]),
         modules=tuple([ModuleOutput(path, slot) for path, slot in record.modules]),
         rules_applied={(rule, module): n for rule, module, n in record.rules_applied},
