@@ -66,9 +66,11 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
 @contextmanager
 def with_autograd() -> Iterator[None]:
     """Let torch's autograd work: a rule that was reached by a kernel runs beneath it, where nothing has a gradient."""
-    with torch.overrides.enable_reentrant_dispatch(), torch._C.DisableTorchFunctionSubclass():
-        with torch._C._DisableTorchDispatch():
-            yield
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def slope_of(function: Elementwise, x: Tensor) -> Tensor:
