@@ -468,7 +468,7 @@ class DatasetMaps:
             return self._apart(prepared, f"samples go one by one: {str(error).splitlines()[0]}", "one by one")
         if batch.recording.mixes_samples is not None or not self._is_checked and batch.mixing is not None:
             return self._apart(prepared, MIXED.format(batch.mixing), "one by one")
-        if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
+        if batch.recording.anatomy.leaves_blocks_out:
             return self._apart(prepared, "samples go one by one: how many blocks run depends on the input", "one by one")
         self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}

@@ -25,6 +25,7 @@ from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
 from tensorlens.operators.model_itself import as_tokens
+from tensorlens.program.nodes import words
 from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.prologue import Reborn
@@ -43,6 +44,8 @@ ACCEPTED = 2e-2
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
 """Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+JUMPS = words("round trunc floor ceil sign threshold hardshrink floor_divide")
+"""Functions that finite differences may step over a jump of."""
 
 
 @dataclass
@@ -54,12 +57,19 @@ class Capture:
         whole: That of the whole model; None for one in half precision.
         left_out: Blocks that cannot be run on their own.
         by_design: Modules that hold what finite differences move.
+        jumping: Modules of functions with jumps.
     """
 
     blocks: dict[int, float] = field(default_factory=dict)
     whole: float | None = None
     left_out: list[int] = field(default_factory=list)
     by_design: tuple[str, ...] = ()
+    jumping: tuple[str, ...] = ()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a gap may have other reasons than a path that was lost."""
+        return bool(self.by_design or self.jumping)
 
     @property
     def error(self) -> float | None:
@@ -71,7 +81,11 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the Jacobian's member of a model with finite differences of the model itself."""
     short = _shortened(recording)
     origin = short.from_model("The law of capture")
-    found = Capture(by_design=tuple(sorted({module for rule, module in short.rules_applied if rule.startswith(READS)})))
+    applied = sorted(short.rules_applied)
+    found = Capture(
+        by_design=tuple([module for rule, module in applied if rule.startswith(READS)]),
+        jumping=tuple([module for rule, module in applied if rule.rpartition(": ")[2] in JUMPS]),
+    )
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     with tf32(False):
         for call, state in zip(origin.calls, short.states, strict=False):

@@ -18,7 +18,6 @@ from torch import Tensor
 from tensorlens.axes import Range
 from tensorlens.memory import free_bytes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
-from tensorlens.program.constants import Constants
 from tensorlens.operators.folding.fold import ALIGNED, FoldedBlock, fold
 from tensorlens.operators.folding.form import form_of
 from tensorlens.operators.folding.pull_few import pull_few
@@ -126,10 +125,8 @@ class FoldedRows:
             return pulled.values
 
     def _check(self) -> None:
-        """Raise if a weight was written to since the pass was recorded."""
-        constants = self.recording.program.constants
-        if isinstance(constants, Constants):
-            constants.check()
+        """Raise if a weight of the range was written to since the pass was recorded."""
+        self.recording.part(self.span, self.heads)
 
     def block(self, n: int) -> FoldedBlock:
         """The matrices of one block, for this sample."""
