@@ -26,6 +26,7 @@ from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
 from tensorlens.operators.model_itself import as_tokens
 from tensorlens.program.nodes import words
+from tensorlens.program.program import Program
 from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.prologue import Reborn
@@ -54,8 +55,8 @@ class Capture:
 
     Attributes:
         blocks: The gap of each block that was measured.
-        whole: That of the whole model; None for one in half precision.
-        left_out: Blocks that cannot be run on their own.
+        whole: That of the whole model; None for one in half precision, or with parts in it.
+        left_out: Blocks that cannot be run on their own, or round to half precision by their own code.
         by_design: Modules that hold what finite differences move.
         jumping: Modules of functions with jumps.
     """
@@ -94,7 +95,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
                 found.left_out.append(call.n)
             else:
                 found.blocks[call.n] = gap
-        if recording.states[0].dtype not in HALF and not recording.n_encoder_blocks:
+        if not recording.n_encoder_blocks and not _is_half(short.program):
             found.whole = _gap_of_model(origin, rules, short, generator)
     return found
 
@@ -143,9 +144,16 @@ def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator) -> flo
         if x.dtype in HALF:
             call, x = _in_float32(call), x.float()
         program = call.record(x, Rules.jacobian()).program.linear
+        if _is_half(program):
+            return None
         return _gap(call.run, lambda v: program.run(v)[0], x, generator)
     except (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
         return None
+
+
+def _is_half(program: Program) -> bool:
+    """Whether parts of a program are in half precision, in which finite differences are noise."""
+    return any(program.specs[step.out].dtype in HALF for step in program.steps)
 
 
 def _in_float32(call: BlockCall) -> BlockCall:

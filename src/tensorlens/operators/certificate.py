@@ -283,7 +283,9 @@ def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
         found.append("loaded without the model: neither its value nor what was captured of it is compared with it")
     if seen.left_out:
         blocks = ", ".join(map(str, seen.left_out))
-        found.append(f"block {blocks} could not be run on its own: finite differences say nothing of it")
+        found.append(
+            f"finite differences say nothing of block {blocks}: it cannot be run on its own, or rounds to half precision"
+        )
     if seen.error is not None and seen.error > ACCEPTED and seen.jumping:
         found.append(f"`{seen.jumping[0] or 'the model'}` jumps: finite differences say nothing of what it passes on")
     elif seen.error is not None and seen.error > ACCEPTED and seen.by_design:

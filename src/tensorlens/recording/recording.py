@@ -318,6 +318,17 @@ class Recording:
         program = self.part(span, heads, to_logits=to_logits)
         return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
 
+    def push_alone(self, x: Tensor, n: int, heads: Heads | None = None) -> Tensor:
+        r"""$T_n x$ of block n, with zero for whatever else it reads of earlier blocks."""
+        program = self.program.scaled(self._factors(heads)) if heads else self.program
+        inputs, outputs = self.slots[n], self.slots[n + 1]
+        try:
+            part = program.part(inputs, outputs)
+        except SideChannelError as error:
+            part = program.part((*inputs, *error.slots), outputs)
+        zeros = part.zeros()[len(inputs) :]
+        return self._joined(part.linear.run(*self._divided(inputs, x), *zeros))
+
     def push_each(
         self,
         states: Sequence[Tensor],
