@@ -474,8 +474,11 @@ class DatasetMaps:
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
         checked = [] if self._is_checked else self._to_check(batch)
         self._is_checked = True
+        begun_as = self.together, frozenset(self._alone)
 
         def finish() -> list[Maps]:
+            if begun_as != (self.together, self._alone):  # another batch has failed its check since
+                return self._regrouped(prepared)()
             every = {name: maps() for name, maps in begun.items()}
             found: list[Maps] = [{name: maps[i] for name, maps in every.items()} for i in range(len(prepared))]
             wrong = self._wrong(prepared, found, checked)
