@@ -11,7 +11,7 @@ from tiny_language import tiny_lens, tokenizer
 import tensorlens as tl
 from tensorlens.answers.continuing import decoded
 from tensorlens.errors import InputError, MethodError
-from tensorlens.freezing import replay_of
+from tensorlens.recording import blocks
 
 PROMPT = "The cat sat. It was dark! Who sat there?"
 GIVEN = " A cat did. So it goes."
@@ -160,18 +160,17 @@ def test_through_follows_every_hop(answer):
     torch.testing.assert_close(whole.scores[0], expected.sum(0), **tolerance(answer))
 
 
-def test_long_inputs_keep_no_factors_and_are_pushed_and_pulled_alike(monkeypatch):
+def test_long_inputs_keep_no_constants_and_are_pushed_and_pulled_alike(monkeypatch):
     kept = lens_of("llama").answer(PROMPT, GIVEN)
-    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(blocks, "KEPT_SHARE", 0.0)
     found = lens_of("llama").answer(PROMPT, GIVEN)
-    assert found.tensor.operator.is_streamed and not kept.tensor.operator.is_streamed
+    assert found.tensor.operator.recording.is_streamed and not kept.tensor.operator.recording.is_streamed
     expected = kept.map("sentences", "tokens", engine="pulls")
     for engine in ("pulls", "pushes"):
         made = found.map("sentences", "tokens", engine=engine)
         torch.testing.assert_close(made.scores, expected.scores, **tolerance(found))
         torch.testing.assert_close(made.bias_share, expected.bias_share, **tolerance(found))
     assert found.map("sentences", "tokens").meta["engine"] == "5 pushes"
-    assert "streamed" in found.tensor.operator.engines.answered
 
 
 # Answers -------------------------------------------------------------------------------------------------------------
