@@ -98,7 +98,24 @@ def _softmax(x: Tensor, weights: Tensor, axis: int = -1) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants, and A is never formed."""
+    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants.
+
+    A is never formed for one v; for several in `vmap` its rows are, each once.
+    """
+    if is_batchedtensor(value):
+
+        def together(values: Tensor) -> Tensor:
+            k = _repeated(key, query.shape[-3]) if grouped else key
+            factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+            side_by_side = values.movedim(0, -2).flatten(-2)
+            side_by_side = _repeated(side_by_side, query.shape[-3]) if grouped else side_by_side
+            parts = [
+                rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows).to(values.dtype) @ side_by_side
+                for rows in _chunks(query, k)
+            ]
+            return torch.cat(parts, -2).unflatten(-1, (len(values), -1)).movedim(-2, 0)
+
+        return _Several.apply(value, together)
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
