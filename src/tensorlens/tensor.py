@@ -16,9 +16,9 @@ from tensorlens import tensor_files
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.inside.questions import InsideQuestions
+from tensorlens.maps import finishing
 from tensorlens.maps.context import Context as Context
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps import finishing
 from tensorlens.maps.methods import METHODS, NormKind, Question, check_out_token, check_question
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
@@ -87,7 +87,7 @@ class AttentionTensor(InsideQuestions):
 
     @property
     def program(self) -> Program:
-        """The steps of T and B, each affine: ``print(T.program)`` shows one a line. It runs without the model's code."""
+        """The steps of T and B, each affine; ``print(T.program)`` shows one a line."""
         return self.operator.recording.part(self.operator.span, self.operator.heads)
 
     @own_modes

@@ -27,8 +27,8 @@ from tensorlens.errors import MethodError
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.attention_matrices import mixing
+from tensorlens.operators.operator import FrozenOperator
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
 """Rollout adds the identity to measures without the residual only."""

@@ -146,9 +146,7 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
         return layout.to_native(x).clone() if n == 0 and embedding is None else None  # it may be written to
 
     given = {} if embedding is None else {embedding: lambda _: x.clone()}
-    return run(
-        anatomy, inputs, to="readout", n_blocks=recording.n_blocks, entering=enter, given=given, grad=True
-    )
+    return run(anatomy, inputs, to="readout", n_blocks=recording.n_blocks, entering=enter, given=given, grad=True)
 
 
 def _repeat(value: Any, n: int, n_samples: int) -> Any:

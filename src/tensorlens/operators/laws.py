@@ -157,7 +157,7 @@ def held_by_module(operator: FrozenOperator) -> dict[str, float]:
     if not operator.is_whole or recording.is_streamed:
         return {}
     # Slots of what nobody reads any more, such as queries that are held, are gone.
-    live = {output.slot for output in recording.modules if output.slot in recording.program.specs}
+    live = {output.slot for output in recording.modules if output.slot is not None} & set(recording.program.specs)
     program = recording.program.part(recording.slots[0], recording.slots[-1], also=live)  # type: ignore[arg-type]
     at_x, at_zero = (_sizes(recording, program, live, x) for x in (recording.states[0], 0 * recording.states[0]))
     squares: dict[str, list[float]] = {}

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
-from tensorlens.errors import AnatomyError, MethodError
+from tensorlens.errors import AnatomyError
 from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator

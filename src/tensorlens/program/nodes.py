@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,10 @@ class Held:
     """A constant, by its place in `Program.constants`."""
 
     index: int
+
+
+Axes: TypeAlias = tuple[int, ...]
+"""Numbers of axes, or sizes along them."""
 
 
 class Spec(NamedTuple):

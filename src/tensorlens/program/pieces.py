@@ -68,7 +68,7 @@ class Pieces:
 
     @cached_property
     def at_cuts(self) -> Mapping[int, Tensor]:
-        """Values at X of what pieces read of earlier ones, and of the end; what is not known, by one run from the start."""
+        """Values at X of what pieces read of earlier ones and of the end; the unknown ones by one run from the start."""
         found = dict(self._known)
         missing = {slot for piece in self.programs for slot in piece.inputs}.union(self.program.outputs) - found.keys()
         for piece in self.programs if missing else ():

@@ -84,7 +84,11 @@ class BlockCall:
         finally:
             run.writes.forget()
         program = Program(
-            steps=tuple(run.steps), constants=run.constants, specs=run.specs, inputs=(slot,), outputs=(end,)
+            steps=tuple(run.steps),
+            constants=run.constants,  # type: ignore[arg-type]
+            specs=run.specs,
+            inputs=(slot,),
+            outputs=(end,),
         )
         return BlockProgram(program, n_before, raw(Tensor.detach, output))
 

@@ -15,9 +15,9 @@ from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
+from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
-from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly

@@ -277,7 +277,7 @@ class Recorder:
         slot = run.new_slot(spec_of(tokens))
         self.begun.append((slot, tokens.clone()))
         live = run.live(tokens.view_as(tokens), slot)
-        native = layout.to_native(live)
+        native: Any = layout.to_native(live)
         if type(state) is not Tensor:
             return run.live(value_of(state), run.slot_of(native))
         return run.writes.borrow(state, run.slot_of(native))

@@ -308,7 +308,9 @@ class Recording:
     ) -> list[Tensor]:
         """The same of several cotangents, block by block: for a long input, whose blocks are recorded again."""
         program = self.part(span, heads, to_logits=to_logits).linear
-        return [self._joined(parts) for parts in program.pull_each([self._divided(program.outputs, u) for u in cotangents])]
+        return [
+            self._joined(parts) for parts in program.pull_each([self._divided(program.outputs, u) for u in cotangents])
+        ]
 
     def _divided(self, slots: Sequence[int], x: Tensor) -> list[Tensor]:
         """A state or cotangent as what some slots hold: the encoder's tokens and the decoder's apart."""

@@ -140,7 +140,7 @@ class Writes:
         for x in self.borrowed:
             if type(x) is Live:
                 del x.slot, x.role, x.of, x.stamp
-                x.__class__ = Tensor
+                x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
 
     def borrow(self, x: Tensor, slot: int) -> Live:
@@ -223,7 +223,7 @@ def _stand_in(target: Tensor) -> Tensor:
 
 def _plain_again(x: Tensor) -> Tensor:
     if type(x) is Live:
-        x.__class__ = Tensor
+        x.__class__ = Tensor  # type: ignore[assignment]
     return x
 
 
@@ -249,7 +249,7 @@ def address_of(tensor: Tensor) -> int:
 def geometry_of(x: Tensor) -> Geometry:
     """How a tensor lies in its memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return Geometry(tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        return Geometry(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _length(x: Tensor) -> int:

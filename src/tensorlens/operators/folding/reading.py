@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tensorlens.errors import AnatomyError
 from tensorlens.models.precision import at_least_float32
-from tensorlens.program.composite import rows_of_attention
 from tensorlens.operators.folding.pieces import Path, Piece
+from tensorlens.program.composite import rows_of_attention
 from tensorlens.program.nodes import Held, Slot, Step, leaves, mapped, words
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program

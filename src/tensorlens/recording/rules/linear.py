@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -311,7 +312,7 @@ def on_top(tensors: Any) -> Any:
 @rule("flip")
 def flipped(x: Live, *dims: Any) -> Any:
     """Backwards along axes."""
-    dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     return tape().emit("flip", raw(torch.flip, x, dims), x, tuple(dims), role=role_after("flip", x))
 
 
@@ -339,7 +340,7 @@ def tiled(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @family("tril triu")
-def triangular(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def triangular(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Zero above a diagonal, or below it."""
     diagonal = kwargs.get("diagonal", args[1] if len(args) > 1 else 0)
     value = raw(function, *args, **kwargs)
@@ -382,7 +383,7 @@ def _refuse_nan(name: str) -> Any:
 
 
 @rule("cumsum")
-def running_sums(x: Live, dim: int, dtype: Any = None) -> Any:
+def running_sums(x: Any, dim: int, dtype: Any = None) -> Any:
     """Sums of all up to here."""
     x = x if dtype is None else x.to(dtype)
     return tape().emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
@@ -473,12 +474,6 @@ def _expanded_to(x: Any, value: Tensor) -> Any:
     return x if x.shape == value.shape else x.expand(value.shape)
 
 
-@rule("pad_constant")
-def padded(x: Live, pad: Any, value: Any = 0) -> Any:
-    """The kernel of padding by a number."""
-    return torch.nn.functional.pad(x, tuple(pad), "constant", value)
-
-
 @rule("setitem")
 def assign(x: Tensor, at: Any, new: Any) -> None:
     """`x[at] = new`: linear in both."""
@@ -565,7 +560,7 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 @family("embedding")
-def rows_of_table(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rows_of_table(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Rows of a live table."""
     is_kernel = type(function) is torch._ops.OpOverload
     weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
@@ -617,7 +612,7 @@ def padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     return tape().emit("pad", made, x, tuple(pad), mode, value, role=role_after("pad", x))
 
 
-@rule("constant_pad_nd")
+@rule("pad_constant")
 def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     """The same, as its kernel is called."""
     return padded(x, pad, "constant", value)

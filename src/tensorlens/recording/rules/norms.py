@@ -84,7 +84,7 @@ def _std(x: Live, *args: Any, **kwargs: Any) -> Any:
 
 
 @written_out("norm linalg_vector_norm linalg_norm frobenius_norm")
-def _norm(x: Live, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, ord: Any = None) -> Any:
+def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, ord: Any = None) -> Any:
     p = ord if ord is not None else p
     x = x if dtype is None else x.to(dtype)
     dims = tuple(range(x.dim())) if dim is None else dim
@@ -103,7 +103,7 @@ def _logsumexp(x: Live, dim: Any, keepdim: bool = False) -> Any:
 
 
 @written_out("log_softmax")
-def _log_softmax(x: Live, dim: Any = -1, *_: Any, dtype: Any = None, **__: Any) -> Any:
+def _log_softmax(x: Any, dim: Any = -1, *_: Any, dtype: Any = None, **__: Any) -> Any:
     x = x if dtype is None else x.to(dtype)
     return x - _logsumexp(x, dim, keepdim=True)
 
@@ -225,7 +225,7 @@ def group_norm(
     input: Live, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
     """As `layer_norm` over the channels of a group and all positions."""
-    grouped = input.reshape(input.shape[0], num_groups, -1)
+    grouped: Any = input.reshape(input.shape[0], num_groups, -1)
     inverse = raw(_inverse_std, value_of(grouped), (-1,), eps)
     value = raw(_value, value_of(grouped), inverse, (-1,), True)
     y = normalised("group_norm", grouped, inverse, (-1,), value, centred=True).reshape(input.shape)

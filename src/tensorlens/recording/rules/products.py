@@ -70,7 +70,7 @@ def gated(gate: Live, up: Live) -> Live:
     """φ(g) ⊙ u by the chosen gate rule; every choice gives the product once, not twice."""
     convention = tape().rules.gate
     tape().note(f"gate: {convention}")
-    how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention, convention)
+    how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention) or convention
     return product(torch.mul, "mul", up, gate, how)
 
 
@@ -145,7 +145,8 @@ def _operand(x: Any) -> Any:
 def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear layer; a weight that is live as its input is gets held."""
     run = tape()
-    x, weight, bias = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)[:3]
+    given: tuple[Any, ...] = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)
+    x, weight, bias = given[:3]
     if is_live(weight):
         if is_live(x):
             return _live_weight(x, weight, bias)
@@ -159,7 +160,7 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
     return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
 
 
-def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
+def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
     run, how = tape(), tape().rules.gate
     run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
     how = how if how in ("half", "taylor") else "second held"
@@ -168,11 +169,17 @@ def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
     return found if bias is None else found + bias
 
 
+ADDED_PRODUCT = (
+    *("input", "self", "batch1", "mat1", "vec1", "tensor1", "end"),
+    *("batch2", "mat2", "vec2", "vec", "tensor2", "weight"),
+)
+"""What torch calls the summand and the two factors, in the order they are given."""
+
+
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
 def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
-    names = "input self batch1 mat1 vec1 tensor1 end batch2 mat2 vec2 vec tensor2 weight".split()
-    base, left, right = (*args, *(kwargs[key] for key in names if key in kwargs))[:3]
+    base, left, right = (*args, *(kwargs[key] for key in ADDED_PRODUCT if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
     if name == "lerp":
         return base + right * (left - base)
@@ -182,7 +189,9 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
     if name == "addmm" and beta == alpha == 1 and is_live(left) and not is_live(right) and not is_live(base):
         run = tape()  # a linear layer whose weight lies the other way round
         weight = raw(getattr, right, "mT")
-        return run.emit("linear", raw(function, *args, **kwargs), left, weight, base, role=role_after("linear", left, weight))
+        return run.emit(
+            "linear", raw(function, *args, **kwargs), left, weight, base, role=role_after("linear", left, weight)
+        )
     mixed = torch.outer(left, right) if name == "addr" else torch.matmul(left, right)
     mixed = mixed.sum(0) if name == "addbmm" else mixed
     return (base if beta == 1 else beta * base) + (mixed if alpha == 1 else alpha * mixed)
@@ -382,7 +391,7 @@ def _solve_options(name: str, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (upper, kwargs.get("left", True), kwargs.get("unitriangular", False))
 
 
-def _live_solve(function: Any, matrix: Live, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _live_solve(function: Any, matrix: Any, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """X = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
     x0 = raw(function, matrix, b, *rest, **kwargs)
     is_unit, upper = kwargs.get("unitriangular", False), kwargs.get("upper")

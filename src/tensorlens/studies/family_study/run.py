@@ -172,11 +172,13 @@ def unexplained_bias(tensor: AttentionTensor) -> float:
     """
     program = tensor.program
     names = program.constants.names if isinstance(program.constants, Constants) else {}
-    constants = [torch.empty(0)] * len(program.constants)
-    for n in program.used:
-        value = program.constants[n]
-        constants[n] = torch.zeros_like(value) if _is_additive(names.get(n, "")) else value
-    left = replace(program, constants=constants).run(*program.zeros())
+    constants: list[Any] = [
+        torch.zeros_like(value) if value is not None and _is_additive(names.get(n, "")) else value
+        for n, value in (
+            (n, program.constants[n] if n in program.used else None) for n in range(len(program.constants))
+        )
+    ]
+    left = replace(program, constants=constants).run(*program.zeros())  # type: ignore[arg-type]
     return float(torch.cat(left, 1).norm() / tensor.output.norm())
 
 
