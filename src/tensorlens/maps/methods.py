@@ -45,7 +45,7 @@ class Question:
         operator: The attention tensor, with the recording behind it; of several samples, of the first of them.
         out_tokens: The output of each row.
         samples: The sample of each row.
-        lengths: Tokens of each sample without padding.
+        lengths: Tokens of each sample without padding, where all samples of a recording are asked together.
         target: What In+Class explains; None for the model's own prediction at each output.
         targets: The same per row, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
@@ -76,8 +76,8 @@ class Question:
 
     @property
     def is_batch(self) -> bool:
-        """Whether several samples were recorded together."""
-        return self.recording.n_samples > 1
+        """Whether it is about all samples of a recording, a row for each, and not about one of them."""
+        return len(self.lengths) > 1
 
     @cached_property
     def of(self) -> tuple[int, ...]:
@@ -173,11 +173,10 @@ class Question:
         else:
             weight = recording.head.weight
             columns = (weight[ids] * weights.to(weight)[..., None]).sum(1)
-        x = recording.states[self.operator.span.start]
         if not self.is_batch:
             rows = [recording.at_readout(one, i) for one, i in zip(columns, self.out_tokens, strict=True)]
-            return _weighed(self.operator.pull_from_head(torch.cat(rows)), x[0])
-        readout = recording.readout
+            return _weighed(self.operator.pull_from_head(torch.cat(rows)), self.operator.input)
+        readout, x = recording.readout, recording.states[0]
         return self._by_layers(
             lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
         )

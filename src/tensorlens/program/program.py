@@ -143,9 +143,10 @@ class Program:
     @cached_property
     def held_bytes(self) -> int:
         """The memory of its constants that is not the model's own."""
-        names = self.constants.names if isinstance(self.constants, Constants) else {}
-        held = [self.constants[n] for n in self.used if n not in names]
-        return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}.values())
+        whole = self.constants if isinstance(self.constants, Constants) else Constants(self.constants)
+        held = [whole.values[n] for n in self.used if n not in whole.names]  # what was let go stays so
+        storages = [value.untyped_storage() for value in held if value is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @cached_property
     def used(self) -> frozenset[int]:
