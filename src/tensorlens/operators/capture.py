@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.errors import TensorLensError
+from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
 from tensorlens.operators.model_itself import as_tokens
+from tensorlens.program.nodes import words
 from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.prologue import Reborn
@@ -43,6 +44,9 @@ ACCEPTED = 2e-2
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
 """Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+
+JUMPS = words("round trunc floor ceil floor_divide frac fmod remainder sign")
+"""Functions across whose jumps a finite difference is no derivative."""
 
 
 @dataclass
@@ -71,7 +75,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the Jacobian's member of a model with finite differences of the model itself."""
     short = _shortened(recording)
     origin = short.from_model("The law of capture")
-    found = Capture(by_design=tuple(sorted({module for rule, module in short.rules_applied if rule.startswith(READS)})))
+    found = Capture(by_design=tuple(sorted({module for rule, module in short.rules_applied if _is_by_design(rule)})))
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     with tf32(False):
         for call, state in zip(origin.calls, short.states, strict=False):
@@ -83,6 +87,10 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
         if recording.states[0].dtype not in HALF and not recording.n_encoder_blocks:
             found.whole = _gap_of_model(origin, rules, short, generator)
     return found
+
+
+def _is_by_design(rule: str) -> bool:
+    return rule.startswith(READS) or rule.rpartition(": ")[2] in JUMPS
 
 
 def _shortened(recording: Recording) -> Recording:
@@ -146,7 +154,10 @@ def _gap_of_model(origin: Origin, rules: Rules, short: Recording, generator: tor
     """The gap from X⁰ to X^N; None where the place that makes X⁰ was not seen."""
     if origin.birth is None or short.starts_at_embedding:
         return None
-    recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
+    try:
+        recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
+    except NotLinearError:  # what other members hold has no derivative
+        return None
     to: End = "end" if rules.include_final_norm else "last block"
     layout, birth = origin.calls[0].layout, origin.birth
 

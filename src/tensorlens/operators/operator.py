@@ -21,6 +21,7 @@ from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.folding.pull import FoldedRows
 from tensorlens.operators.folding.push import push_each_token
+from tensorlens.program.pieces import together
 from tensorlens.recording.recording import Heads, Recording, Span
 
 CHUNK = 32
@@ -142,7 +143,7 @@ class FrozenOperator(TensorOperator):
             return torch.cat(way.each([one[None] for one in items]))
         if len(items) > 1:
             try:
-                return torch.vmap(lambda one: way.one(one[None])[0])(items)
+                return together(lambda one: way.one(one[None])[0], items)
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise

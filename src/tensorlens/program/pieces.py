@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from tensorlens.memory import is_out_of_memory
 from tensorlens.program.program import Program
@@ -21,12 +23,21 @@ Cotangents = dict[int, Tensor]
 """Cotangents by slot."""
 
 
+def together(function: Callable[[Any], Any], items: Any) -> Any:
+    """`torch.vmap`, without torch's word that some kernel goes one by one in it."""
+    _functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        return torch.vmap(function)(items)
+    finally:
+        _functorch._set_vmap_fallback_warning_enabled(True)  # as torch begins
+
+
 def by_row(pull: Callable[[Cotangents], Cotangents], rows: Cotangents) -> Cotangents:
     """What a function of cotangents gives for several of each, (row, …), together where torch can."""
     n_rows = len(next(iter(rows.values())))
     if n_rows > 1:
         try:
-            return torch.vmap(pull)(rows)
+            return together(pull, rows)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
