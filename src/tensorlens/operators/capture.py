@@ -45,7 +45,7 @@ ACCEPTED = 2e-2
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
 """Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
-JUMPS = words("round trunc floor ceil sign threshold hardshrink floor_divide")
+JUMPS = words("round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder")
 """Functions that finite differences may step over a jump of."""
 
 

@@ -599,11 +599,11 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
             "diagonal diag diag_embed roll diff trace view_as_real view_as_complex real imag conj_physical "
             "complex take",
         ),
-        (Tensor, "repeat unfold index_copy"),
+        (Tensor, "repeat index_copy"),
         (
             F,
             "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate "
-            "fold pixel_shuffle pixel_unshuffle channel_shuffle grid_sample",
+            "fold pixel_shuffle pixel_unshuffle channel_shuffle",
         ),
         (
             torch.fft,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tensorlens.program.composite  # noqa: F401  (registers its operations)
+import tensorlens.program.derivatives  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped

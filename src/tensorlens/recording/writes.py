@@ -17,12 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, Spec
+from tensorlens.program.nodes import Slot, Spec, words
 from tensorlens.recording.live import Live, is_live, raw, role_of
 from tensorlens.recording.names import name_of
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
+
+
+SHAPES = words("squeeze unsqueeze t transpose swapaxes swapdims")
+"""Functions that, in place, give a tensor other axes and write nothing."""
 
 
 class Geometry(NamedTuple):
@@ -207,6 +211,8 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     from tensorlens.recording.live import tape
 
     base = name[:-1]
+    if base in SHAPES and is_live(args[0]):
+        return _reshaped(function, base, args, kwargs)
     if type(function) is torch._ops.OpOverload:
         functional = getattr(torch.ops.aten, function.overloadpacket.__name__[:-1])
     else:
@@ -214,6 +220,15 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     target = args[0]
     new = functional(*((_stand_in(target), *args[1:]) if not is_live(target) else args), **kwargs)
     return tape().writes.write(target, new)
+
+
+def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`x.unsqueeze_(0)`: the tensor itself gets other axes, its memory stays as it is."""
+    x = args[0]
+    new = getattr(torch, name)(*args, **kwargs)
+    raw(function, *args, **kwargs)
+    x.slot, x.stamp = new.slot, raw(getattr, x, "_version")
+    return x
 
 
 def _stand_in(target: Tensor) -> Tensor:

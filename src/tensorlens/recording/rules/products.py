@@ -12,6 +12,7 @@ from tensorlens.recording.calculus import at_least_float32, is_same_tensor, prod
 from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
+from tensorlens.recording.rules.derivatives import product_by_kernel
 from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.table import family, rule
 from tensorlens.recording.tape import spec_of
@@ -211,31 +212,17 @@ def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     """A convolution; a weight that is live as its input is gets held."""
     run = tape()
     if type(function) is not torch._ops.OpOverload:
-        if name.endswith("d") and (is_live(args[1]) if len(args) > 1 else is_live(kwargs.get("weight"))):
-            return _with_live_weight(function, name, args, kwargs)
         return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     if is_live(weight):
+        how = run.rules.gate if run.rules.gate in ("half", "taylor") else "second held"
         if is_live(x):
-            run.note("product: weight held")
-            weight = value_of(weight)
-        else:
-            raise run.refusal(f"{name} of a constant by a live weight")
+            run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
+        found = product_by_kernel(function, name, (x, weight, None, *args[3:]), kwargs, (0, 1), how)
+        return found if bias is None else found + bias.reshape(-1, *[1] * len(stride))
     value = raw(function, *args, **kwargs)
     geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     return run.emit("convolution", value, x, weight, bias, *geometry, role=role_after("convolution", x, weight))
-
-
-def _with_live_weight(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A convolution whose weight is live: linear in it where its input is a constant."""
-    run = tape()
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias, rest = given.pop("input"), given.pop("weight"), given.pop("bias", None), args[3:]
-    how = run.rules.gate
-    if is_live(x) and how not in ("half", "taylor"):
-        run.note("product: weight held")
-        return run.by_kernels(function, (x, value_of(weight), bias, *rest), {k: given[k] for k in given})
-    raise run.refusal(f"{name} by a live weight")
 
 
 @family("grouped_mm _grouped_mm")
@@ -366,6 +353,7 @@ def floor_divide(above: Any, below: Any) -> Any:
 def rounded_quotient(above: Any, below: Any, mode: str) -> Any:
     """An activation of the numerator, as `floor` is."""
     if not is_live(above):
+        tape().note("held: floor_divide")
         return raw(torch.div, above, below, rounding_mode=mode)
     role = Role.FACTOR if is_factor(above.role, tape().rules) else Role.ACTIVATED
     below = value_of(below)
