@@ -58,8 +58,8 @@ class Prediction(NamedTuple):
 class AttentionTensor(InsideQuestions):
     r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
 
-    Never stored as a matrix: the program of one forward pass, its hidden states and the tensors it holds. Made by calling
-    a `Lens`.
+    Never stored as a matrix: the program of one forward pass, its hidden states and the tensors it holds. Made by
+    calling a `Lens`.
     """
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:

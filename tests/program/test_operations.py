@@ -144,7 +144,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         ((Live((3, 3)),), r(3, 3), "aten.linalg_qr.default", ((r(3, 3),), ()), (0,), (r(3, 3),), 1, False),
         ((Live((3,)),), None, "aten.linalg_cross.default", (PAIR, (("dim", -1),)), (1,), PAIR[1:], None, True),
     ],
-    **{name: [(Live((4, 6), C),)] for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")},
+    **{
+        name: [(Live((4, 6), C),)]
+        for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")
+    },
     **{name: [(Live((4, 6)),)] for name in ("rfft", "rfftn", "rfft2", "ihfft")},
     **{name: [(Live((4, 4), C),)] for name in ("irfft", "irfftn", "irfft2", "hfft")},
 }
@@ -264,7 +267,9 @@ def test_grouped_products() -> None:
         (Step(1, "softmax", (Slot(0), Slot(0), -1)), "not linear in its argument 1"),
         (Step(1, "exp", (Slot(0),)), "not known to be linear"),
         (
-            Step(1, "derivative", ((Slot(0),), None, "aten.exp.default", ((Held(0),), ()), (0,), (Held(0),), None, True)),
+            Step(
+                1, "derivative", ((Slot(0),), None, "aten.exp.default", ((Held(0),), ()), (0,), (Held(0),), None, True)
+            ),
             "for a linear kernel",
         ),
         (Step(1, "add", (Held(0), 1.0)), "takes nothing live"),

@@ -112,7 +112,7 @@ class Question:
         recording, readout = self.recording, self.recording.readout
         assert readout is not None, "asked of a model with a head"
         if recording.head is not None:
-            return torch.nn.functional.linear(self._read(readout), *recording.head)
+            return torch.nn.functional.linear(self._read(readout), recording.head.weight, recording.head.bias)
         return readout[list(self.of)] if readout.dim() == 2 else self.at_outputs(readout)
 
     def _read(self, readout: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Question:
         if self.recording.head is None:
             logits = self.logits.gather(1, ids)
         else:
-            weight, bias = self.recording.head
+            weight, bias = self.recording.head.weight, self.recording.head.bias
             assert self.recording.readout is not None, "a head reads something"
             logits = (weight[ids] * self._read(self.recording.readout)[:, None]).sum(-1)
             logits = logits if bias is None else logits + bias[ids]

@@ -259,9 +259,7 @@ def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(modules)) for name, modules in found.items()}
 
 
-def _of_numbers(
-    operator: FrozenOperator, expected: Tensor, errors: dict[str, float], moves: float
-) -> tuple[str, ...]:
+def _of_numbers(operator: FrozenOperator, expected: Tensor, errors: dict[str, float], moves: float) -> tuple[str, ...]:
     """What must be known of the numbers themselves."""
     if not expected.isfinite().all():
         return ("the model's own output is not finite at this input: nothing can be proved of it",)

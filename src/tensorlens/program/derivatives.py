@@ -77,7 +77,7 @@ def derivative(
     if is_linear:
         return function(*moved)
     tangents = moved if given is None else tuple([x - x0 for x, x0 in zip(moved, at, strict=True)])
-    value, pull = torch.func.vjp(function, *at)
+    value, pull = torch.func.vjp(function, *at)  # pyright: ignore[reportAssignmentType]
     try:
         # J v as the derivative of u ↦ Jᵀu: torch's own forward mode loads scripted functions first, and warns of them.
         found = torch.func.vjp(pull, torch.ones_like(value))[1](tangents)[0]

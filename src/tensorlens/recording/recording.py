@@ -6,7 +6,7 @@ of blocks composes with the next.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -87,10 +87,6 @@ class Head:
     def bias(self) -> Tensor | None:
         """The bias, if there is one."""
         return self._held.values[1]
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        yield self.weight
-        yield self.bias
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -399,7 +395,7 @@ class Recording:
     def logits(self, readout: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
         """Logits (sample, class) at one output from what a pass ended with; straight out of the unembedding."""
         if self.head is not None:
-            weight, bias = self.head
+            weight, bias = self.head.weight, self.head.bias
             if classes is not None:
                 weight, bias = weight[classes], None if bias is None else bias[classes]
             return torch.nn.functional.linear(readout[:, self.place_read(out_token)], weight, bias)

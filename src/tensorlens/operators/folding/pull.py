@@ -21,7 +21,6 @@ from tensorlens.models.precision import Precision, compute_type, matmul_mode
 from tensorlens.operators.folding.fold import ALIGNED, FoldedBlock, fold
 from tensorlens.operators.folding.form import form_of
 from tensorlens.operators.folding.pull_few import pull_few
-from tensorlens.program.constants import Constants
 from tensorlens.recording.recording import Heads, Recording, Span
 
 FEW_COTANGENTS = 64

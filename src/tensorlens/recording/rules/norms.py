@@ -156,7 +156,7 @@ def group_norm(
     input: Live, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
     """As `layer_norm` over the channels of a group and all positions."""
-    grouped = input.reshape(input.shape[0], num_groups, -1)
+    grouped: Any = input.reshape(input.shape[0], num_groups, -1)
     inverse = raw(_inverse_std, value_of(grouped), (-1,), eps)
     value = raw(_value, value_of(grouped), inverse, (-1,), True)
     y = normalised("group_norm", grouped, inverse, (-1,), value, centred=True).reshape(input.shape)
