@@ -22,7 +22,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set_tape, tape
+from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import name_of, spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import DESCRIBES, find_rule
@@ -351,7 +351,8 @@ class Tape:
         """A function of held tensors, one of which carries a role: the role is handed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
-        result = raw(function, *args, **kwargs)
+        # torch writes numbers of its own class alone into strings: of others it writes how they look.
+        result = raw(function, *args, **kwargs) if name != "format" else format(value_of(args[0]), *args[1:])
         roles = [x.role for x in met]
         if Role.CHOICE in roles or Role.ROUNDED in roles:
             return self._of_choices(name, result, args, kwargs, roles)
