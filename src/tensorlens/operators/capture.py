@@ -24,6 +24,7 @@ from tensorlens.errors import TensorLensError
 from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
+from tensorlens.operators.laws import normal
 from tensorlens.operators.model_itself import as_tokens
 from tensorlens.program.nodes import words
 from tensorlens.program.program import Program
@@ -184,8 +185,7 @@ def _gap(
     function: Callable[[Tensor], Tensor], tangent: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator
 ) -> float:
     """The relative difference of a derivative and a central difference, by the better of two steps."""
-    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    v = x.square().mean().sqrt() * noise
+    v = x.square().mean().sqrt() * normal(x.shape, x, generator)
     expected = in_float64(tangent(v))
     best = float("inf")
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):

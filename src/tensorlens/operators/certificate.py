@@ -164,7 +164,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
         seed: Random seed for the probes.
     """
     began = time.perf_counter()
-    recording, generator = operator.recording, torch.Generator().manual_seed(seed)
+    recording, generator = operator.recording, torch.Generator(operator.device).manual_seed(seed)
     probes = Probes(operator, N_PROBES, generator)
     errors: dict[str, float] = {}
     at_x, at_v = operator.push(torch.stack([operator.input, probes.v]))

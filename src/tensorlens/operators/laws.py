@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -21,6 +22,11 @@ N_BLOCKS = 4
 TINY = 1e-300
 
 
+def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers of a tensor's type, drawn where the generator is."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+
+
 class Probes:
     """Random states and cotangents, and the laws that need them."""
 
@@ -32,7 +38,7 @@ class Probes:
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers of the operator's type."""
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.operator.input)
+        return normal(shape, self.operator.input, self._generator)
 
     def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
         """Root mean square of ⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
@@ -97,13 +103,14 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
     start, stop = operator.span
     chosen = sorted({start, (start + stop) // 2, stop - 1, *_some(start, stop, generator)})[:N_BLOCKS]
     worst: dict[str, float] = {}
+    wide = operator.input.float()
     with tf32(False):
         for n in chosen:
             try:
                 program = operator.recording.part(Span(n, n + 1), operator.heads).to(torch.float32)
             except AnatomyError:  # it reads more than the state
                 continue
-            v, u = (_normal(program.specs[slots[0]].shape, operator, generator) for slots in _ends(program))
+            v, u = (normal(program.specs[slots[0]].shape, wide, generator) for slots in _ends(program))
             at_v, at_zero = program.run(v)[0], program.run(torch.zeros_like(v))[0]
             of_v, pulled = program.linear.run(v)[0], program.linear.pull(u)[0]
             found = {
@@ -115,15 +122,11 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
 
 
 def _some(start: int, stop: int, generator: torch.Generator) -> list[int]:
-    return torch.randint(start, stop, (1,), generator=generator).tolist()
+    return torch.randint(start, stop, (1,), generator=generator, device=generator.device).tolist()
 
 
 def _ends(program: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return program.inputs, program.outputs  # type: ignore[attr-defined]
-
-
-def _normal(shape: tuple[int, ...], operator: FrozenOperator, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(operator.device)
 
 
 # How much passes on ---------------------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float
     recording, found = operator.recording, []
     for n in range(*operator.span):
         state = recording.states[n]
-        v = state.square().mean().sqrt() * torch.randn(state.shape, generator=generator).to(state)
+        v = state.square().mean().sqrt() * normal(state.shape, state, generator)
         pushed = recording.push_alone(v, n, operator.heads)
         found.append(relative(pushed, recording.states[n + 1]))
     return tuple(found)
