@@ -282,7 +282,7 @@ def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
     if seen.left_out:
         blocks = ", ".join(map(str, seen.left_out))
         found.append(
-            f"finite differences say nothing of block {blocks}: it cannot be run on its own, or rounds to half precision"
+            f"finite differences say nothing of block {blocks}: it does not run alone, or rounds to half precision"
         )
     if seen.error is not None and seen.error > ACCEPTED and seen.jumping:
         found.append(f"`{seen.jumping[0] or 'the model'}` jumps: finite differences say nothing of what it passes on")
