@@ -320,7 +320,7 @@ class Tape:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
         if kwargs:
             args, kwargs = spelled_alike(name, args, kwargs)
-        is_kernel = type(function) is torch._ops.OpOverload
+        is_kernel = isinstance(function, torch._ops.OpOverload)
         if not is_kernel and torch._C._is_any_autocast_enabled():
             return self.by_kernels(function, args, kwargs)  # whose casts are below the function
         if kwargs:

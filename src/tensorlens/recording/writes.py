@@ -213,7 +213,7 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     base = name[:-1]
     if base in SHAPES and is_live(args[0]):
         return _reshaped(function, base, args, kwargs)
-    if type(function) is torch._ops.OpOverload:
+    if isinstance(function, torch._ops.OpOverload):
         functional = getattr(torch.ops.aten, function.overloadpacket.__name__[:-1])
     else:
         functional = next(getattr(place, base) for place in (Tensor, torch, F) if hasattr(place, base))

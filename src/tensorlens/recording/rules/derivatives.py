@@ -22,7 +22,7 @@ from tensorlens.recording.tape import spec_of
 def by_derivative(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function gives, by its derivative in everything live: of a function of several kernels, kernel by kernel."""
     run = tape()
-    if type(function) is not torch._ops.OpOverload:
+    if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
     if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:
         raise run.refusal(name)
@@ -97,7 +97,7 @@ def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | N
 def bilinear(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A product that is linear in each of two factors, as a matrix product is: of two live ones the left is held."""
     run = tape()
-    if type(function) is not torch._ops.OpOverload:
+    if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
     first, second = (0, 1) if name == "linalg_cross" else (0, 2)
     if name == "_trilinear" and is_live(args[1]):
@@ -138,7 +138,7 @@ def product_by_kernel(
 def in_the_first(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is linear in its first argument; what its others decide is held, where products hold something."""
     run = tape()
-    if type(function) is not torch._ops.OpOverload or run.rules.name == "jacobian":
+    if not isinstance(function, torch._ops.OpOverload) or run.rules.name == "jacobian":
         return by_derivative(function, name, args, kwargs)
     value = raw(function, *args, **kwargs)
     if not is_live(args[0]):

@@ -562,7 +562,7 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 @family("embedding")
 def rows_of_table(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Rows of a live table."""
-    is_kernel = type(function) is torch._ops.OpOverload
+    is_kernel = isinstance(function, torch._ops.OpOverload)
     weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
     if kwargs.get("max_norm") is not None:
         raise tape().refusal("embedding with max_norm")

@@ -211,7 +211,7 @@ def outer_product(a: Any, b: Any) -> Any:
 def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A convolution; a weight that is live as its input is gets held."""
     run = tape()
-    if type(function) is not torch._ops.OpOverload:
+    if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     if is_live(weight):
