@@ -1,4 +1,4 @@
-"""`Specimen`: a model with its processor and rules, ready to be looked at. What every question begins with: inputs made, and recorded."""
+"""`Specimen`: a model with its processor and rules. Every question begins here: inputs are made, and recorded."""
 
 from __future__ import annotations
 

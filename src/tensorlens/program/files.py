@@ -274,7 +274,7 @@ def _weight(memory: Memory, weights: Mapping[str, Tensor] | None) -> Tensor:
     weight = weights.get(memory.weight or "")
     if weight is not None and _name(weight.dtype) == memory.dtype:
         start = weight.storage_offset() + memory.start
-        if 0 <= start and start + memory.length <= weight.untyped_storage().nbytes() // weight.element_size():
+        if start >= 0 and start + memory.length <= weight.untyped_storage().nbytes() // weight.element_size():
             run = weight.detach().as_strided((memory.length,), (1,), start)
             if _checksum(run) == memory.checksum:
                 return run

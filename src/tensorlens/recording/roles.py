@@ -43,7 +43,7 @@ FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.ST
 """Roles of what multiplies other live tensors."""
 
 CARRIED = frozenset([Role.ACTIVATED, Role.ATTENTION])
-"""Roles that a function of `KEEPS_ROLE` hands on, of whatever else it takes."""
+"""Roles that a function of `KEEPS_ROLE` hands on, whatever its other arguments are."""
 
 KEEPS_ROLE = words(
     "add sub mul div view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous clone "
