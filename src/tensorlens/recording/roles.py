@@ -69,8 +69,8 @@ def after_linear(name: str, roles: Sequence[Role | None], rules: Rules, *, reads
     """What a linear function makes of live tensors with these roles.
 
     Args:
-        name: Of the function.
-        roles: Of the live tensors it took.
+        name: Name of the function.
+        roles: Roles of the live tensors it took.
         rules: The conventions in force.
         reads_weight: Whether it also took a tensor that is not made of the input.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +61,6 @@ class Tape:
         self.path: list[str] = [""]
         self.block: int | None = None
         self.rules_applied: Counter[tuple[str, str]] = Counter()
-        self.casts: Counter[torch.dtype] = Counter()
         self.mixes_samples: str | None = None
         self.is_running = False
         self.refused: Exception | None = None
@@ -96,10 +95,10 @@ class Tape:
         Args:
             operation: A name in `program.OPERATIONS`.
             value: What the model itself computed there.
-            *args: Of the operation: live tensors become slots, ordinary ones constants.
-            role: Of the result.
+            *args: Arguments of the operation: live tensors become slots, ordinary ones constants.
+            role: Role of the result.
             note: A convention that the step rests on.
-            **options: Of the operation.
+            **options: Options of the operation.
         """
         return self.live(value, self.append(operation, args, options, spec_of(value), note), role)
 
@@ -426,6 +425,3 @@ def recording_on(new: Tape) -> Iterator[None]:
     finally:
         new.is_running = False
         set_tape(before)
-
-
-Rule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]

@@ -623,7 +623,7 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     return padded(x, pad, "constant", value)
 
 
-# What is no part of what the model computes --------------------------------------------------------------------------
+# What does not belong to what the model computes ---------------------------------------------------------------------
 
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")
