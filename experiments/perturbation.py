@@ -112,8 +112,9 @@ def run(part: str, options: argparse.Namespace, weights: dict[str, str]) -> Stud
     if options.processes > 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(options.memory / options.processes)
     model = weights.get(name, name)
-    lens = tl.load(model, device=options.device, rules=tl.Rules(gate=gate))
-    lens.name = name  # not the path, which differs from machine to machine
+    loaded = tl.load(model, device=options.device)
+    # By its name and not by its path, which differs from machine to machine.
+    lens = tl.Lens(loaded.model, loaded.processor, rules=tl.Rules(gate=gate), name=name)
     data = find(config.pop("data"), options.data, model)
     chosen = config.pop("methods", None)
     methods = options.methods.split(",") if options.methods else METHODS[chosen] if chosen else None

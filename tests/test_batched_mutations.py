@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from torch import Tensor
-
-import tensorlens as tl
-from tensorlens import dataset_maps
 from tensorlens.batch import Batch, Collated
 from tensorlens.freezing import proof
 from tensorlens.freezing import recording as recordings
 from tensorlens.freezing.replay import FactorReplay
-from tensorlens.maps import batch_question, batched, batched_baselines, batched_gradients
 from tensorlens.maps.batch_question import BatchQuestion
+from torch import Tensor
+
+import tensorlens as tl
+from tensorlens import dataset_maps
+from tensorlens.maps import batch_question, batched, batched_baselines, batched_gradients
 from tensorlens.maps.gradients import integrated_gradients
 from tensorlens.models.precision import tf32, tf32_allowed
 

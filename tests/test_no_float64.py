@@ -16,13 +16,13 @@ import pytest
 import torch
 import zoo
 from pretended_device import WIDE, pretended
+from tensorlens.freezing import replay_of
 from tiny_language import tiny_lens, write_relation
 from tiny_study import TEXTS, lens_on
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tensorlens as tl
-from tensorlens.freezing import replay_of
 from tensorlens.models import precision
 from tensorlens.operators.product_bound import product_bound
 from tensorlens.operators.singular_values import operator_norm

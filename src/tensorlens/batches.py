@@ -30,8 +30,8 @@ from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.collated import Collated, has_sample_axis, length_of
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
-from tensorlens.models.module_tree import parameters
 from tensorlens.models.modes import own_modes, stepwise
+from tensorlens.models.module_tree import parameters
 from tensorlens.models.precision import TOLERANCES, tf32_allowed
 from tensorlens.models.rows import row_error
 from tensorlens.operators.base import check_token
@@ -469,7 +469,9 @@ class DatasetMaps:
         if batch.recording.mixes_samples is not None or not self._is_checked and batch.mixing is not None:
             return self._apart(prepared, MIXED.format(batch.mixing), "one by one")
         if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
-            return self._apart(prepared, "samples go one by one: how many blocks run depends on the input", "one by one")
+            return self._apart(
+                prepared, "samples go one by one: how many blocks run depends on the input", "one by one"
+            )
         self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
         checked = [] if self._is_checked else self._to_check(batch)

@@ -29,8 +29,8 @@ from tensorlens.inside.depths import at_depths, check_one_stream, logits_from, u
 from tensorlens.maps.files import replace_file
 from tensorlens.models.modes import own_modes
 from tensorlens.models.rows import check_several
-from tensorlens.specimen import Specimen
 from tensorlens.recording.recording import Recording
+from tensorlens.specimen import Specimen
 from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions

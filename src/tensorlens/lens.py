@@ -56,8 +56,8 @@ class Lens:
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
         if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
-        name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-        self.specimen = Specimen(model, processor, rules or Rules(), blocks, name)
+        known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        self.specimen = Specimen(model, processor, rules or Rules(), blocks, known_as)
 
     def __repr__(self) -> str:
         """One line: the model."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tensorlens.errors import InputError
-from tensorlens.recording.conventions import Rules
 from tensorlens.lens import Lens, load
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.recording.conventions import Rules
 
 OnError = Literal["raise", "skip"]
 EMPTY: dict[str, Any] = {

@@ -18,10 +18,6 @@ from tensorlens.errors import MissingExtraError as MissingExtraError
 from tensorlens.errors import NotLinearError as NotLinearError
 from tensorlens.errors import SizeError as SizeError
 from tensorlens.errors import TensorLensError as TensorLensError
-from tensorlens.recording.conventions import Rules as Rules
-from tensorlens.recording.rules.activations import activate as activate
-from tensorlens.recording.rules.modules import adapter as adapter
-from tensorlens.recording.table import rules_for as rules_for
 from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.component_graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.component_map import ComponentMap as ComponentMap
@@ -39,5 +35,9 @@ from tensorlens.operators.mean import MeanTensor as MeanTensor
 from tensorlens.operators.norms import spectral_norm as spectral_norm
 from tensorlens.operators.spectrum import Spectrum as Spectrum
 from tensorlens.operators.spectrum import spectrum as spectrum
+from tensorlens.recording.conventions import Rules as Rules
+from tensorlens.recording.rules.activations import activate as activate
+from tensorlens.recording.rules.modules import adapter as adapter
+from tensorlens.recording.table import rules_for as rules_for
 from tensorlens.tensor import AttentionTensor as AttentionTensor
 from tensorlens.tensor import Prediction as Prediction

@@ -33,7 +33,7 @@ from tensorlens.program.files import (
     store_program,
     store_tensors,
 )
-from tensorlens.program.marks import Meeting, Mixture
+from tensorlens.program.marks import Choice, Meeting, Mixture
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Head, ModuleOutput, Recording, Span
 
@@ -66,6 +66,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     gives_raw_logits: bool
     mixtures: list[list[Any]]
     meetings: list[list[Any]]
+    choices: list[tuple[int, str]]
     modules: list[tuple[str, int | None]]
     rules_applied: list[tuple[str, str, int]]
     name: str
@@ -111,6 +112,7 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
         gives_raw_logits=recording.gives_raw_logits,
         mixtures=[[*mark[:3], coded(mark.values), coded(mark.weights)] for mark in recording.mixtures],
         meetings=[list(mark) for mark in recording.meetings],
+        choices=[(choice.block, choice.module) for choice in recording.choices],
         modules=[(one.path, one.slot) for one in recording.modules],
         rules_applied=[(rule, module, n) for (rule, module), n in recording.rules_applied.items()],
         name=recording.name,
@@ -133,6 +135,7 @@ def _beside(operator: FrozenOperator) -> dict[str, Tensor]:
     """The tensors of an operator that no step reads."""
     recording, head = operator.recording, operator.recording.head
     found = {f"state.{n}": state for n, state in enumerate(recording.states)}
+    found |= {f"choice.{n}": choice.experts for n, choice in enumerate(recording.choices)}
     found |= {f"heads.{block}": multiplier for block, multiplier in operator.heads.items()}
     if recording.readout is not None:
         found["readout"] = recording.readout
@@ -240,6 +243,7 @@ def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], to: Reader) -
             [Mixture(one[0], one[1], one[2], to.value(one[3]), to.value(one[4])) for one in record.mixtures]
         ),
         meetings=tuple([Meeting(*one) for one in record.meetings]),
+        choices=tuple([Choice(*one, tensors[f"choice.{n}"]) for n, one in enumerate(record.choices)]),
         modules=tuple([ModuleOutput(path, slot) for path, slot in record.modules]),
         rules_applied={(rule, module): n for rule, module, n in record.rules_applied},
         name=record.name,

@@ -14,7 +14,7 @@ from view_samples import patience
 
 from tensorlens import cancel
 from tensorlens.app.explorer import jobs as jobs_module
-from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker, watch
+from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.recent import Recent
 
@@ -52,7 +52,6 @@ def test_the_queue_is_bounded_and_forgets_the_cancelled():
 def test_a_job_stops_between_blocks_and_leaves_the_model_whole():
     worker, lens = Worker(4), load("gpt2")
     n_runs, before = [], lens(SENTENCE).output
-    watch(lens.anatomy.blocks)
     job = Job(lambda _: {"type": "done", "map": lens(SENTENCE)}, seconds=60.0)
     lens.anatomy.blocks[1].register_forward_pre_hook(lambda *_: n_runs.append(1) or job.cancel())
     worker.submit(job)

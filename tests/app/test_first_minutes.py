@@ -21,9 +21,9 @@ import tensorlens as tl
 from tensorlens import surface
 from tensorlens.app import cli, map_questions, options, printing
 from tensorlens.app.method_names import METHOD_NAMES
-from tensorlens.freezing import conventions
 from tensorlens.maps.targets import Classes
 from tensorlens.models import loading
+from tensorlens.recording import conventions
 from tensorlens.tensor import AttentionTensor, Prediction
 
 runner = CliRunner()
@@ -188,7 +188,7 @@ def test_another_member_is_recommended_where_it_ranks_words_better():
         T = lens([3, 4, 5])
         assert f"--rules {member}" in map_questions.recommendation(T, T.map("tensor.in_class", -1))
         assert map_questions.recommendation(T, T.map("tensor.in_out", -1)) == ""
-        lens.rules = getattr(tl.Rules, member)()
+        lens = lens.with_rules(getattr(tl.Rules, member)())
         T = lens([3, 4, 5])
         assert lens.rules.name == member and map_questions.recommendation(T, T.map("tensor.in_class", -1)) == ""
 

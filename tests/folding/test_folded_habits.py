@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from tensorlens.folding.search import block_parts
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.folding.search import block_parts
 
 
 def by_backward(T: tl.AttentionTensor, out_token: int) -> Tensor:

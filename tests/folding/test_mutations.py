@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from torch import Tensor
-
-import tensorlens as tl
 from tensorlens.folding import fold, pull, pull_few, rebuild
 from tensorlens.folding.fold import FoldedBlock
 from tensorlens.freezing import proof
 from tensorlens.operators.matrix_free import FrozenOperator
+from torch import Tensor
+
+import tensorlens as tl
 
 Patch = pytest.MonkeyPatch
 

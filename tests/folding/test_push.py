@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from torch import Tensor
-
-import tensorlens as tl
 from tensorlens.batch import Batch
 from tensorlens.folding import push
 from tensorlens.folding.fold import FoldedBlock
@@ -19,6 +16,9 @@ from tensorlens.folding.pull import FoldedRows
 from tensorlens.freezing.places import Place, Site, Span
 from tensorlens.freezing.recording import Recording
 from tensorlens.freezing.replay import FactorReplay
+from torch import Tensor
+
+import tensorlens as tl
 
 IDS = [[3, 8, 5, 9, 11, 2, 7, 30, 4, 21, 6, 17], [5, 6, 7, 8, 9, 1, 2], [40, 3, 40, 3, 9, 9, 8, 1, 2, 30, 31, 6]]
 OUTPUTS = (-1, 3, -2)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from torch import Tensor, nn
-
-import tensorlens as tl
 from tensorlens.folding import search as survey
 from tensorlens.folding.rebuild import held_attention, held_factors, rebuild
 from tensorlens.folding.search import block_parts, final_norm
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.recording import Recording
+from torch import Tensor, nn
+
+import tensorlens as tl
 from tensorlens.models.precision import tf32, tf32_allowed
 
 LAYOUTS = {

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import tensorlens as tl
 from tensorlens.inside.depths import at_depths
 from tensorlens.inside.target import Pass
-from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.attention_matrices import mixing
+from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import Spec
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.recording.record import record

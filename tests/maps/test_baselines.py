@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from tensorlens.freezing.observe import mixings
 from zoo import CASES, ZOO, build, names, sample
 
 import tensorlens as tl
 from tensorlens.errors import MethodError
-from tensorlens.freezing.observe import mixings
 from tensorlens.maps import baselines
 from tensorlens.maps.decomposition import decompose
 

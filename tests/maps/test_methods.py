@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tensorlens.freezing.replay import logits_at
 from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
-from tensorlens.freezing.replay import logits_at
 
 LANGUAGE_MODELS = names(lambda family: family.causal or "MaskedLM" in family.model.__name__)
 CLASSIFIERS = names(lambda family: "Classification" in family.model.__name__)

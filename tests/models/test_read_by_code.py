@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from tensorlens.models.fingerprint import Samples, fingerprint
 from torch import nn
 
 import tensorlens as tl
-from tensorlens.models.fingerprint import Samples, fingerprint
 
 
 class Switched:

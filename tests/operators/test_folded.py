@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from torch import Tensor
-
-import tensorlens as tl
-from tensorlens.axes import Range
 from tensorlens.folding import fold as folding
 from tensorlens.folding import pull as folded_module
 from tensorlens.folding import pull_few as few_cotangents
 from tensorlens.freezing.places import Span
 from tensorlens.freezing.replay import FactorReplay, Replay
+from tensorlens.operators.matrix_free import FrozenOperator
+from torch import Tensor
+
+import tensorlens as tl
+from tensorlens.axes import Range
 from tensorlens.memory import Pieces, in_parts
 from tensorlens.models.precision import compute_type, tf32, tf32_allowed
 from tensorlens.operators import matrix_free
 from tensorlens.operators.base import TensorOperator
-from tensorlens.operators.matrix_free import FrozenOperator
 from tensorlens.operators.norms import (
     frobenius_norms,
     largest_singular_values,

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
-
-import tensorlens as tl
 from tensorlens.folding import pull as folded
 from tensorlens.folding import pull_few as few_cotangents
+
+import tensorlens as tl
 from tensorlens.models.precision import tf32
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs of kernels exist on a GPU alone")

@@ -35,6 +35,8 @@ C = torch.complex128
 ATTENTION = (r(1, 2, 5, 4), r(1, 2, 5, 4) + 1, r(1, 2, 5, 4) - 1)
 GROUPED = (r(1, 4, 5, 4), r(1, 2, 5, 4) + 1, r(1, 2, 5, 4) - 1)
 
+PAIR = (r(3), r(3) + 1)
+
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "reshape": [(Live((2, 6)), (3, 4))],
     "permute": [(Live((2, 3, 4)), (2, 0, 1))],
@@ -123,7 +125,6 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "complex": [(Live((3,)), r(3)), (Live((3,)), Live((3,)))],
     "take": [(Live((3, 2)), i(0, 5, 5))],
     "repeat": [(Live((2, 3)), 2, 1, 2)],
-    "unfold": [(Live((6, 2)), 0, 3, 2)],
     "index_copy": [(Live((4, 3)), 0, i(1, 3), Live((2, 3)))],
     "avg_pool1d": [(Live((1, 2, 6)), 2)],
     "avg_pool2d": [(Live((1, 2, 4, 4)), 2)],
@@ -138,8 +139,15 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "pixel_unshuffle": [(Live((1, 1, 4, 4)), 2)],
     "channel_shuffle": [(Live((1, 4, 2, 2)), 2)],
     "pad": [(Live((2, 3)), (1, 2)), (Live((2, 3)), (1, 2), "constant", 0.5), (Live((1, 2, 4)), (1, 1), "reflect")],
-    "grid_sample": [(Live((1, 2, 4, 4)), r(1, 3, 3, 2), "bilinear", "zeros", False)],
-    **{name: [(Live((4, 6), C),)] for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")},
+    "derivative": [
+        ((Live((3,)), Live((3,))), r(3), "aten.hypot.default", (PAIR, ()), (0, 1), PAIR, None, False),
+        ((Live((3, 3)),), r(3, 3), "aten.linalg_qr.default", ((r(3, 3),), ()), (0,), (r(3, 3),), 1, False),
+        ((Live((3,)),), None, "aten.linalg_cross.default", (PAIR, (("dim", -1),)), (1,), PAIR[1:], None, True),
+    ],
+    **{
+        name: [(Live((4, 6), C),)]
+        for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")
+    },
     **{name: [(Live((4, 6)),)] for name in ("rfft", "rfftn", "rfft2", "ihfft")},
     **{name: [(Live((4, 4), C),)] for name in ("irfft", "irfftn", "irfft2", "hfft")},
 }
@@ -258,6 +266,12 @@ def test_grouped_products() -> None:
         (Step(1, "mul", (Slot(0), Slot(0))), "multiplies two live values"),
         (Step(1, "softmax", (Slot(0), Slot(0), -1)), "not linear in its argument 1"),
         (Step(1, "exp", (Slot(0),)), "not known to be linear"),
+        (
+            Step(
+                1, "derivative", ((Slot(0),), None, "aten.exp.default", ((Held(0),), ()), (0,), (Held(0),), None, True)
+            ),
+            "for a linear kernel",
+        ),
         (Step(1, "add", (Held(0), 1.0)), "takes nothing live"),
         (Step(1, "add", (Slot(7), 1.0)), "no step before it wrote"),
         (Step(1, "add", (Slot(0), Held(3))), "constant that is not there"),

@@ -10,11 +10,11 @@ import torch
 from strangers.cases import Stranger, ids, judge_tensor
 from strangers.models import Block, D, Plain, WithHead, randomised
 from strangers.oracle import Places, Witness, gap
+from tensorlens.freezing import recorder
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import tensorlens as tl
-from tensorlens.freezing import recorder
 from tensorlens.models.modes import containers_of, empty_again, own_attributes
 
 

@@ -21,7 +21,7 @@ from tensorlens.studies.fidelity_study.measures import (
     token_directions,
 )  # fmt: skip
 from tensorlens.studies.fidelity_study.report import error_table, norm_table
-from tensorlens.studies.plain_pass import plain_pass, true_function
+from tensorlens.studies.plain_states import plain_states, true_function
 
 LAYOUTS = {
     "post_ln": ["bert", "albert"],
@@ -57,14 +57,14 @@ def test_true_function_at_x_is_the_output(name, include_final_norm):
         assert torch.allclose(found, part.output, atol=1e-6)
 
 
-def test_plain_pass_leaves_the_model_as_it_was():
+def test_a_plain_run_leaves_the_model_as_it_was():
     model = zoo.build("gpt2").train()
     anatomy = tl.Lens(model).anatomy
     before = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
     ids = torch.tensor([zoo.sample("gpt2")])
-    plain_pass(anatomy, {"input_ids": ids}, read=(0,))
+    plain_states(anatomy, {"input_ids": ids}, read=(0,))
     with pytest.raises(RuntimeError):
-        plain_pass(anatomy, {"input_ids": ids}, put={1: torch.zeros(1, 2, 3, dtype=torch.float64)})
+        plain_states(anatomy, {"input_ids": ids}, put={1: torch.zeros(1, 2, 3, dtype=torch.float64)})
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()] == before
 
 

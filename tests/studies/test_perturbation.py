@@ -19,7 +19,6 @@ from tiny_study import METHODS, TEXTS, lens_on, study, vision_lens, write_pictur
 
 import tensorlens as tl
 from tensorlens.errors import InputError, MethodError
-from tensorlens.maps.batched import BATCHED
 from tensorlens.maps.methods import Method
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.run import perturbation
@@ -138,7 +137,6 @@ def test_a_method_that_fails_on_one_sample_loses_that_cell_only(tmp_path, monkey
         return plain.compute(question)
 
     monkeypatch.setitem(tl.METHODS, "rollout.attn", Method(name="rollout.attn", summary="", compute=fails_on_short))
-    monkeypatch.delitem(BATCHED, "rollout.attn")
     broken, whole = study(tmp_path / "broken").summary, None
     monkeypatch.undo()
     whole = study(tmp_path / "whole").summary

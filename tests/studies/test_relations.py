@@ -12,7 +12,7 @@ from tiny_language import COLOURS, START, tiny_lens, tokenizer, write_relation
 
 import tensorlens as tl
 from tensorlens.studies import RelationOptions, relations
-from tensorlens.studies.plain_pass import plain_pass, read_out
+from tensorlens.studies.plain_states import plain_states, read_out
 from tensorlens.studies.relation_study import prompts
 from tensorlens.studies.relation_study.data import Fact, load_relations, read_relation
 from tensorlens.studies.relation_study.decoding import (
@@ -284,13 +284,13 @@ def test_lre_equals_the_autograd_jacobian(name):
     lens = tl.Lens(model)
     found, subjects = expand(lens.anatomy, ids, position, [EMBEDDING, 0, 2])
     inputs = {"input_ids": torch.tensor([ids]), "use_cache": False}
-    states = plain_pass(lens.anatomy, inputs, read=(0, 2))
+    states = plain_states(lens.anatomy, inputs, read=(0, 2))
     for start in (0, 2):
         rest = states.entering[start]
 
         def from_subject(h, start=start, rest=rest):
             x = torch.cat([rest[:, :position], h[None, None], rest[:, position + 1 :]], 1)
-            return plain_pass(lens.anatomy, inputs, put={start: x}, grad=True).leaving[0, -1]
+            return plain_states(lens.anatomy, inputs, put={start: x}, grad=True).leaving[0, -1]
 
         jacobian = torch.autograd.functional.jacobian(from_subject, rest[0, position])
         assert torch.allclose(found[start].weight, jacobian, atol=1e-7)

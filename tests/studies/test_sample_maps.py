@@ -11,10 +11,9 @@ import zoo
 from tiny_study import TEXTS, study, tokenizer
 
 import tensorlens as tl
-from tensorlens import batch as batches
-from tensorlens.batch import difference
+from tensorlens.batches import Batch
 from tensorlens.errors import InputError
-from tensorlens.folding import pull
+from tensorlens.specimen import Specimen
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.sample_maps import SampleMaps
@@ -29,30 +28,22 @@ def group(name: str) -> tuple[tl.Lens, list]:
     return lens, [subject.load(index) for index in range(len(subject))]
 
 
-def alone(maps: SampleMaps, samples: list) -> list:
-    for work in maps.works:
-        work.together = "one by one"
-    return maps.of(samples)
+def assert_same(one: tl.TokenMap, other: tl.TokenMap) -> None:
+    assert one.out_tokens == other.out_tokens
+    torch.testing.assert_close(one.scores, other.scores, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
-def test_all_methods_of_a_group_are_those_of_each_sample(name, monkeypatch):
+def test_all_methods_of_a_group_are_those_of_each_sample(name):
     lens, samples = group(name)
     out_token = -1 if name == "gpt2" else 0
-    recorded, record = [], batches.record_samples
-    monkeypatch.setattr(
-        batches, "record_samples", lambda *args, **named: recorded.append(args[3]) or record(*args, **named)
-    )
     maps = SampleMaps(lens, list(tl.METHODS), out_token=out_token)
-    together = maps.of(samples)
-    assert recorded == [len(samples)] and not maps.works[0].reason
-    one_by_one = alone(SampleMaps(lens, list(tl.METHODS), out_token=out_token), samples)
-    assert recorded == [len(samples)]
-    for found, expected in zip(together, one_by_one, strict=True):
+    for sample, found in zip(samples, maps.of(samples), strict=True):
         assert list(found) == list(tl.METHODS)
-        for method, one in expected.items():
-            assert difference(found[method], one)[0] < 1e-12, method
-            assert found[method].out_tokens == one.out_tokens
+        [alone] = SampleMaps(lens, list(tl.METHODS), out_token=out_token).of([sample])
+        for method, one in alone.items():
+            assert_same(found[method], one)
+            assert "batches" not in found[method].meta
 
 
 def test_a_member_behind_an_at_is_a_lens_with_its_rules():
@@ -64,36 +55,42 @@ def test_a_member_behind_an_at_is_a_lens_with_its_rules():
         own = tl.Lens(lens.model, lens.processor, rules=rules)
         for maps, sample in zip(found, samples, strict=True):
             expected = own(sample.value).map("tensor.in_class", out_token=-1)
-            assert difference(maps[name], expected)[0] < 1e-12
+            assert_same(maps[name], expected)
             assert maps[name].meta["rules"] == rules.as_dict()
 
 
-def test_samples_that_share_wrong_factors_are_noticed(monkeypatch):
+def test_a_method_that_is_wrong_together_goes_one_by_one(monkeypatch):
     lens, samples = group("gpt2")
     methods = ["tensor.norm", "tensor.in_out"]
     expected = SampleMaps(lens, methods, out_token=-1).of(samples)
-    whole = pull.fold_beside
-    monkeypatch.setattr(pull, "fold_beside", lambda like, *rest: replace(whole(like, *rest), gain=like.gain))
-    maps = SampleMaps(lens, methods, out_token=-1)
-    found = maps.of(samples)
-    assert maps.works[0].singly == {"tensor.norm"}
+    begin = Batch.begin
+
+    def wrong(batch, method, *args, **named):
+        finish = begin(batch, method, *args, **named)
+        if method != "tensor.norm" or finish is None:
+            return finish
+        return lambda: [replace(one, scores=2 * one.scores) for one in finish()]
+
+    monkeypatch.setattr(Batch, "begin", wrong)
+    found = SampleMaps(lens, methods, out_token=-1).of(samples)
     for one, other in zip(found, expected, strict=True):
-        assert difference(one["tensor.norm"], other["tensor.norm"])[0] < 1e-12
+        assert_same(one["tensor.norm"], other["tensor.norm"])
         assert "samples go one by one" in one["tensor.norm"].meta["batches"]
-        assert one["tensor.in_out"].meta["engine"] == "batched" and "batches" not in one["tensor.in_out"].meta
+        assert "batches" not in one["tensor.in_out"].meta
 
 
-def test_a_sample_that_cannot_be_recorded_leaves_the_others(monkeypatch):
+def test_samples_that_cannot_be_recorded_together_are_recorded_alone(monkeypatch):
     lens, samples = group("gpt2")
-    whole = batches.record_samples
+    record = Specimen.record
 
-    def refuse(anatomy, arguments, *rest, **named):
-        raise tl.NotLinearError("one of them")
+    def refuse(specimen, arguments, *, n_samples=1):
+        if n_samples > 1:
+            raise tl.NotLinearError("several")
+        return record(specimen, arguments, n_samples=n_samples)
 
-    monkeypatch.setattr(batches, "record_samples", refuse)
+    monkeypatch.setattr(Specimen, "record", refuse)
     found = SampleMaps(lens, ["tensor.in_out"], out_token=-1).of(samples)
-    assert whole is not batches.record_samples
-    assert all(torch.isfinite(one["tensor.in_out"].scores).all() for one in found)
+    assert all("several" in one["tensor.in_out"].meta["batches"] for one in found)
 
 
 def test_members_in_a_run(tmp_path):

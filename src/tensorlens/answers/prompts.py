@@ -23,8 +23,15 @@ Offsets = tuple[tuple[int, int] | None, ...]
 class Speaker(Protocol):
     """What an answer asks of the lens that it came from."""
 
-    model: nn.Module
-    processor: Any
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        ...
+
+    @property
+    def processor(self) -> Any:
+        """Its tokenizer or processor."""
+        ...
 
     @property
     def pad_id(self) -> int:

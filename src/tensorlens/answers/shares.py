@@ -98,7 +98,9 @@ def _pushed(
 ) -> Shares:
     tokens: list[Sequence[int]] = [group.tokens for group in groups]
     pushed = torch.cat([_push_some(operator, targets, some) for some in _split(tokens, TOGETHER)]).to(rows)
-    bias = rows @ (targets.read(operator.push_to_head(0 * operator.input[None])).to(rows)[0] + targets.constants.to(rows))
+    bias = rows @ (
+        targets.read(operator.push_to_head(0 * operator.input[None])).to(rows)[0] + targets.constants.to(rows)
+    )
     return Shares(rows @ pushed.T, bias, values, f"{len(tokens) + 1} pushes", "a push of zero")
 
 

@@ -74,7 +74,7 @@ def _head(recording: Recording, readout: Tensor) -> tuple[Tensor, Tensor]:
     if recording.head is None:
         weight, bias = torch.eye(readout.shape[-1], dtype=readout.dtype, device=readout.device), None
     else:
-        weight, bias = recording.head
+        weight, bias = recording.head.weight, recording.head.bias
     return weight, weight.new_zeros(len(weight)) if bias is None else bias
 
 

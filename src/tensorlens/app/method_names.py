@@ -8,10 +8,10 @@ from tensorlens.errors import MethodError
 from tensorlens.studies.members import check_member, split
 
 METHOD_NAMES = (
-    "tensor.norm",
     "tensor.in_out",
-    "tensor.contribution",
     "tensor.in_class",
+    "tensor.contribution",
+    "tensor.norm",
     "rollout.attn",
     "mean.attn",
     "rollout.w_attn",

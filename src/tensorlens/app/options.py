@@ -18,8 +18,8 @@ import typer
 from tensorlens.errors import InputError
 
 if TYPE_CHECKING:
-    from tensorlens.recording.conventions import Rules
     from tensorlens.lens import Lens
+    from tensorlens.recording.conventions import Rules
 
 RULES = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
 """The members of the family of rules that have a name."""

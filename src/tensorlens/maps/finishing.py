@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tensorlens.device_work import on_its_way
@@ -87,5 +86,3 @@ def predictions(question: Question) -> Callable[[], list[str | None]]:
         return lambda: [None] * len(question.out_tokens)
     best = on_its_way(question.logits.argmax(-1))
     return lambda: [classes.name(index) for index in best().tolist()]
-
-

@@ -45,7 +45,7 @@ def times_input(question: Question) -> Answer:
     if rules != recording.rules:
         origin = recording.from_model("The model's own gradient")
         made = record(origin.anatomy, origin.inputs, rules, n_samples=recording.n_samples)
-        question = replace(question, operator=FrozenOperator(made), shared={})
+        question = replace(question, operator=FrozenOperator(made, sample=question.operator.sample), shared={})
     if question.has_classes:
         found = in_class(question)
         return Answer(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
@@ -146,9 +146,7 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
         return layout.to_native(x).clone() if n == 0 and embedding is None else None  # it may be written to
 
     given = {} if embedding is None else {embedding: lambda _: x.clone()}
-    return run(
-        anatomy, inputs, to="readout", n_blocks=recording.n_blocks, entering=enter, given=given, grad=True
-    )
+    return run(anatomy, inputs, to="readout", n_blocks=recording.n_blocks, entering=enter, given=given, grad=True)
 
 
 def _repeat(value: Any, n: int, n_samples: int) -> Any:

@@ -45,7 +45,7 @@ class Question:
         operator: The attention tensor, with the recording behind it; of several samples, of the first of them.
         out_tokens: The output of each row.
         samples: The sample of each row.
-        lengths: Tokens of each sample without padding.
+        lengths: Tokens of each sample without padding, where all samples of a recording are asked together.
         target: What In+Class explains; None for the model's own prediction at each output.
         targets: The same per row, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
@@ -76,8 +76,8 @@ class Question:
 
     @property
     def is_batch(self) -> bool:
-        """Whether several samples were recorded together."""
-        return self.recording.n_samples > 1
+        """Whether it is about all samples of a recording, a row for each, and not about one of them."""
+        return len(self.lengths) > 1
 
     @cached_property
     def of(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class Question:
         recording, readout = self.recording, self.recording.readout
         assert readout is not None, "asked of a model with a head"
         if recording.head is not None:
-            return torch.nn.functional.linear(self._read(readout), *recording.head)
+            return torch.nn.functional.linear(self._read(readout), recording.head.weight, recording.head.bias)
         return readout[list(self.of)] if readout.dim() == 2 else self.at_outputs(readout)
 
     def _read(self, readout: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Question:
         if self.recording.head is None:
             logits = self.logits.gather(1, ids)
         else:
-            weight, bias = self.recording.head
+            weight, bias = self.recording.head.weight, self.recording.head.bias
             assert self.recording.readout is not None, "a head reads something"
             logits = (weight[ids] * self._read(self.recording.readout)[:, None]).sum(-1)
             logits = logits if bias is None else logits + bias[ids]
@@ -173,11 +173,10 @@ class Question:
         else:
             weight = recording.head.weight
             columns = (weight[ids] * weights.to(weight)[..., None]).sum(1)
-        x = recording.states[self.operator.span.start]
         if not self.is_batch:
             rows = [recording.at_readout(one, i) for one, i in zip(columns, self.out_tokens, strict=True)]
-            return _weighed(self.operator.pull_from_head(torch.cat(rows)), x[0])
-        readout = recording.readout
+            return _weighed(self.operator.pull_from_head(torch.cat(rows)), self.operator.input)
+        readout, x = recording.readout, recording.states[0]
         return self._by_layers(
             lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
         )

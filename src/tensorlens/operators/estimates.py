@@ -11,8 +11,8 @@ import torch
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.models.precision import Precision, matmul_mode
-from tensorlens.operators.operator import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 from tensorlens.operators.folding.pull import FoldedRows, folding_pays
+from tensorlens.operators.operator import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 from tensorlens.program.nodes import Held
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -21,6 +22,11 @@ N_BLOCKS = 4
 TINY = 1e-300
 
 
+def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers of a tensor's type, drawn where the generator is."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+
+
 class Probes:
     """Random states and cotangents, and the laws that need them."""
 
@@ -32,7 +38,7 @@ class Probes:
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers of the operator's type."""
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.operator.input)
+        return normal(shape, self.operator.input, self._generator)
 
     def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
         """Root mean square of ⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
@@ -97,13 +103,14 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
     start, stop = operator.span
     chosen = sorted({start, (start + stop) // 2, stop - 1, *_some(start, stop, generator)})[:N_BLOCKS]
     worst: dict[str, float] = {}
+    wide = operator.input.float()
     with tf32(False):
         for n in chosen:
             try:
                 program = operator.recording.part(Span(n, n + 1), operator.heads).to(torch.float32)
             except AnatomyError:  # it reads more than the state
                 continue
-            v, u = (_normal(program.specs[slots[0]].shape, operator, generator) for slots in _ends(program))
+            v, u = (normal(program.specs[slots[0]].shape, wide, generator) for slots in _ends(program))
             at_v, at_zero = program.run(v)[0], program.run(torch.zeros_like(v))[0]
             of_v, pulled = program.linear.run(v)[0], program.linear.pull(u)[0]
             found = {
@@ -115,15 +122,11 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
 
 
 def _some(start: int, stop: int, generator: torch.Generator) -> list[int]:
-    return torch.randint(start, stop, (1,), generator=generator).tolist()
+    return torch.randint(start, stop, (1,), generator=generator, device=generator.device).tolist()
 
 
 def _ends(program: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return program.inputs, program.outputs  # type: ignore[attr-defined]
-
-
-def _normal(shape: tuple[int, ...], operator: FrozenOperator, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(operator.device)
 
 
 # How much passes on ---------------------------------------------------------------------------------------------------
@@ -132,17 +135,14 @@ def _normal(shape: tuple[int, ...], operator: FrozenOperator, generator: torch.G
 def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float, ...]:
     r"""For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
 
-    By the size of what the block gave: a norm at its end makes any state small. Empty where ranges are refused, because
-    blocks read more than the state.
+    By the size of what the block gave: a norm at its end makes any state small. What a block reads beside the state
+    is zero.
     """
     recording, found = operator.recording, []
     for n in range(*operator.span):
         state = recording.states[n]
-        v = state.square().mean().sqrt() * torch.randn(state.shape, generator=generator).to(state)
-        try:
-            pushed = recording.push(v, Span(n, n + 1), operator.heads, linear=True)
-        except AnatomyError:
-            return ()
+        v = state.square().mean().sqrt() * normal(state.shape, state, generator)
+        pushed = recording.push_alone(v, n, operator.heads)
         found.append(relative(pushed, recording.states[n + 1]))
     return tuple(found)
 
@@ -157,7 +157,7 @@ def held_by_module(operator: FrozenOperator) -> dict[str, float]:
     if not operator.is_whole or recording.is_streamed:
         return {}
     # Slots of what nobody reads any more, such as queries that are held, are gone.
-    live = {output.slot for output in recording.modules if output.slot in recording.program.specs}
+    live = {output.slot for output in recording.modules if output.slot is not None} & set(recording.program.specs)
     program = recording.program.part(recording.slots[0], recording.slots[-1], also=live)  # type: ignore[arg-type]
     at_x, at_zero = (_sizes(recording, program, live, x) for x in (recording.states[0], 0 * recording.states[0]))
     squares: dict[str, list[float]] = {}

@@ -11,7 +11,7 @@ The transpose of this is the fused kernel's own backward pass at X, with the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from tensorlens.program.nodes import Spec
+from tensorlens.program.nodes import Axes, Spec
 from tensorlens.program.operations import operation
 
 CHUNK = 2**24
@@ -37,7 +37,7 @@ def norm(
     inverse: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    axes: Sequence[int],
+    axes: Axes,
     centred: bool,
     unit: Tensor | None = None,
 ) -> Tensor:
@@ -60,7 +60,7 @@ def _(
     inverse: Tensor,
     weight: Tensor | None,
     bias: Any,
-    axes: Sequence[int],
+    axes: Axes,
     centred: bool,
     unit: Tensor | None = None,
 ) -> Tensor:
@@ -69,7 +69,7 @@ def _(
     return _normalised(u if weight is None else u * weight, inverse, axes, centred, unit)
 
 
-def _normalised(x: Tensor, inverse: Tensor, axes: Sequence[int], centred: bool, unit: Tensor | None) -> Tensor:
+def _normalised(x: Tensor, inverse: Tensor, axes: Axes, centred: bool, unit: Tensor | None) -> Tensor:
     if centred:
         x = x - x.mean(axes, keepdim=True)
     if unit is not None:
@@ -98,7 +98,24 @@ def _softmax(x: Tensor, weights: Tensor, axis: int = -1) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants, and A is never formed."""
+    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants, and A is never formed.
+
+    For several v in `vmap`, which knows no fused kernel, its rows are formed, each once for all of them.
+    """
+    if is_batchedtensor(value):
+        k, factor = _for_rows(query, key, scale, grouped)
+
+        def together(vs: Tensor) -> Tensor:
+            vs = _repeated(vs, query.shape[-3]) if grouped else vs
+            side_by_side = vs.movedim(0, -2).flatten(-2)
+            found = [
+                rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows).to(vs.dtype) @ side_by_side
+                for rows in _chunks(query, k)
+            ]
+            found = torch.cat(found, -2)
+            return found.unflatten(-1, (len(vs), -1)).movedim(-2, 0)
+
+        return _Several.apply(value, together)
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
@@ -109,12 +126,11 @@ def _(
     """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
     if not is_batchedtensor(u):
         return NotImplemented
+    k, factor = _for_rows(query, key, scale, grouped)
 
     def together(us: Tensor) -> Tensor:
         # (u, …, head, query, channel) as (…, head, query, u and channel): one product of A for all of them.
         side_by_side = us.movedim(0, -2).flatten(-2)
-        k = _repeated(key, query.shape[-3]) if grouped else key
-        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         found = side_by_side.new_zeros(*us.shape[1:-2], k.shape[-2], side_by_side.shape[-1])
         for rows in _chunks(query, k):
             a = rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows)
@@ -125,8 +141,14 @@ def _(
     return _Several.apply(u, together)
 
 
+def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) -> tuple[Tensor, float]:
+    """A key for each query, and the factor of their products."""
+    k = _repeated(key, query.shape[-3]) if grouped else key
+    return k, 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
 class _Several(torch.autograd.Function):
-    """Several cotangents that `vmap` has told apart, given to a function of all of them (u, …)."""
+    """Several values or cotangents that `vmap` has told apart, given to a function of all of them (u, …)."""
 
     @staticmethod
     def forward(u: Tensor, together: Callable[[Tensor], Any]) -> Any:

@@ -144,7 +144,7 @@ def store_tensors(
         record = Memory(_name(run.dtype), str(run.device), length=len(run))
         if key in owners:
             name, weight = owners[key]
-            first = start - weight.storage_offset()
+            first = start - int(weight.storage_offset())
             record = Memory(record.dtype, record.device, name, first, len(run), _checksum(run))
         else:
             stored[str(len(records))] = run
@@ -153,7 +153,9 @@ def store_tensors(
     views = {}
     for key, value in tensors.items():
         memory, start = places[_memory_of(value)]
-        views[key] = View(memory, tuple(value.shape), value.stride(), value.storage_offset() - start, names.get(key))
+        views[key] = View(
+            memory, tuple(value.shape), value.stride(), int(value.storage_offset()) - start, names.get(key)
+        )
     return TensorsRecord(views=views, memories=records), stored
 
 
@@ -179,13 +181,13 @@ def _memory_of(value: Tensor) -> Any:
 
 def _span(value: Tensor) -> tuple[int, int]:
     """The first place of a tensor in its memory, and the one after its last."""
-    first = value.storage_offset()
+    first = int(value.storage_offset())
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return first, first + (reach + 1 if value.numel() else 0)
 
 
 def _checksum(run: Tensor) -> int:
-    return zlib.crc32(run.cpu().contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(run.cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,14 +10,14 @@ alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlens.program.nodes import Spec, leaves, mapped
+from tensorlens.program.nodes import Axes, Spec, leaves, mapped
 
 OPERATIONS: dict[str, Operation] = {}
 
@@ -37,9 +37,9 @@ class Operation:
         self,
         name: str,
         run: Callable[..., Tensor],
-        joint: Sequence[int] = (),
-        single: Sequence[int] = (),
-        optional: Sequence[int] = (),
+        joint: Axes = (),
+        single: Axes = (),
+        optional: Axes = (),
     ) -> None:
         self.name, self.run = name, run
         self.joint, self.single, self.optional = tuple(joint), tuple(single), tuple(optional)
@@ -71,7 +71,7 @@ class Operation:
 
 
 def operation(
-    *, joint: Sequence[int] = (), single: Sequence[int] = (), optional: Sequence[int] = ()
+    *, joint: Axes = (), single: Axes = (), optional: Axes = ()
 ) -> Callable[[Callable[..., Tensor]], Operation]:
     """Register a function as an operation under its own name.
 
@@ -107,35 +107,35 @@ def zeros(spec: Spec, u: Tensor) -> Tensor:
 
 
 @operation(joint=(0,))
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape(x: Tensor, shape: Axes) -> Tensor:
     """The same numbers in other axes."""
     return x.reshape(shape)
 
 
 @reshape.transpose
-def _(u: Tensor, x: Spec, shape: Sequence[int]) -> Tensor:
+def _(u: Tensor, x: Spec, shape: Axes) -> Tensor:
     return u.reshape(x.shape)
 
 
 @operation(joint=(0,))
-def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
+def permute(x: Tensor, axes: Axes) -> Tensor:
     """Axes in another order."""
-    return x.permute(axes)
+    return x.permute(*axes)
 
 
 @permute.transpose
-def _(u: Tensor, x: Spec, axes: Sequence[int]) -> Tensor:
+def _(u: Tensor, x: Spec, axes: Axes) -> Tensor:
     return u.permute(sorted(range(len(axes)), key=lambda axis: axes[axis]))
 
 
 @operation(joint=(0,))
-def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+def expand(x: Tensor, shape: Axes) -> Tensor:
     """Repeated along axes of length one, and along new ones in front."""
     return x.expand(shape)
 
 
 @expand.transpose
-def _(u: Tensor, x: Spec, shape: Sequence[int]) -> Tensor:
+def _(u: Tensor, x: Spec, shape: Axes) -> Tensor:
     return u
 
 
@@ -247,19 +247,19 @@ def _(u: Tensor, parts: list[Any], axis: int) -> tuple[Tensor, ...]:
 
 
 @operation(joint=(0, 3), optional=(3,))
-def pad(x: Tensor, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+def pad(x: Tensor, amounts: Axes, mode: str = "constant", value: float | None = None) -> Tensor:
     """More places at the ends of the last axes."""
     return F.pad(x, amounts, mode, value)
 
 
 @operation(joint=(0,))
-def flip(x: Tensor, axes: Sequence[int]) -> Tensor:
+def flip(x: Tensor, axes: Axes) -> Tensor:
     """Backwards along axes."""
     return x.flip(axes)
 
 
 @flip.transpose
-def _(u: Tensor, x: Spec, axes: Sequence[int]) -> Tensor:
+def _(u: Tensor, x: Spec, axes: Axes) -> Tensor:
     return u.flip(axes)
 
 
@@ -287,21 +287,19 @@ def _(u: Tensor, x: Spec, diagonal: int, upper: bool) -> Tensor:
 
 
 @operation(joint=(0,))
-def as_strided(flat: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+def as_strided(flat: Tensor, shape: Axes, strides: Axes, offset: int) -> Tensor:
     """A view of memory: of a row of numbers in the order in which they lie there."""
     return flat.contiguous().as_strided(shape, strides, offset)
 
 
 @as_strided.transpose
-def _(u: Tensor, flat: Spec, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+def _(u: Tensor, flat: Spec, shape: Axes, strides: Axes, offset: int) -> Tensor:
     places = torch.arange(flat.shape[0], device=u.device).as_strided(shape, strides, offset)
     return zeros(flat, u).index_add(0, places.reshape(-1), u.reshape(-1))  # a view may show a number several times
 
 
 @operation(joint=(0, 1))
-def as_strided_scatter(
-    flat: Tensor, value: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> Tensor:
+def as_strided_scatter(flat: Tensor, value: Tensor, shape: Axes, strides: Axes, offset: int) -> Tensor:
     """The memory after a write through a view of it."""
     flat = flat.clone(memory_format=torch.contiguous_format)
     flat.as_strided(shape, strides, offset).copy_(value)
@@ -309,9 +307,7 @@ def as_strided_scatter(
 
 
 @as_strided_scatter.transpose
-def _(
-    u: Tensor, flat: Any, value: Any, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> tuple[Tensor, ...]:
+def _(u: Tensor, flat: Any, value: Any, shape: Axes, strides: Axes, offset: int) -> tuple[Tensor, ...]:
     found = []
     if type(flat) is Spec:
         left = u.clone(memory_format=torch.contiguous_format)
@@ -326,28 +322,28 @@ def _(
 
 
 @operation(joint=(0,))
-def sum_(x: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+def sum_(x: Tensor, axes: Axes, keepdim: bool) -> Tensor:
     """Over axes."""
     return x.sum(axes, keepdim=keepdim)
 
 
 @sum_.transpose
-def _(u: Tensor, x: Spec, axes: Sequence[int], keepdim: bool) -> Tensor:
+def _(u: Tensor, x: Spec, axes: Axes, keepdim: bool) -> Tensor:
     return _spread(u, x, axes, keepdim)
 
 
 @operation(joint=(0,))
-def mean(x: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
+def mean(x: Tensor, axes: Axes, keepdim: bool) -> Tensor:
     """Over axes."""
     return x.mean(axes, keepdim=keepdim)
 
 
 @mean.transpose
-def _(u: Tensor, x: Spec, axes: Sequence[int], keepdim: bool) -> Tensor:
+def _(u: Tensor, x: Spec, axes: Axes, keepdim: bool) -> Tensor:
     return _spread(u / math.prod([x.shape[axis] for axis in axes]), x, axes, keepdim)
 
 
-def _spread(u: Tensor, x: Spec, axes: Sequence[int], keepdim: bool) -> Tensor:
+def _spread(u: Tensor, x: Spec, axes: Axes, keepdim: bool) -> Tensor:
     if not keepdim:
         for axis in sorted([axis % len(x.shape) for axis in axes]):
             u = u.unsqueeze(axis)
@@ -482,7 +478,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
 @operation(single=(0, 1))
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Matrix products of groups of rows, each with a matrix of its own: the experts of a router."""
-    function = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    function = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
     return function(a, b, offs=offsets, out_dtype=dtype)
 
 
@@ -498,11 +494,11 @@ def convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: Axes,
+    padding: Axes,
+    dilation: Axes,
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: Axes,
     groups: int,
 ) -> Tensor:
     """A convolution or its transpose, over any number of axes."""
@@ -603,11 +599,11 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
             "diagonal diag diag_embed roll diff trace view_as_real view_as_complex real imag conj_physical "
             "complex take",
         ),
-        (Tensor, "repeat unfold index_copy"),
+        (Tensor, "repeat index_copy"),
         (
             F,
             "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate "
-            "fold pixel_shuffle pixel_unshuffle channel_shuffle grid_sample",
+            "fold pixel_shuffle pixel_unshuffle channel_shuffle",
         ),
         (
             torch.fft,

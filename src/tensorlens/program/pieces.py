@@ -6,31 +6,16 @@ slot that an earlier piece made wait until that piece is reached. A question abo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from tensorlens.memory import is_out_of_memory
 from tensorlens.program.program import Program
 
 Cotangents = dict[int, Tensor]
 """Cotangents by slot."""
-
-
-def by_row(pull: Callable[[Cotangents], Cotangents], rows: Cotangents) -> Cotangents:
-    """Apply a function of cotangents to several rows of them, (row, …): by `vmap` where torch can."""
-    n_rows = len(next(iter(rows.values())))
-    if n_rows > 1:
-        try:
-            return torch.vmap(pull)(rows)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-    found = [pull({slot: u[row] for slot, u in rows.items()}) for row in range(n_rows)]
-    return {slot: torch.stack([one[slot] for one in found]) for slot in found[0]}
 
 
 class Pieces:

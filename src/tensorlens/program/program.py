@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tensorlens.program.composite  # noqa: F401  (registers its operations)
+import tensorlens.program.derivatives  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
@@ -143,9 +144,10 @@ class Program:
     @cached_property
     def held_bytes(self) -> int:
         """The memory of its constants that is not the model's own."""
-        names = self.constants.names if isinstance(self.constants, Constants) else {}
-        held = [self.constants[n] for n in self.used if n not in names]
-        return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}.values())
+        whole = self.constants if isinstance(self.constants, Constants) else Constants(self.constants)
+        held = [whole.values[n] for n in self.used if n not in whole.names]  # what was let go stays so
+        storages = [value.untyped_storage() for value in held if value is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @cached_property
     def used(self) -> frozenset[int]:

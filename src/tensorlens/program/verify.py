@@ -7,15 +7,15 @@ knows, its live arguments stand where the table allows them, and it reads nothin
 from __future__ import annotations
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Held, Slot, Step, leaves
+from tensorlens.program.nodes import Held, Slot, Step, leaves, words
 from tensorlens.program.program import Program
 
 TOGETHER = {
     0: "reshape permute expand cast index narrow select index_select gather cat stack flip repeat_interleave triangle "
     "as_strided sum mean cumsum div gain constant diagonal diag diag_embed roll diff trace view_as_real "
-    "view_as_complex real imag conj_physical take repeat unfold window avg_pool1d avg_pool2d avg_pool3d "
+    "view_as_complex real imag conj_physical take repeat window avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate fold pixel_shuffle pixel_unshuffle "
-    "channel_shuffle grid_sample fft ifft rfft irfft fftn ifftn fft2 ifft2 rfftn irfftn rfft2 irfft2 hfft ihfft "
+    "channel_shuffle fft ifft rfft irfft fftn ifftn fft2 ifft2 rfftn irfftn rfft2 irfft2 hfft ihfft "
     "fftshift ifftshift",
     1: "solve",
     2: "attention",
@@ -40,11 +40,17 @@ SEVERAL = {
     "softmax": (0, 3),
     "live_attention": (0, 1, 2, 3),
     "complex": (0, 1),
+    "derivative": (0, 1),
 }
 """Operations that are affine in several arguments together."""
 
 EITHER = {"mul": (0, 1), "matmul": (0, 1), "grouped_mm": (0, 1), "einsum": tuple(range(1, 9))}
 """Operations that are linear in one of several arguments, the others being constants."""
+
+LINEAR_KERNELS = words(
+    "linalg_cross _trilinear convolution max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d"
+)
+"""Kernels that are linear in one of their arguments; all others are followed by their derivative at X."""
 
 _PLACES: dict[str, tuple[int, ...]] = {
     **{name: (place,) for place, names in TOGETHER.items() for name in names.split()},
@@ -85,6 +91,8 @@ def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:
         return f"is not linear in its argument {next(place for place in live if place not in allowed)}"
     if step.operation in EITHER and len(step.slots) > 1:
         return "multiplies two live values"
+    if step.operation == "derivative" and step.args[7] and step.args[2].split(".")[1] not in LINEAR_KERNELS:
+        return f"takes `{step.args[2]}` for a linear kernel"
     if any(type(value) is Slot for value in step.options.values()):
         return "takes something live as an option"
     if any(slot not in written for slot in step.slots):

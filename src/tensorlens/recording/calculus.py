@@ -64,18 +64,18 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
 
 
 @contextmanager
-def with_autograd() -> Iterator[None]:
-    """Let torch's autograd work: a rule that was reached by a kernel runs beneath it, where nothing has a gradient."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+def differentiable() -> Iterator[None]:
+    """Let autograd see what is computed meanwhile, at the level of kernels too, where torch has switched it off."""
+    kept, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in ("ADInplaceOrView", "AutogradOther", "AutogradFunctionality"):
+        left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(kept, left_out):
         yield
 
 
 def slope_of(function: Elementwise, x: Tensor) -> Tensor:
     """The derivative of an element-wise function; zero for one that torch knows none of."""
-    with with_autograd(), torch.enable_grad():
+    with differentiable():
         x = x.detach().requires_grad_()
         y = function(x)
         return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)

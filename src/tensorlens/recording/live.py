@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.roles import Role
@@ -64,13 +65,13 @@ class Live(Tensor):
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Its sizes."""
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.shape.__get__(self)
+            return Tensor.shape.__get__(self)  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Its type."""
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dtype.__get__(self)
+            return Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -107,7 +108,7 @@ def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
             raise tensor.of.refused
 
 
-def is_live(value: Any) -> bool:
+def is_live(value: Any) -> TypeIs[Live]:
     """Whether a value is a tensor that depends on the program's input."""
     return type(value) is Live and value.slot is not None
 

@@ -22,7 +22,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, found_in, is_live, raw, set_tape, tape
+from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import name_of, spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import DESCRIBES, find_rule
@@ -36,6 +36,9 @@ ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin t
 
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in whose result one element depends on several of them."""
+
+LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
+"""Functions that take of a tensor what stands at places."""
 
 _PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
 
@@ -332,6 +335,10 @@ class Tape:
             return rule(function, name, args, kwargs)
         if not is_kernel:
             return self.by_kernels(function, args, kwargs)
+        if self.rules.name == "jacobian":
+            from tensorlens.recording.rules.derivatives import by_derivative
+
+            return by_derivative(function, name, args, kwargs)
         raise self.refusal(name)
 
     def by_kernels(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -343,7 +350,8 @@ class Tape:
         """A function of held tensors, one of which carries a role: the role is handed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
-        result = raw(function, *args, **kwargs)
+        # torch writes numbers of its own class alone into strings: of others it writes how they look.
+        result = raw(function, *args, **kwargs) if name != "format" else format(value_of(args[0]), *args[1:])
         roles = [x.role for x in met]
         if Role.CHOICE in roles or Role.ROUNDED in roles:
             return self._of_choices(name, result, args, kwargs, roles)
@@ -375,9 +383,10 @@ class Tape:
         """What is computed from decisions is a decision. In a batch those of one sample must not depend on another."""
         if self.n_samples > 1:
             self._check_choices(name, args, kwargs)
-        if Role.ROUNDED in roles and isinstance(result, Tensor) and result.is_floating_point():
+        is_counted = Role.ROUNDED in roles and (name not in LOOKS_UP or role_of(args[0]) is Role.ROUNDED)
+        if is_counted and isinstance(result, Tensor) and result.is_floating_point():
             raise self.refusal(f"{name} of whole numbers that live values were cast to")
-        return self.held(result, Role.ROUNDED if Role.ROUNDED in roles else Role.CHOICE)
+        return self.held(result, Role.ROUNDED if is_counted else Role.CHOICE)
 
 
 def spec_of(value: Tensor) -> Spec:
@@ -388,11 +397,13 @@ def spec_of(value: Tensor) -> Spec:
 
 def version_of(x: Tensor) -> int:
     """How often its memory was written to; -1 for tensors of inference mode, which do not count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(x) is Tensor:
             return x._version
-        except RuntimeError:
-            return -1
+        with torch._C.DisableTorchFunctionSubclass():
+            return x._version
+    except RuntimeError:
+        return -1
 
 
 class Kernels(TorchDispatchMode):

@@ -17,12 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, Spec
+from tensorlens.program.nodes import Slot, Spec, words
 from tensorlens.recording.live import Live, is_live, raw, role_of
 from tensorlens.recording.names import name_of
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
+
+
+SHAPES = words("squeeze unsqueeze t transpose swapaxes swapdims")
+"""Functions that, in place, give a tensor other axes and write nothing."""
 
 
 class Geometry(NamedTuple):
@@ -140,7 +144,7 @@ class Writes:
         for x in self.borrowed:
             if type(x) is Live:
                 del x.slot, x.role, x.of, x.stamp
-                x.__class__ = Tensor
+                x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
 
     def borrow(self, x: Tensor, slot: int) -> Live:
@@ -207,6 +211,8 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     from tensorlens.recording.live import tape
 
     base = name[:-1]
+    if base in SHAPES and is_live(args[0]):
+        return _reshaped(function, base, args, kwargs)
     if type(function) is torch._ops.OpOverload:
         functional = getattr(torch.ops.aten, function.overloadpacket.__name__[:-1])
     else:
@@ -216,6 +222,15 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     return tape().writes.write(target, new)
 
 
+def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`x.unsqueeze_(0)`: the tensor itself gets other axes, its memory stays as it is."""
+    x = args[0]
+    new = getattr(torch, name)(*args, **kwargs)
+    raw(function, *args, **kwargs)
+    x.slot, x.stamp = new.slot, raw(getattr, x, "_version")
+    return x
+
+
 def _stand_in(target: Tensor) -> Tensor:
     """A held target as it was before the write."""
     return raw(Tensor.clone, target)
@@ -223,7 +238,7 @@ def _stand_in(target: Tensor) -> Tensor:
 
 def _plain_again(x: Tensor) -> Tensor:
     if type(x) is Live:
-        x.__class__ = Tensor
+        x.__class__ = Tensor  # type: ignore[assignment]
     return x
 
 
@@ -249,7 +264,7 @@ def address_of(tensor: Tensor) -> int:
 def geometry_of(x: Tensor) -> Geometry:
     """How a tensor lies in its memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return Geometry(tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        return Geometry(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _length(x: Tensor) -> int:

@@ -1,9 +1,9 @@
 """A job queue: `Job`, one question on its way, and `Worker`, which answers them in turn, one thread for one device.
 
-A job is stopped by a flag that the work looks at (`Job.check`): between outputs, and wherever
-long work calls `cancel.check`, such as before each block of the model. None of these is in the middle of putting
-something back, so the model is left as it was found. Work that looks at no flag until long after its time is given up: its
-thread is told to end, another takes the queue over, and what the old one may have left half done is forgotten.
+A job is stopped by a flag that the work looks at (`Job.check`): between outputs, and wherever long work calls
+`cancel.check`, such as before each block of the model. None of these is in the middle of putting something back, so the
+model is left as it was found. Work that looks at no flag until long after its time is given up: its thread is told to
+end, another takes the queue over, and what the old one may have left half done is forgotten.
 """
 
 from __future__ import annotations

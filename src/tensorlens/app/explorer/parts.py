@@ -7,7 +7,6 @@ from typing import Any
 from tensorlens.app.explorer.questions import Ask
 from tensorlens.app.explorer.recent import Recent
 from tensorlens.errors import InputError
-from tensorlens.models.evidence import tensors_in
 from tensorlens.tensor import AttentionTensor
 
 _MOST_PARTS = 3
@@ -26,9 +25,9 @@ class Parts:
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the hidden states and of the factors held."""
+        """Memory of the hidden states and of the constants that are not the model's own."""
         recording = self.whole.operator.recording
-        return sum(tensor.nbytes for tensor in tensors_in((recording.states, *recording.factors.values())))
+        return sum(state.nbytes for state in recording.states) + recording.program.held_bytes
 
     def part(self, ask: Ask) -> AttentionTensor:
         """The tensor of the blocks and heads that a question is about."""

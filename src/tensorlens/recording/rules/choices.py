@@ -134,7 +134,7 @@ def _of_all(function: Any, name: str, x: Live) -> Any:
     run.note(f"decision: {name}")
     run.note_mixing(name)
     place = int(raw(lambda: function(value_of(x).reshape(-1), 0)[1]))
-    found = x.reshape(-1)[place]
+    found: Any = x.reshape(-1)[place]
     found.role = of_largest(x.role, run.rules)
     return found
 

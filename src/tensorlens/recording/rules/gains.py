@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tensorlens.recording.calculus import with_autograd
+from tensorlens.recording.calculus import slope_of
 
 
 def gelu(z: Tensor, approximate: str = "none") -> Tensor:
@@ -78,10 +78,7 @@ def secant(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 
 
 def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    with with_autograd(), torch.enable_grad():
-        zero = torch.zeros_like(z, requires_grad=True)
-        found = activation(zero).sum()
-        return torch.autograd.grad(found, zero)[0] if found.requires_grad else zero.detach()  # a cast has no slope
+    return slope_of(activation, torch.zeros_like(z))
 
 
 CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -311,7 +312,7 @@ def on_top(tensors: Any) -> Any:
 @rule("flip")
 def flipped(x: Live, *dims: Any) -> Any:
     """Backwards along axes."""
-    dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     return tape().emit("flip", raw(torch.flip, x, dims), x, tuple(dims), role=role_after("flip", x))
 
 
@@ -339,7 +340,7 @@ def tiled(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @family("tril triu")
-def triangular(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def triangular(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Zero above a diagonal, or below it."""
     diagonal = kwargs.get("diagonal", args[1] if len(args) > 1 else 0)
     value = raw(function, *args, **kwargs)
@@ -382,7 +383,7 @@ def _refuse_nan(name: str) -> Any:
 
 
 @rule("cumsum")
-def running_sums(x: Live, dim: int, dtype: Any = None) -> Any:
+def running_sums(x: Any, dim: int, dtype: Any = None) -> Any:
     """Sums of all up to here."""
     x = x if dtype is None else x.to(dtype)
     return tape().emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
@@ -473,12 +474,6 @@ def _expanded_to(x: Any, value: Tensor) -> Any:
     return x if x.shape == value.shape else x.expand(value.shape)
 
 
-@rule("pad_constant")
-def padding_kernel(x: Live, pad: Any, value: Any = 0) -> Any:
-    """The kernel of padding by a number."""
-    return torch.nn.functional.pad(x, tuple(pad), "constant", value)
-
-
 @rule("setitem")
 def assign(x: Tensor, at: Any, new: Any) -> None:
     """`x[at] = new`: linear in both."""
@@ -565,7 +560,7 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 @family("embedding")
-def rows_of_table(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rows_of_table(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Rows of a live table."""
     is_kernel = type(function) is torch._ops.OpOverload
     weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
@@ -582,7 +577,6 @@ def rows_of_table(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
         [
             *(name for name in LINEAR_FUNCTIONS if name not in ("repeat", "index_copy", "window")),
             *(f"fft_{name}" for name in LINEAR_FUNCTIONS if "fft" in name),
-            "im2col",
             "get:real",
             "get:imag",
             "conj",
@@ -595,17 +589,23 @@ def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     value = raw(function, *args, **kwargs)
     name = name.removeprefix("fft_").removeprefix("get:").replace("_conj", "conj").replace("conj", "conj_physical")
     name = "conj_physical" if name.startswith("conj_physical") else name
-    if (
-        name == "unfold"
-        and not isinstance(args[1] if len(args) > 1 else kwargs.get("dimension"), int)
-        or name == "im2col"
-    ):
-        name = "window"
     live = [n for n, arg in enumerate(args) if is_live(arg)]
-    if live and live != [0] and name not in ("complex", "grid_sample"):
+    if live and live != [0] and name != "complex":
         raise tape().refusal(f"{name} with a second live argument")
     role = role_after(name, *args)
     return tape().emit(name, value, *args, role=role, **kwargs)
+
+
+@family("unfold im2col")
+def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes them of two."""
+    given = dict(zip(("x", "dimension", "size", "step"), args, strict=False)) | kwargs
+    if name == "im2col" or not isinstance(given.get("dimension"), int):
+        return tape().emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
+    x, axis, size, step = args[0], given["dimension"] % args[0].dim(), given["size"], given["step"]
+    starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)
+    places = raw(lambda: starts[:, None] + torch.arange(size, device=x.device))
+    return x.index_select(axis, raw(Tensor.flatten, places)).unflatten(axis, places.shape).movedim(axis + 1, -1)
 
 
 @rule("pad")
@@ -617,7 +617,7 @@ def padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     return tape().emit("pad", made, x, tuple(pad), mode, value, role=role_after("pad", x))
 
 
-@rule("constant_pad_nd")
+@rule("pad_constant")
 def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     """The same, as its kernel is called."""
     return padded(x, pad, "constant", value)
@@ -648,11 +648,14 @@ def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """New tensors like a live one, of numbers that are not."""
     given = [*args[1:], *kwargs.values()]
-    if not any(is_live(value) for value in given):
+    if not any(x.slot is not None for x in found_in(given)):
         return raw(function, *args, **kwargs)
     if name == "new_tensor" and is_live(given[0]):
         return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)
-    raise tape().refusal(f"{name} of a live number")
+    raise NotLinearError(
+        f"`{name}` makes a new tensor of live numbers in `{tape().module or 'the model'}`, which no rule follows. Write "
+        "`x.expand(shape)` for one of them, and `torch.stack` for several."
+    )
 
 
 @family("set:data set_ resize_ set:real set:imag swap_")

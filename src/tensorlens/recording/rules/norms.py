@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +11,8 @@ from tensorlens.program.nodes import words
 from tensorlens.recording.calculus import at_least_float32, tangent
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
+from tensorlens.recording.rules.derivatives import by_derivative
 from tensorlens.recording.table import family, rule
-
-WRITTEN_OUT: dict[str, Callable[..., Any]] = {}
-"""Statistics of several numbers in steps that have rules of their own, for members that follow them."""
 
 
 @family(
@@ -36,17 +32,10 @@ def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
         run.check_samples(name, args, kwargs)
         return raw(function, *args, **kwargs)
     run.note(f"derivative: {name}")
-    if name in WRITTEN_OUT:
-        found = WRITTEN_OUT[name](*args, **kwargs)
-    else:
-        value = raw(function, *args, **kwargs)
-        x = args[0]
-        others = (*args[1:], *kwargs.values())
-        is_one_by_one = isinstance(value, Tensor) and is_live(x) and value.shape == x.shape
-        if not is_one_by_one or any(map(is_live, others)) or name not in _ONE_BY_ONE:
-            raise run.refusal(f"the derivative of {name}")
-        found = tangent(x, lambda v: function(v, *args[1:], **kwargs), value, Role.STATISTIC)
-    return _as_statistics(found)
+    value = raw(function, *args, **kwargs)
+    if name in _ONE_BY_ONE and is_live(args[0]) and not any(map(is_live, (*args[1:], *kwargs.values()))):
+        return tangent(args[0], lambda v: function(v, *args[1:], **kwargs), value, Role.STATISTIC)
+    return _as_statistics(by_derivative(function, name, args, kwargs))
 
 
 _ONE_BY_ONE = words("rsqrt sqrt reciprocal log log2 log10 pow rpow logit")
@@ -59,64 +48,6 @@ def _as_statistics(found: Any) -> Any:
     if is_live(found):
         found.role = Role.STATISTIC
     return found
-
-
-def written_out(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the steps of a statistic."""
-    return lambda function: WRITTEN_OUT.update(dict.fromkeys(names.split(), function)) or function
-
-
-@written_out("var")
-def _var(x: Live, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    dims = tuple(range(x.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    if correction is None:
-        correction = 1 if unbiased is None else int(unbiased)
-    n = functools.reduce(lambda total, axis: total * x.shape[axis], dims, 1)
-    moved = x - x.mean(dims, keepdim=True)
-    return moved.square().sum(dims, keepdim=keepdim) / max(0, n - correction)
-
-
-@written_out("std")
-def _std(x: Live, *args: Any, **kwargs: Any) -> Any:
-    return _var(x, *args, **kwargs).sqrt()
-
-
-@written_out("norm linalg_vector_norm linalg_norm frobenius_norm")
-def _norm(x: Live, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, ord: Any = None) -> Any:
-    p = ord if ord is not None else p
-    x = x if dtype is None else x.to(dtype)
-    dims = tuple(range(x.dim())) if dim is None else dim
-    if p in (None, "fro", 2, 2.0):
-        return x.square().sum(dims, keepdim=keepdim).sqrt()
-    if p in (1, 1.0):
-        return x.abs().sum(dims, keepdim=keepdim)
-    raise tape().refusal(f"the derivative of a norm of order {p}")
-
-
-@written_out("logsumexp")
-def _logsumexp(x: Live, dim: Any, keepdim: bool = False) -> Any:
-    top = raw(lambda: value_of(x).amax(dim, keepdim=True))
-    found = (x - top).exp().sum(dim, keepdim=True).log() + top
-    return found if keepdim else found.squeeze(dim)
-
-
-@written_out("log_softmax")
-def _log_softmax(x: Live, dim: Any = -1, *_: Any, dtype: Any = None, **__: Any) -> Any:
-    x = x if dtype is None else x.to(dtype)
-    return x - _logsumexp(x, dim, keepdim=True)
-
-
-@written_out("cosine_similarity")
-def _cosine(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    return (a * b).sum(dim) / ((a * a).sum(dim).sqrt() * (b * b).sum(dim).sqrt()).clamp_min(eps)
-
-
-@written_out("logcumsumexp")
-def _logcumsumexp(x: Live, dim: int) -> Any:
-    top = raw(lambda: value_of(x).amax(dim, keepdim=True))
-    return (x - top).exp().cumsum(dim).log() + top
 
 
 # Whole norms ----------------------------------------------------------------------------------------------------------
@@ -225,7 +156,7 @@ def group_norm(
     input: Live, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
     """As `layer_norm` over the channels of a group and all positions."""
-    grouped = input.reshape(input.shape[0], num_groups, -1)
+    grouped: Any = input.reshape(input.shape[0], num_groups, -1)
     inverse = raw(_inverse_std, value_of(grouped), (-1,), eps)
     value = raw(_value, value_of(grouped), inverse, (-1,), True)
     y = normalised("group_norm", grouped, inverse, (-1,), value, centred=True).reshape(input.shape)

@@ -12,6 +12,7 @@ from tensorlens.recording.calculus import at_least_float32, is_same_tensor, prod
 from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
+from tensorlens.recording.rules.derivatives import product_by_kernel
 from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.table import family, rule
 from tensorlens.recording.tape import spec_of
@@ -70,7 +71,7 @@ def gated(gate: Live, up: Live) -> Live:
     """φ(g) ⊙ u by the chosen gate rule; every choice gives the product once, not twice."""
     convention = tape().rules.gate
     tape().note(f"gate: {convention}")
-    how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention, convention)
+    how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention) or convention
     return product(torch.mul, "mul", up, gate, how)
 
 
@@ -145,7 +146,8 @@ def _operand(x: Any) -> Any:
 def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear layer. If input and weight are both live, the weight is held."""
     run = tape()
-    x, weight, bias = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)[:3]
+    given: tuple[Any, ...] = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)
+    x, weight, bias = given[:3]
     if is_live(weight):
         if is_live(x):
             return _live_weight(x, weight, bias)
@@ -159,7 +161,7 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
     return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
 
 
-def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
+def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
     run, how = tape(), tape().rules.gate
     run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
     how = how if how in ("half", "taylor") else "second held"
@@ -168,28 +170,17 @@ def _live_weight(x: Live, weight: Live, bias: Any) -> Any:
     return found if bias is None else found + bias
 
 
-_ADDED = (
-    "input",
-    "self",
-    "batch1",
-    "mat1",
-    "vec1",
-    "tensor1",
-    "end",
-    "batch2",
-    "mat2",
-    "vec2",
-    "vec",
-    "tensor2",
-    "weight",
+ADDED_PRODUCT = (
+    *("input", "self", "batch1", "mat1", "vec1", "tensor1", "end"),
+    *("batch2", "mat2", "vec2", "vec", "tensor2", "weight"),
 )
-"""What functions below call the sum, the first and the second factor, in that order."""
+"""What torch calls the summand and the two factors, in the order they are given."""
 
 
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
 def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
-    base, left, right = (*args, *(kwargs[key] for key in _ADDED if key in kwargs))[:3]
+    base, left, right = (*args, *(kwargs[key] for key in ADDED_PRODUCT if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
     if name == "lerp":
         return base + right * (left - base)
@@ -220,31 +211,17 @@ def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     """A convolution. If input and weight are both live, the weight is held."""
     run = tape()
     if type(function) is not torch._ops.OpOverload:
-        if name.endswith("d") and (is_live(args[1]) if len(args) > 1 else is_live(kwargs.get("weight"))):
-            return _with_live_weight(function, name, args, kwargs)
         return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     if is_live(weight):
+        how = run.rules.gate if run.rules.gate in ("half", "taylor") else "second held"
         if is_live(x):
-            run.note("product: weight held")
-            weight = value_of(weight)
-        else:
-            raise run.refusal(f"{name} of a constant by a live weight")
+            run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
+        found = product_by_kernel(function, name, (x, weight, None, *args[3:]), kwargs, (0, 1), how)
+        return found if bias is None else found + bias.reshape(-1, *[1] * len(stride))
     value = raw(function, *args, **kwargs)
     geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     return run.emit("convolution", value, x, weight, bias, *geometry, role=role_after("convolution", x, weight))
-
-
-def _with_live_weight(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A convolution whose weight is live: linear in it where its input is a constant."""
-    run = tape()
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias, rest = given.pop("input"), given.pop("weight"), given.pop("bias", None), args[3:]
-    how = run.rules.gate
-    if is_live(x) and how not in ("half", "taylor"):
-        run.note("product: weight held")
-        return run.by_kernels(function, (x, value_of(weight), bias, *rest), {k: given[k] for k in given})
-    raise run.refusal(f"{name} by a live weight")
 
 
 @family("grouped_mm _grouped_mm")
@@ -370,6 +347,7 @@ def floor_divide(above: Any, below: Any) -> Any:
 def rounded_quotient(above: Any, below: Any, mode: str) -> Any:
     """An activation of the numerator, as `floor` is."""
     if not is_live(above):
+        tape().note("held: floor_divide")
         return raw(torch.div, above, below, rounding_mode=mode)
     role = Role.FACTOR if is_factor(above.role, tape().rules) else Role.ACTIVATED
     below = value_of(below)
@@ -395,7 +373,7 @@ def _solve_options(name: str, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (upper, kwargs.get("left", True), kwargs.get("unitriangular", False))
 
 
-def _live_solve(function: Any, matrix: Live, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _live_solve(function: Any, matrix: Any, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """X = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
     x0 = raw(function, matrix, b, *rest, **kwargs)
     is_unit, upper = kwargs.get("unitriangular", False), kwargs.get("upper")

@@ -119,7 +119,7 @@ def _certified(tiny: TinyModel) -> dict[str, Any]:
         "rules": {rule: len(modules) for rule, modules in certificate.rules.items()},
         "bias_share": float(tensor.bias.norm() / tensor.output.norm()),
         "unexplained": unexplained_bias(tensor),
-        "blocks": tensor.operator.recording.from_model("The table").anatomy.stack,
+        "blocks": tensor.operator.recording.anatomy.stack,
         "shape": tensor.shape,
     }
     return found | _verdict(tensor, certificate.failures, before == fingerprint(tiny))
@@ -172,9 +172,11 @@ def unexplained_bias(tensor: AttentionTensor) -> float:
     """
     program = tensor.program
     names = program.constants.names if isinstance(program.constants, Constants) else {}
-    constants = [
-        torch.zeros_like(value) if _is_additive(names.get(n, "")) else value
-        for n, value in ((n, program.constants[n] if n in program.used else None) for n in range(len(program.constants)))
+    constants: list[Any] = [
+        torch.zeros_like(value) if value is not None and _is_additive(names.get(n, "")) else value
+        for n, value in (
+            (n, program.constants[n] if n in program.used else None) for n in range(len(program.constants))
+        )
     ]
     left = replace(program, constants=constants).run(*program.zeros())  # type: ignore[arg-type]
     return float(torch.cat(left, 1).norm() / tensor.output.norm())

@@ -97,7 +97,7 @@ def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[in
 
 
 def _entry_state(T: AttentionTensor, ids: Tensor, place: int, other: int) -> Tensor:
-    origin, start = T.operator.recording.origin, T.operator.span.start
+    origin, start = T.operator.recording.from_model("Another token"), T.operator.span.start
     changed = ids.clone()
     changed[0, place] = other
     return plain_states(origin.anatomy, origin.inputs | {"input_ids": changed}, read=(start,)).entering[start][0]
