@@ -71,4 +71,8 @@ def _parts(lens: Any, ids: list[int], device: str) -> dict[str, float]:
     recording = timed(lambda: lens(ids), device, n=2, warm=0)
     T = lens(ids)
     pulling = timed(lambda: T.map("tensor.in_out", out_token=-1), device, n=2, warm=0)
-    return {"recording": recording.seconds, "map": pulling.seconds, "is_streamed": float(T.operator.is_streamed)}
+    return {
+        "recording": recording.seconds,
+        "map": pulling.seconds,
+        "is_streamed": float(T.operator.recording.is_streamed),
+    }

@@ -98,7 +98,6 @@ def main() -> None:
         _long_maps(_read("data_sets")),
         _table("The perturbation study", HEADS, perturbation_rows(_read("perturbation")), PERTURBATION),
         _inside(_read("inside")),
-        _price(_read("price")),
         _in_class(parts),
         _errors(parts),
         FLOOR,
@@ -262,21 +261,6 @@ def _long_maps(found: dict[str, Any]) -> str:
     return _table("In+Class and pushes of a long input", ["work", "measured"], rows, before)
 
 
-def _price(found: Any) -> str:
-    rows = [
-        [row["device"], row["model"], str(row["tokens"]), row["work"], "a first time" if row["first"] else "again",
-         f"**{row['ratio']:.3f}×** ({row['lowest']:.2f}–{row['highest']:.2f})", _time(row["seconds"])]
-        for row in found
-    ]  # fmt: skip
-    heads = ["device", "model", "tokens", "work", "the model", "with over without (lowest–highest)", "time"]
-    before = (
-        "The same work with and without proofs, audits, fingerprints and samples that are mapped twice, in turns; the "
-        "median of the ratios. *Again*: a model that the library has seen; *a first time*: all that was proved of it "
-        "is forgotten before each turn."
-    )
-    return _table("What trust costs", heads, rows, before)
-
-
 def _inside(found: dict[str, Any]) -> str:
     if not found:
         return ""
@@ -360,8 +344,8 @@ def _constants(parts: dict[str, Any]) -> str:
             rows.append([f"`{row['name']}`", value + chosen, ", ".join(f"{k} {_time(v)}" for k, v in times.items())])
     before = (
         "What the code ships is the fastest of most runs; `SCALED_BYTES` stays at half a gigabyte, where the time has "
-        "levelled off. See `folding/pull.py`, `folding/fold.py` and `operators/matrix_free.py` for what each of them "
-        "does."
+        "levelled off. See `pull.py` and `fold.py` in `operators/folding/`, and `operators/operator.py`, for what each "
+        "of them does."
     )
     return _table("Constants, by measurement", ["constant", "value", "time"], rows, before)
 

@@ -14,9 +14,9 @@ from benchmarks.models import body_function, build, token_ids
 from benchmarks.paper_way import WAYS, patched
 from benchmarks.timing import Timing, copy_peak, finish, matmul_peak, timed
 from tensorlens.models.precision import matmul_mode
-from tensorlens.operators.estimates import folded_flops
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.estimates import estimate
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
+from tensorlens.operators.operator import FrozenOperator
 
 Rows = list[dict[str, Any]]
 TYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
@@ -80,7 +80,7 @@ def slices(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_t
             fast = T.with_precision(precision)
             first = _first_call(model, n_tokens, precision, device)
             ours = timed(lambda fast=fast, i=i: fast.rows(i), device, n=n, warm=2)
-            flops = folded_flops(fast.operator, 1, d)
+            flops = estimate(fast.operator, "rows").flops
             sizes = [c for c in chunks or ((64, 256, d) if device == "cuda" else (32, 128, d)) if c <= d] or [d]
             jacobian = best_jacobian(model, T.input, device, precision, sizes, i, exact, n_jacobian, ways)
             rows.append({
@@ -138,7 +138,7 @@ def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], 
             found = frobenius_norms(fast, range(n_tokens))
             ours = timed(lambda fast=fast: frobenius_norms(fast, range(n_tokens)), device, n=n, warm=0, most_seconds=12)
             d = T.n_channels
-            flops = folded_flops(fast, n_tokens, d)  # from sizes alone: of a causal model twice what it does
+            flops = estimate(fast, "norm").flops  # from sizes alone: of a causal model twice what it does
             chunks = [256, d] if device == "cuda" else [128]
             jacobian = (known or {}).get((name, precision)) or best_jacobian(
                 model, T.input, device, precision, chunks, n_tokens - 1, last

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,8 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tensorlens as tl
-from tensorlens.maps import batched
+from tensorlens.maps.methods import METHODS
+from tensorlens.specimen import Specimen
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study import changes
 from tensorlens.studies.perturbation_study.measuring import Measurement
@@ -70,7 +72,7 @@ def rates(lens: tl.Lens, data: Any, chosen: argparse.Namespace) -> dict[str, Any
         with tempfile.TemporaryDirectory() as folder:
             measurement = Measurement(lens, subject, replaced(options, batch_size=size), Path(folder))
             if way == "one by one":
-                for work in measurement.maps.works:
+                for _, work in measurement.maps._works:
                     work.together = "one by one"
             every = range(chosen.group, chosen.group + n)
             groups = [every[at : at + chosen.group] for at in range(0, n, chosen.group)]
@@ -80,7 +82,7 @@ def rates(lens: tl.Lens, data: Any, chosen: argparse.Namespace) -> dict[str, Any
             records = [record for group in groups for record in measurement.measure(group)]
             finish()
             found[f"{way}, samples a second"] = rate = n / (time.perf_counter() - start)
-            found[f"{way}, said"] = [work.reason for work in measurement.maps.works if work.reason]
+            found[f"{way}, said"] = [work.reason for _, work in measurement.maps._works if work.reason]
             found[f"{way}, records"] = [record["conditions"] for record in records]
             print(f"{lens.name}: {way} {rate:.3f} samples a second {found[f'{way}, said']}", flush=True)
             if way == "together" and chosen.parts:
@@ -98,8 +100,6 @@ def rates(lens: tl.Lens, data: Any, chosen: argparse.Namespace) -> dict[str, Any
 
 def replaced(options: PerturbationOptions, **named: Any) -> PerturbationOptions:
     """The same options with some of them changed, and replacements settled as a run does."""
-    from dataclasses import replace
-
     return replace(options, **named)
 
 
@@ -143,12 +143,13 @@ def clocked(seconds: dict[str, float]) -> Iterator[None]:
 
         return run
 
-    every = {name: timed(name, work) for name, work in batched.BATCHED.items()}
-    record = timed("recordings", batched.record_samples)
-    run = changes.PlainModel.run
+    every = {name: replace(one, compute=timed(name, one.compute)) for name, one in METHODS.items()}
+    run, record = changes.PlainModel.run, Specimen.record
     with (
-        patch.dict(batched.BATCHED, every),
-        patch("tensorlens.batch.record_samples", record),
+        patch.dict(METHODS, every),
+        patch.object(
+            Specimen, "record", lambda self, *args, **named: timed("recordings", record)(self, *args, **named)
+        ),
         patch.object(changes.PlainModel, "run", lambda self, *args: timed("plain model", run)(self, *args)),
     ):
         yield

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -23,12 +24,13 @@ from benchmarks.long_inputs import long_inputs, long_model
 from benchmarks.models import build, token_ids
 from benchmarks.pieces import BERT, MANY, TINY, pieces
 from benchmarks.timing import copy_peak, finish, median_seconds
-from tensorlens.folding import fold as folding
-from tensorlens.folding import pull as folded
-from tensorlens.freezing.long_inputs import record_long
 from tensorlens.models.precision import matmul_mode
-from tensorlens.operators import matrix_free
+from tensorlens.operators import operator as operators
+from tensorlens.operators.folding import fold as folding
+from tensorlens.operators.folding import pull as folded
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
+from tensorlens.recording import blocks
+from tensorlens.recording.record import record
 
 Rows = list[dict[str, Any]]
 BOTH = ("tf32", "bfloat16")
@@ -115,16 +117,17 @@ def check(run: Tuning) -> Rows:
 
 
 def _path_errors(T: Any, device: str) -> dict[str, float]:
-    last, span, found = T.n_tokens - 1, T.operator.span, {}
+    last, found = T.n_tokens - 1, {}
     units = torch.eye(T.n_channels, device=device)
+    starts = torch.zeros(8, *T.output.shape, device=device)
+    starts[:, last] = units[:8]
     with matmul_mode("float32"):
-        pull = lambda u: T.operator.replay.pull(u[None], span, read=lambda y: y[0, last])  # noqa: E731
-        exact = torch.cat([pull(u) for u in units[:8]])
+        exact = torch.cat([T.operator.pull(u[None]) for u in starts])
     whole = T.with_precision("float32").rows(last).double().norm(dim=(0, 2))
     for precision in ("float32", *BOTH):
         fast = T.with_precision(precision)
         found[precision] = parts.relative(fast.rows(last)[:8], exact)
-        for times in ("few", "few, captured", "few, replayed"):  # a shape that comes again becomes a graph on a GPU
+        for times in ("few", "few, again"):
             few = next(iter(fast.operator.pull_outputs((last,), units[None, :8]))).rows.transpose(0, 1)
             found[f"{precision}, {times}"] = parts.relative(few, exact)
         found[f"{precision}, norms"] = parts.relative(frobenius_norms(fast.operator, range(last + 1))[last], whole)
@@ -133,9 +136,10 @@ def _path_errors(T: Any, device: str) -> dict[str, float]:
 
 def _long_input_error(T: Any) -> float:
     recording = T.operator.recording
-    long = record_long(recording.anatomy, recording.inputs, recording.rules)
-    u = torch.randn(2, *T.output.shape, device=T.output.device)
-    return parts.relative(long.pull(u, T.operator.span), T.operator.replay.pull(u, T.operator.span))  # type: ignore[union-attr]
+    with patch.object(blocks, "KEPT_SHARE", 0.0):  # nothing is kept: every block is recorded again
+        long = record(recording.origin.anatomy, recording.origin.inputs, recording.rules)
+    u = torch.randn(1, *T.output.shape, device=T.output.device)
+    return parts.relative(long.pull(u, T.operator.span), recording.pull(u, T.operator.span))
 
 
 def errors(run: Tuning) -> Rows:
@@ -208,7 +212,7 @@ def choose(run: Tuning) -> Rows:
         ("SCALED_BYTES", folded.SCALED_BYTES, device, tuple(2**n for n in (25, 26, 27, 28, 29, 30)), slices),
         ("MIXED_TOGETHER", folded.MIXED_TOGETHER, device, (0, 32, 64, 128, 256), slices),
         ("DOWN_BY_COLUMN", folding.DOWN_BY_COLUMN, device, (False, True), slices),
-        ("MOST_COTANGENTS", matrix_free.MOST_COTANGENTS, device, (4 * d, 8 * d, 16 * d), norms),
+        ("MOST_COTANGENTS", operators.MOST_COTANGENTS, device, (4 * d, 8 * d, 16 * d), norms),
         ("FEW_COTANGENTS", vars(folded), "FEW_COTANGENTS", (0, 64), sketches),
     ]
     rows = []

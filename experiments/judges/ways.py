@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 
 import tensorlens as tl
-from tensorlens.batch import Batch
-from tensorlens.freezing.rules import attention
-from tensorlens.freezing.rules.replacements import hold_value, scaled_gradient
-from tensorlens.freezing.traced import plain
+from tensorlens.batches import Batch
+from tensorlens.recording.live import is_live, value_of
+from tensorlens.recording.table import RULES
 from tensorlens.strict_json import to_json, write_json
 from tensorlens.studies.judge_study.evidence import evidence
 from tensorlens.studies.judge_study.items import Item, groups_of
@@ -32,26 +31,24 @@ N_RESAMPLES = 2000
 
 @contextmanager
 def ways(weights: Sequence[float]) -> Iterator[None]:
-    """Live attention whose gradients of value, query and key count by these weights, while it lasts."""
+    """Live attention whose value, query and key count by these weights, while it lasts.
+
+    Each of them becomes w x + (1 - w) x⁰, which has the same value at X and the slope w.
+    """
     of_value, of_query, of_key = weights
+    name = "scaled_dot_product_attention"
+    own = RULES[name]
 
-    def live_attention(run: Any, query: Any, key: Any, value: Any, mask: Any, options: Any) -> Any:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            hold_value(run, f"attention.{name}", x)
-        run.keep_factor("attention.options", lambda: (mask, options.is_causal, options.scale))
-        q, k, v = (
-            scaled_gradient(plain(x), w) for x, w in ((query, of_query), (key, of_key), (value, of_value))
-        )  # fmt: skip
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=options.is_causal, scale=options.scale, enable_gqa=options.enable_gqa
-        )  # fmt: skip
+    def weighted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = zip(args[:3], (of_query, of_key, of_value), strict=True)
+        mixed = [w * x + (1 - w) * value_of(x) if is_live(x) else x for x, w in parts]
+        return own(function, name, (*mixed, *args[3:]), kwargs)
 
-    before = attention._live_attention
-    attention._live_attention = live_attention
+    RULES[name] = weighted
     try:
         yield
     finally:
-        attention._live_attention = before
+        RULES[name] = own
 
 
 def search(lens: tl.Lens, data: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +57,8 @@ def search(lens: tl.Lens, data: Path, out: Path, config: dict[str, Any]) -> dict
     A run that was stopped goes on behind its last row.
     """
     judge = evidence(lens, data / "evidence", limit=config["limit"])
-    lens = tl.Lens(lens.model, lens.processor, rules=tl.Rules.attn_lrp(), name=lens.name)
+    rules = replace(tl.Rules.attn_lrp(), attention="taylor")  # the weights take the place of its halves
+    lens = tl.Lens(lens.model, lens.processor, rules=rules, name=lens.name)
     out.mkdir(parents=True, exist_ok=True)
     rows = read_rows(out / "rows.jsonl")
     known = {row["item"] for row in rows}
@@ -95,9 +93,7 @@ def measured(lens: tl.Lens, items: Sequence[Item], points: dict[str, Sequence[fl
     prepared = [lens.prepare(list(items[k].ids)) for k in right]
     for name, weights in points.items() if right else ():
         with ways(weights):
-            maps = Batch(lens, prepared, methods=("tensor.in_class",)).maps(
-                "tensor.in_class", targets=[items[k].target or 0 for k in right]
-            )
+            maps = Batch(lens.specimen, prepared).maps("tensor.in_class", targets=[items[k].target or 0 for k in right])
         for k, made in zip(right, maps, strict=True):
             found[k]["scores"][name] = unit_sums(items[k], made.scores[0].double().tolist())
     return found

@@ -57,7 +57,7 @@ class Comparison:
         first: One of them.
         second: The other.
         probes: How many random directions the norms are sketched with.
-        seed: Of the directions.
+        seed: Random seed for the directions.
         steps: The steps that differ, in the order of the programs.
     """
 
@@ -114,7 +114,7 @@ def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PR
         first: An attention tensor.
         second: Another.
         probes: How many random directions the norms are sketched with.
-        seed: Of the directions.
+        seed: Random seed for the directions.
     """
     for one in (first, second):
         if not isinstance(one, AttentionTensor):

@@ -1,4 +1,4 @@
-"""`Specimen`: a model with its processor and rules; what every question begins with: inputs are made, and recorded."""
+"""`Specimen`: a model with its processor and rules. Every question begins here: inputs are made, and recorded."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class AttentionTensor(InsideQuestions):
 
     @property
     def program(self) -> Program:
-        """The steps of T and B, each affine; ``print(T.program)`` shows one a line."""
+        """The steps of T and B, each affine: ``print(T.program)`` shows one per line. It runs without the model."""
         return self.operator.recording.part(self.operator.span, self.operator.heads)
 
     @own_modes
@@ -261,8 +261,8 @@ class AttentionTensor(InsideQuestions):
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
             probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
                 None for the exact norm.
-            seed: Of the probes.
-            precision: Of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
+            seed: Random seed for the probes.
+            precision: Precision of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
@@ -310,7 +310,7 @@ class AttentionTensor(InsideQuestions):
 
         Args:
             method: A method whose scores are not negative; rows are divided by their sums.
-            per_head: One map for each head alone, beside its block's residual; otherwise one a block.
+            per_head: One map per head (with the block's residual) instead of one per block.
 
         Returns:
             For each block (1, head, out_token, in_token), with one head unless `per_head`.

@@ -1,4 +1,4 @@
-"""`Constants`: the held tensors of a program. Those of a block can be let go and made again."""
+"""`Constants`: the held tensors of a program. Those of a block can be let go and recorded again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Constants(Sequence[Tensor]):
     """Held tensors by their places.
 
     Weights are there by reference. What a block holds beside them may be too much for the memory of a device; then it
-    is let go, and made again by `remake` whenever a step of that block reads it. Of such blocks one is there at a time.
+    is let go, and made again by `remake` whenever a step of that block reads it. One such block is kept at a time.
 
     Args:
         values: The tensors.
@@ -89,7 +89,7 @@ class Constants(Sequence[Tensor]):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is let go cannot travel: it is made again first."""
+        """The tensors and names, for `pickle`; refused where some were let go: making them again needs the model."""
         if not self.is_complete:
             raise InputError(
                 "This input is too long for its operator to be stored: what its blocks hold is made again when it is "

@@ -33,7 +33,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
         shape: Sizes of the axes.
         strides: Distances in memory along them.
         offset: Where it begins.
-        name: Of the weight that it is, or is a view of.
+        name: Name of the weight that it is, or is a view of.
     """
 
     memory: int

@@ -1,4 +1,4 @@
-"""Names for slots: what questions about the inside of a model ask of its program."""
+"""Marks: slots with a meaning (attention met values, queries met keys), for questions about the inside of a model."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Operation:
         return tuple([fit(g, spec) for g, spec in zip(found, live, strict=True)])
 
     def _differentiate(self, u: Tensor, live: list[Spec], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """By autograd through this one step, at zero: it is affine, so that anywhere would do."""
+        """By autograd through this one step, at zero; it is affine, so any point gives the same."""
 
         def of_live(*values: Tensor) -> Tensor:
             given = iter(values)

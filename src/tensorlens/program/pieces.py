@@ -1,8 +1,7 @@
 """`Pieces`: a program cut where states enter blocks, each piece run and pulled on its own.
 
-What a piece holds at X comes from running it alone, from the values of what it reads; cotangents go from the last piece
-to the first, and wait at whatever slot of an earlier piece they belong to. So a question about every block needs the
-memory of one.
+The values inside a piece come from running that piece alone. Cotangents go from the last piece to the first; those of a
+slot that an earlier piece made wait until that piece is reached. A question about every block needs the memory of one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Pieces:
 
     Args:
         program: All of it.
-        ends: How many steps come before the end of each piece but the last.
+        ends: For each piece but the last, the number of steps up to its end.
         known: Values at X of some slots, its inputs among them.
     """
 
@@ -33,7 +32,7 @@ class Pieces:
         self.programs = program.cut(ends)
 
     def scaled(self, factors: Mapping[int, Tensor]) -> Pieces:
-        """The same pieces with what some slots hold multiplied by constants, for all who read them."""
+        """The same pieces with the values of some slots multiplied by constants, wherever they are read."""
         found = copy(self)
         found.__dict__.pop("at_cuts", None)
         found.programs = [
@@ -43,7 +42,7 @@ class Pieces:
         return found
 
     def values(self, n: int, slots: Collection[int]) -> dict[int, Tensor]:
-        """What some slots hold at X: slots that piece n makes or reads."""
+        """Values at X of slots that piece n makes or reads."""
         piece = self.programs[n]
         given = {slot: self.at_cuts[slot] for slot in piece.inputs}
         made = [slot for slot in slots if slot in piece.makers]
@@ -53,7 +52,7 @@ class Pieces:
 
     @cached_property
     def at_cuts(self) -> Mapping[int, Tensor]:
-        """Values at X of what pieces read of earlier ones and of the end; unknown ones by one run from the start."""
+        """Values at X of the slots between pieces and at the end; unknown ones by one run from the start."""
         found = dict(self._known)
         missing = {slot for piece in self.programs for slot in piece.inputs}.union(self.program.outputs) - found.keys()
         for piece in self.programs if missing else ():
@@ -74,7 +73,7 @@ class Pieces:
             stop: Slots through which nothing goes further back.
 
         Returns:
-            The cotangents that were asked for; what waits at earlier pieces then.
+            The cotangents that were asked for, and those that now wait at earlier pieces.
         """
         piece = self.programs[n]
         here = {slot: u for slot, u in waiting.items() if slot in piece.makers}

@@ -65,7 +65,7 @@ def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str) -
 
 @cache
 def _parameters(operation: str) -> tuple[str, ...]:
-    """What the arguments of an operation are called; nothing for a function of torch's own, which does not say."""
+    """Names of the arguments of an operation; empty for functions of torch, which have no signature to ask."""
     try:
         found = tuple(signature(OPERATIONS[operation].run).parameters)
     except ValueError:
@@ -91,7 +91,7 @@ def _list(slots: tuple[int, ...]) -> str:
 
 
 def _names(program: Program) -> Mapping[int, str]:
-    """What weights are called; constants that were added to others' keep theirs."""
+    """Names of the weights, also where further constants were appended."""
     constants: Any = program.constants
     while hasattr(constants, "first"):
         constants = constants.first

@@ -38,7 +38,7 @@ class Program:
     Attributes:
         steps: In order.
         constants: What they hold.
-        specs: What kind of tensor each slot is.
+        specs: Shape, dtype and device of each slot.
         inputs: Slots that are given to a run.
         outputs: Slots that a run returns.
     """
@@ -56,7 +56,7 @@ class Program:
     # Parts: each is a program again -----------------------------------------------------------------------------------
 
     def part(self, inputs: Sequence[int], outputs: Sequence[int], also: Iterable[int] = ()) -> Program:
-        """From some slots to others, without the steps that do not matter there.
+        """The program from some slots to others, without the steps that it does not need.
 
         Args:
             inputs: Where it begins.
@@ -83,7 +83,7 @@ class Program:
         return _LinearPart(self).program()
 
     def scaled(self, factors: Mapping[int, Tensor]) -> Program:
-        """The same with what some slots hold multiplied by constants, for all who read them."""
+        """The same program with the values of some slots multiplied by constants, wherever they are read."""
         steps, constants, specs = list[Step](), _Growing(self.constants), dict(self.specs)
         for step in self.steps:
             if step.out not in factors:
@@ -96,7 +96,7 @@ class Program:
         return replace(self, steps=tuple(steps), constants=constants, specs=specs)
 
     def to(self, dtype: torch.dtype) -> Program:
-        """The same list in another type of floating-point numbers: constants are cast, casts go to that type."""
+        """The same program in another floating-point type: constants are cast, and casts go to that type."""
 
         def is_narrow(kind: torch.dtype) -> bool:
             return kind.is_floating_point and kind != dtype
@@ -113,10 +113,10 @@ class Program:
         return replace(self, steps=steps, constants=cast, specs=specs)
 
     def cut(self, ends: Sequence[int]) -> list[Program]:
-        """The same list in pieces, one after the other: each begins at what it reads of those before it.
+        """The same list in consecutive pieces; the inputs of a piece are the slots that it reads from earlier ones.
 
         Args:
-            ends: How many steps come before the end of each piece but the last.
+            ends: For each piece but the last, the number of steps up to its end.
         """
         pieces, later = list[Program](), set(self.outputs)
         for start, stop in reversed([*zip((0, *ends), (*ends, len(self.steps)), strict=True)]):
@@ -155,7 +155,7 @@ class Program:
         return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
 
     def load(self) -> None:
-        """Make the constants that were let go, now: they cannot be made in the middle of a `vmap`."""
+        """Fetch constants that were let go now, since they cannot be recorded again inside a `vmap`."""
         for n in self.used:
             self.constants[n]
 
@@ -169,14 +169,14 @@ class Program:
 
     @torch.no_grad()
     def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
-        """What some slots hold in a run."""
+        """The values of some slots in a run."""
         kept, held = set(slots), dict(zip(self.inputs, values, strict=True))
         self._forwards(held, range(len(self.steps)), kept)
         return {slot: held[slot] for slot in kept}
 
     @torch.no_grad()
     def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """The affine function at several inputs, block by block: what a block holds is made once for all of them."""
+        """The affine function at several inputs, block by block: the constants of a block are fetched once for all."""
         every, kept = [dict(zip(self.inputs, values, strict=True)) for values in several], set(self.outputs)
         for places in self.by_block:
             for held in every:
@@ -184,7 +184,7 @@ class Program:
         return [tuple([held[slot] for slot in self.outputs]) for held in every]
 
     def _forwards(self, held: dict[int, Any], places: range, kept: set[int]) -> None:
-        """Run some steps, and let go of what nobody reads after them."""
+        """Run some steps, and drop values that no later step reads."""
         for n in places:
             step = self.steps[n]
             held[step.out] = OPERATIONS[step.operation].run(*self._given(step, held), **step.options)
@@ -194,7 +194,7 @@ class Program:
 
     @cached_property
     def by_block(self) -> list[range]:
-        """The steps in runs that belong to one block, or to what is between two."""
+        """Ranges of consecutive steps that belong to one block, or to none."""
         starts = [n for n, step in enumerate(self.steps) if n == 0 or step.block != self.steps[n - 1].block]
         return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(self.steps)], strict=True)]
 
@@ -205,7 +205,7 @@ class Program:
 
     @cached_property
     def _last_uses(self) -> list[list[int]]:
-        """For each step, the slots that nobody reads after it."""
+        """For each step, the slots that no later step reads."""
         last: list[list[int]] = []
         later: set[int] = set(self.outputs)
         for step in reversed(self.steps):
@@ -215,7 +215,7 @@ class Program:
         return last[::-1]
 
     def _given(self, step: Step, held: Mapping[int, Any]) -> tuple[Any, ...]:
-        """The arguments of a step: tensors in the place of constants, and what `held` has in the place of slots."""
+        """The arguments of a step: tensors for constants, entries of `held` (values, or specs) for slots."""
         constants = self.constants
 
         def value(leaf: Any) -> Any:
@@ -234,7 +234,7 @@ class Program:
 
     @torch.no_grad()
     def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """The same for several cotangents, block by block: what a block holds is made once for all of them."""
+        """The same for several cotangents, block by block: the constants of a block are fetched once for all."""
         every, ends = [self._starts(cotangents) for cotangents in several], set(self.inputs)
         for places in reversed(self.by_block):
             for waiting in every:
@@ -302,6 +302,7 @@ class _LinearPart:
         self.of = program
         self.constants = _Growing(program.constants)
         self.same: dict[int, int] = {}
+        """For the result of each addition that was left out, the slot that now holds it."""
 
     def program(self) -> Program:
         steps = [changed for step in self.of.steps if (changed := self._step(step)) is not None]
@@ -338,7 +339,7 @@ class _LinearPart:
 
 
 class _Growing(Sequence[Tensor]):
-    """Constants of a program, and some more."""
+    """The constants of a program, with further ones appended."""
 
     def __init__(self, first: Sequence[Tensor]) -> None:
         self.first, self.more = first, list[Tensor]()

@@ -1,4 +1,4 @@
-"""Blocks on their own: run as they are, or recorded again, from any state.
+"""Single blocks: run as they are, or recorded again, from any state.
 
 A recording keeps how each block was called. So a block can be run once more at another state, for the laws that compare
 the program with the model, and recorded once more at its own, where an input is too long to keep what all blocks hold.
@@ -111,9 +111,10 @@ class BlockProgram(NamedTuple):
 
 @dataclass
 class _Kept:
-    """One block of a recording: its steps, which of all its steps they are, what only they hold, and what it gave.
+    """One block of a recording.
 
-    `output` is None where what it holds is kept.
+    `steps` are those that are left of it, `places` their numbers among all steps that it had, `held` the constants that
+    only they read, and `output` what the block gave; None if the constants are kept.
     """
 
     steps: list[Step]
@@ -142,7 +143,7 @@ class KeptBlocks:
         self._since, self._first = len(run.steps), len(run.constants)
 
     def end(self, run: Tape, call: BlockCall, output: Any) -> None:
-        """A block is over: its dead steps go, and so does what it holds where there is no more room for it."""
+        """A block has ended: drop its dead steps, and its constants if there is no more room for them."""
         places = run.prune(self._since, self._first)
         self.calls.append(call)
         held = [
@@ -174,7 +175,7 @@ class KeptBlocks:
 
 
 def _check_same(n: int, again: Tensor, first: Tensor) -> None:
-    """A block that is recorded again must give what it gave: the state is all it depends on."""
+    """Refuse a block that gives a different state when it is recorded again."""
     error = float((again.double() - first.double()).norm() / first.double().norm().clamp_min(1e-300))
     if not error <= TOLERANCES[first.dtype]:
         raise InputError(

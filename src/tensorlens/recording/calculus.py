@@ -39,7 +39,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:
-    """X ⊙ factor + added, with the value that the model itself has there."""
+    """`x` ⊙ factor + added, with the value that the model itself has there."""
     run = tape()
     factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
     if added is None:
@@ -100,7 +100,7 @@ def product(
         a: The first factor.
         b: The second factor.
         how: A key of `WEIGHTS`.
-        role: Of the result.
+        role: Role of the result.
         note: The convention it rests on.
         options: Further arguments of the operation.
     """

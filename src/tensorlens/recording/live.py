@@ -29,7 +29,7 @@ def set_tape(new: Tape | None) -> None:
 
 
 def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function with no rule applied: live tensors count as their values, and results are ordinary tensors."""
+    """Call a function without rules: live tensors count as their values, and results are ordinary tensors."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return function(*args, **kwargs)
 
@@ -97,7 +97,7 @@ class Live(Tensor):
 
 
 def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A live tensor of a recording that is under way in another thread: what is made of it here would be lost."""
+    """Refuse a live tensor of a recording in another thread: what is computed from it here would be lost."""
     for tensor in found_in(args, kwargs):
         if tensor.slot is not None and tensor.of.is_running:
             name = getattr(function, "__name__", str(function))

@@ -69,7 +69,7 @@ def name_of(function: Any) -> str:
     """One name for all spellings of a torch function; reading an attribute of a tensor is ``get:attribute``."""
     name = _NAMES.get(function)
     if name is None:
-        # Of an overload, `aten.mul.Tensor`, the name of them all.
+        # An overload such as `aten.mul.Tensor` goes by the name of its packet, `mul`.
         name = getattr(getattr(function, "overloadpacket", function), "__name__", type(function).__name__)
         if name in ("__get__", "__set__"):
             name = f"{name[2:5]}:{function.__self__.__name__}"
@@ -84,7 +84,7 @@ def name_of(function: Any) -> str:
 
 _NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 _NOT_FIRST = ("where", "searchsorted")
-"""Functions whose `input` is another argument than the first."""
+"""Functions whose `input` is not their first argument."""
 
 
 def spelled_alike(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a model makes of its first state before the first block runs.
+"""What a model computes from its first state before the first block runs.
 
 A skip from the embedding (`skip = x.clone()`, added back after the last block) is a function of $X^0$ like everything
 else, but it is computed before the state enters the first block and becomes live. So the torch functions before that
@@ -60,7 +60,7 @@ class Prologue(TorchFunctionMode):
         return next((n for n in reversed(range(len(self._calls))) if self._calls[n][3] is state), None)
 
     def repeat(self, run: Tape) -> None:
-        """Run again what was made of live tensors before they were live, and note nothing more."""
+        """Run the noted functions again that took a tensor which is live by now, and stop noting."""
         calls = list(self._calls)
         self.stop()
         for function, args, _, result in reversed(calls):  # the state may be a copy of what others read

@@ -46,7 +46,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            _run_plainly(anatomy.model, inputs)  # an input that the model itself cannot take
+            _run_plainly(anatomy.model, inputs)  # raises if the model itself cannot take the input
             if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
                 raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
             raise
@@ -68,7 +68,7 @@ def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples:
             anatomy = replace(anatomy, starts_early=True)
             continue
         if not copies and run.changed_constants():
-            copies = True  # the model writes over what was held of it: once more, with copies
+            copies = True  # the model has overwritten a constant: record once more, with copies
             continue
         return found
 
@@ -81,7 +81,7 @@ def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def _why_it_stopped(model: nn.Module, error: Exception) -> str:
-    """What to say of an error that comes up under the rules alone, such as torch's of a live number."""
+    """The message for an error that occurs only while recording, such as torch's about a tensor subclass."""
     ours = Path(__file__).parents[1]
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not Path(one.filename).is_relative_to(ours)]
     own = [one for one in frames if not Path(one.filename).is_relative_to(Path(torch.__file__).parent)]

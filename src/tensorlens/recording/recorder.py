@@ -50,7 +50,7 @@ class StartEarly(BaseException):
 
 
 class OtherParts(BaseException):
-    """Asks for a new anatomy: on this input other blocks ran, or the same another number of times."""
+    """Asks for a new anatomy: other blocks ran on this input, or the same blocks a different number of times."""
 
 
 class Recorder:
@@ -173,7 +173,7 @@ class Recorder:
     # Modules ----------------------------------------------------------------------------------------------------------
 
     def _at(self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Blocks, the encoder, the body, the embeddings and the unembedding are where something is learnt."""
+        """Run a module; at blocks, encoder, body, embeddings and unembedding also note what the recording needs."""
         run, anatomy = self.run, self.anatomy
         self.n_alike += run.block is None and type(module) in self._kinds
         if id(module) in self._blocks and run.block is None and self.n_entered < self._n_most:
@@ -231,7 +231,7 @@ class Recorder:
     def _call(
         self, n: int, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
     ) -> BlockCall:
-        """How a block is called, with values alone."""
+        """How a block is called, with values in the place of live tensors."""
         is_repeatable = all(map(is_plain, (*args, *kwargs.values())))
         is_closed = is_repeatable and not self._encoder and not self.starts_at_embedding
         is_closed &= all(x is state or x.slot is None for x in found_in(args, kwargs))
@@ -282,7 +282,7 @@ class Recorder:
         return state
 
     def _kept(self, tokens: Tensor) -> tuple[int, Tensor]:
-        """The slot of a state and its value, in memory that nothing writes to later."""
+        """The slot of a state and a copy of its value, which nothing writes to later."""
         return self.run.slot_of(tokens), raw(Tensor.clone, tokens)  # type: ignore[arg-type]
 
     def _begin(self, state: Tensor, layout: AxisLayout) -> Tensor:
@@ -298,7 +298,7 @@ class Recorder:
         return run.writes.borrow(state, run.slot_of(native))
 
     def _mark(self, state: Tensor, layout: AxisLayout) -> Live:
-        """A state as (sample, token, channel); where that is another layout, the model goes on from there."""
+        """A state as (sample, token, channel). A model of another layout continues from it, turned back."""
         tokens = layout.to_tokens(state)
         if tokens is not state and is_live(state):
             state.slot = self.run.slot_of(layout.to_native(tokens))  # type: ignore[attr-defined]

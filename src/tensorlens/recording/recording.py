@@ -25,7 +25,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.weights import Weights
 
 Heads = Mapping[int, Tensor]
-"""For each block named, a multiplier for each head."""
+"""Multipliers of heads, by block."""
 
 
 class Span(NamedTuple):
@@ -107,11 +107,11 @@ class Recording:
         mixtures: Where attention met values.
         meetings: Where queries met keys.
         choices: The experts that were chosen.
-        modules: What each module gave, in the order of their ends.
+        modules: The output of each module, in the order in which they returned.
         gives_raw_logits: Whether the model gives logits as its unembedding does, without a soft cap or a scale.
         rules_applied: How often each rule was applied, by (rule, module).
-        mixes_samples: What made something held of several samples together, if anything did.
-        name: Of the model's class.
+        mixes_samples: The function and module that made a held value of several samples together; None if none did.
+        name: Name of the model's class.
         origin: The model; None for a recording that was loaded from a file.
     """
 
@@ -148,7 +148,7 @@ class Recording:
 
     @property
     def has_head(self) -> bool:
-        """Whether the model goes on after $X^N$, to logits."""
+        """Whether the model continues after $X^N$, to logits."""
         return self.readout is not None
 
     @property
@@ -263,7 +263,7 @@ class Recording:
 
         Args:
             span: The range of blocks.
-            heads: Multipliers of heads; what states hold is then what they hold with them.
+            heads: Multipliers of heads; values of states are then those with these multipliers.
             to_logits: Whether it ends at the readout.
             also: Further slots whose steps are kept.
         """
@@ -295,7 +295,7 @@ class Recording:
         return {slot: part.to(self.program.specs[slot].device) for slot, part in zip(slots, parts, strict=True)}
 
     def values(self, block: int, slots: Collection[int]) -> dict[int, Tensor]:
-        """What some slots of a block hold at X."""
+        """Values at X of some slots of a block."""
         return self._whole.values(block, slots)
 
     @cached_property
@@ -310,7 +310,7 @@ class Recording:
     def push(
         self, x: Tensor, span: Span, heads: Heads | None = None, *, linear: bool = False, to_logits: bool = False
     ) -> Tensor:
-        r"""$\tilde F_X(x)$, or $T x$ alone, of one state (sample, token, channel)."""
+        r"""$\tilde F_X(x)$, or $T x$ alone, at one state (sample, token, channel)."""
         program = self.part(span, heads, to_logits=to_logits)
         return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
 
@@ -334,7 +334,7 @@ class Recording:
         linear: bool = False,
         to_logits: bool = False,
     ) -> list[Tensor]:
-        """The same of several states, block by block: for a long input, whose blocks are recorded again."""
+        """The same for several states, block by block: for a long input, whose blocks are recorded again."""
         program = self.part(span, heads, to_logits=to_logits)
         found = (program.linear if linear else program).run_each([self._divided(program.inputs, x) for x in states])
         return [self._joined(parts) for parts in found]
@@ -347,14 +347,13 @@ class Recording:
     def pull_each(
         self, cotangents: Sequence[Tensor], span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> list[Tensor]:
-        """The same of several cotangents, block by block: for a long input, whose blocks are recorded again."""
+        """The same for several cotangents, block by block: for a long input, whose blocks are recorded again."""
         program = self.part(span, heads, to_logits=to_logits).linear
-        return [
-            self._joined(parts) for parts in program.pull_each([self._divided(program.outputs, u) for u in cotangents])
-        ]
+        found = program.pull_each([self._divided(program.outputs, u) for u in cotangents])
+        return [self._joined(parts) for parts in found]
 
     def _divided(self, slots: Sequence[int], x: Tensor) -> list[Tensor]:
-        """A state or cotangent as what some slots hold: the encoder's tokens and the decoder's apart."""
+        """A state or cotangent split by slot: the encoder's tokens and the decoder's."""
         specs = [self.program.specs[slot] for slot in slots]
         parts = [x] if len(specs) == 1 else x.split([spec.shape[1] for spec in specs], 1)
         return [part.to(device=spec.device, dtype=spec.dtype) for part, spec in zip(parts, specs, strict=True)]
@@ -366,7 +365,7 @@ class Recording:
     # The head ---------------------------------------------------------------------------------------------------------
 
     def place_read(self, out_token: int) -> int:
-        """Where the head reads an output: some models hand it the last token alone."""
+        """The row of the readout that belongs to an output: some models give their head the last token alone."""
         readout, end = self.readout, self.states[-1]
         if readout is None or readout.dim() < 3 or readout.shape[1] == end.shape[1]:
             return out_token
@@ -379,7 +378,7 @@ class Recording:
 
     @cached_property
     def _places_read(self) -> list[int]:
-        """The output that each row of the readout holds, found by sending the numbers of the outputs that way."""
+        """The output in each row of the readout, found by sending the numbers of the outputs through those steps."""
         if self.readout_slot is None:
             return []
         end = self.states[-1]

@@ -43,7 +43,7 @@ FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.ST
 """Roles of what multiplies other live tensors."""
 
 CARRIED = frozenset([Role.ACTIVATED, Role.ATTENTION])
-"""Roles that a function of `KEEPS_ROLE` hands on, of whatever else it takes."""
+"""Roles that a function of `KEEPS_ROLE` hands on, whatever its other arguments are."""
 
 KEEPS_ROLE = words(
     "add sub mul div view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous clone "
@@ -69,8 +69,8 @@ def after_linear(name: str, roles: Sequence[Role | None], rules: Rules, *, reads
     """What a linear function makes of live tensors with these roles.
 
     Args:
-        name: Of the function.
-        roles: Of the live tensors it took.
+        name: Name of the function.
+        roles: Roles of the live tensors it took.
         rules: The conventions in force.
         reads_weight: Whether it also took a tensor that is not made of the input.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +32,10 @@ OVER_ALL = words("any all unique bincount histc norm dist det equal allclose cou
 """Functions that take all of a tensor together where no axis is named."""
 
 ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin topk")
+"""Functions in which the order or number of other elements matters."""
+
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
-"""Functions of decisions in which some depend on others."""
+"""Functions of decisions in whose result one element depends on several of them."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
 """Functions that take of a tensor what stands at places."""
@@ -62,7 +64,6 @@ class Tape:
         self.path: list[str] = [""]
         self.block: int | None = None
         self.rules_applied: Counter[tuple[str, str]] = Counter()
-        self.casts: Counter[torch.dtype] = Counter()
         self.mixes_samples: str | None = None
         self.is_running = False
         self.refused: Exception | None = None
@@ -97,17 +98,17 @@ class Tape:
         Args:
             operation: A name in `program.OPERATIONS`.
             value: What the model itself computed there.
-            *args: Of the operation: live tensors become slots, ordinary ones constants.
-            role: Of the result.
+            *args: Arguments of the operation: live tensors become slots, ordinary ones constants.
+            role: Role of the result.
             note: A convention that the step rests on.
-            **options: Of the operation.
+            **options: Options of the operation.
         """
         return self.live(value, self.append(operation, args, options, spec_of(value), note), role)
 
     def append(
         self, operation: str, args: tuple[Any, ...], options: dict[str, Any], spec: Spec, note: str | None = None
     ) -> int:
-        """Append a step whose value nobody looks at, and give its slot."""
+        """Append a step without a live tensor for its value, and return its slot."""
         coded = tuple([arg if type(arg) in _PLAIN else self._code(arg) for arg in args])
         slot = self.new_slot(spec)
         self.steps.append(Step(slot, operation, coded, options, self.path[-1], self.block, note))
@@ -120,7 +121,7 @@ class Tape:
         return slot
 
     def live(self, value: Tensor, slot: int | None, role: Role | None = None) -> Live:
-        """A tensor as the value of a slot, in place; of one that belongs to somebody else, an alias."""
+        """Make a tensor the live value of a slot, in place; of a parameter or a subclass, an alias."""
         if type(value) is not Tensor:
             value = raw(Tensor.detach, value)
         stamp = version_of(value)
@@ -130,14 +131,14 @@ class Tape:
         return value  # type: ignore[return-value]
 
     def slot_of(self, x: Live) -> int:
-        """The slot of a live tensor as its memory is now."""
+        """The slot of a live tensor; a new one if its memory was written to since it got the last."""
         if x.stamp != version_of(x):
             self.writes.refresh(x)
         assert x.slot is not None, "asked of a live tensor"
         return x.slot
 
     def bind(self, value: Tensor) -> Held:
-        """A constant: by reference, and once for each tensor."""
+        """Bind a tensor as a constant: by reference, and once per tensor."""
         known = self._bound.get(id(value))
         if known is not None:
             return known[0]
@@ -162,12 +163,12 @@ class Tape:
         return known is not None and self.is_weight(known[1])
 
     def forget_constant(self, n: int) -> None:
-        """Let go of a constant; whoever binds the tensor again binds it anew."""
+        """Drop a constant; if the tensor is bound again, it becomes a new one."""
         self._bound.pop(self._keys[n], None)
         self.constants[n] = None
 
     def own_constant(self, n: int) -> None:
-        """Give a constant memory of its own; whoever binds the tensor again binds what it holds then."""
+        """Copy a constant whose memory is about to change; if the tensor is bound again, it is with its new content."""
         constant = self.constants[n]
         assert constant is not None
         self.constants[n] = raw(Tensor.clone, constant)
@@ -219,7 +220,7 @@ class Tape:
         """Attention has met values."""
         if self.block is None:
             return
-        # What is held is named as the step that was just made has it.
+        # For what is held, take the constant that the step just made has bound.
         pairs = zip((weights, values), self.steps[-1].args[:2], strict=True)
         weights, values = (Slot(self.slot_of(x)) if is_live(x) else arg for x, arg in pairs)
         self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, values, weights))
@@ -248,9 +249,6 @@ class Tape:
             if last.block == self.block and last.end is None and not last.is_fused:
                 self.meetings[-1] = last._replace(end=self.slot_of(scores))
 
-    def note_einsum_mixture(self, mixed: Live, operands: Any, live: int, equation: str) -> None:
-        """Attention has met values in a sum of products."""
-
     @property
     def place(self) -> str:
         """Where the pass is, in words."""
@@ -268,9 +266,10 @@ class Tape:
     # Dead code --------------------------------------------------------------------------------------------------------
 
     def prune(self, since: int, first_constant: int) -> list[int]:
-        """Drop the steps since one that nothing can need any more, and let go of what they held.
+        """Drop the steps since a given one that nothing can need any more, with the constants that only they read.
 
-        What can be needed is what some tensor of the model's still is, what a memory holds, and what has a mark.
+        A slot may still be needed if a live tensor refers to it, if memory that was written to holds it, or if it has a
+        mark.
 
         Args:
             since: The first step that may go.
@@ -343,7 +342,7 @@ class Tape:
         raise self.refusal(name)
 
     def by_kernels(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that has no rule of its own: its kernels have theirs."""
+        """Run a function that has no rule of its own: the kernels it calls have theirs."""
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -381,7 +380,7 @@ class Tape:
     def _of_choices(
         self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roles: list[Role | None]
     ) -> Any:
-        """What is made of decisions: decisions. In a batch those of one sample must not depend on another."""
+        """What is computed from decisions is a decision. In a batch those of one sample must not depend on another."""
         if self.n_samples > 1:
             self._check_choices(name, args, kwargs)
         is_counted = Role.ROUNDED in roles and (name not in LOOKS_UP or role_of(args[0]) is Role.ROUNDED)
@@ -427,7 +426,7 @@ class Kernels(TorchDispatchMode):
 
 @contextmanager
 def recording_on(new: Tape) -> Iterator[None]:
-    """Let live tensors of this thread go by a tape while this lasts."""
+    """Send the live tensors of this thread to a tape, as long as this lasts."""
     before = tape()
     set_tape(new)
     new.is_running = True
@@ -437,6 +436,3 @@ def recording_on(new: Tape) -> Iterator[None]:
     finally:
         new.is_running = False
         set_tape(before)
-
-
-Rule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]

@@ -1,4 +1,4 @@
-"""Writes in place, made functional: a write gives memory a new slot, and whoever looks at that memory reads it again.
+"""In-place writes, made functional: a write gives memory a new slot, and every tensor in that memory reads it again.
 
 A tensor's slot is right for one version of its memory. A write to a whole tensor replaces the slot of its memory; a
 write through a view is a scatter into it. Other views notice by their version when they are read next, and ordinary
@@ -66,7 +66,7 @@ class Writes:
             self._constants_at.setdefault(address, []).append(index)
 
     def before_write(self, target: Tensor) -> None:
-        """Give constants that lie in the memory of `target` their own."""
+        """Copy the constants that share memory with `target`, which is about to be written to."""
         tape = self._tape
         for n in self._constants_at.pop(address_of(target), ()):
             constant = tape.constants[n]
@@ -114,13 +114,13 @@ class Writes:
         return self.write(target, result)
 
     def flat(self, x: Live) -> int:
-        """The slot of all the memory that x looks at, as a row of numbers in the order in which they lie there."""
+        """The slot of the whole memory behind x, flat and in the order of storage."""
         slot = self._tape.slot_of(x)
         cell = self._cell(x)
         return self._flat(Cell(slot, geometry_of(x), None) if cell is None else cell, x)  # type: ignore[arg-type]
 
     def refresh(self, x: Live) -> None:
-        """Give a live tensor whose memory was written to since the slot that is right now."""
+        """Update the slot of a live tensor whose memory was written to."""
         tape, cell, geometry = self._tape, self._cell(x), geometry_of(x)
         if cell is None:
             raise NotLinearError(
@@ -134,13 +134,13 @@ class Writes:
         x.stamp = raw(getattr, x, "_version")
 
     def revive(self, *values: Any) -> None:
-        """Make ordinary tensors live that look at memory into which live values were written."""
+        """Make ordinary tensors live if live values were written into their memory."""
         for x in _tensors(values):
             if type(x) is Tensor and self._cell(x) is not None:
-                self._made_live(x, -1, None).stamp = -2  # its slot comes with the read
+                self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
     def forget(self) -> None:
-        """Make ordinary tensors again of those that were borrowed."""
+        """Turn borrowed tensors back into ordinary ones."""
         for x in self.borrowed:
             if type(x) is Live:
                 del x.slot, x.role, x.of, x.stamp
@@ -180,7 +180,7 @@ class Writes:
         self.cells[address] = Cell(slot, geometry, StorageWeakRef(raw(Tensor.untyped_storage, target)))
 
     def _content(self, target: Tensor) -> Any:
-        """What the whole memory of a view holds, as a row of numbers: a slot, or a constant."""
+        """The content of the whole memory behind a view, flat: a slot, or a constant."""
         tape, cell = self._tape, self._cell(target)
         if cell is not None:
             return Slot(self._flat(cell, target))
@@ -189,11 +189,11 @@ class Writes:
         if is_live(base):
             return Slot(self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target))  # type: ignore[arg-type]
         if is_live(target):
-            return None  # what lies around it nobody may read from now on
+            return None  # the memory around a live view without a base is not readable from now on
         return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
 
     def _flat(self, cell: Cell, x: Tensor) -> int:
-        """The slot of a memory as a row of numbers in the order in which they lie there."""
+        """The slot of a memory, flat and in the order of storage."""
         tape, shape, n = self._tape, cell.geometry.shape, _length(x)
         order = _order(cell.geometry)
         if order is None or cell.geometry.offset or math.prod(shape) != n:

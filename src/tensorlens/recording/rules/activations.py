@@ -25,7 +25,7 @@ def activate(run: Any, name: str, z: Tensor, gain: Callable[[Tensor], Tensor], v
 
     Args:
         run: The recording.
-        name: Of the activation, in certificates.
+        name: Name of the activation, in certificates.
         z: What it is applied to.
         gain: φ(z)/z as a function of z.
         value: φ itself; z times its gain if None.

@@ -50,7 +50,7 @@ def reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     """The same numbers in other axes."""
     x = args[0]
     if not is_live(x):
-        return raw(function, *args, **kwargs)  # which takes of the live one its shape alone
+        return raw(function, *args, **kwargs)  # of the live argument only the shape is read
     if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
         raise tape().refusal(f"{name} as another type of numbers")
     value = raw(function, *args, **kwargs)
@@ -96,7 +96,7 @@ def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     "deepcopy requires_grad_ _conj_copy view_copy"
 )
 def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same numbers. Cutting the gradient changes none: T includes the path that training leaves out."""
+    """The same numbers. `detach` changes none of them, so T includes paths that training leaves out."""
     x = args[0]
     if name in ("detach_", "requires_grad_", "as_subclass"):
         return x
@@ -623,7 +623,7 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     return padded(x, pad, "constant", value)
 
 
-# What is no part of what the model computes --------------------------------------------------------------------------
+# What does not belong to what the model computes ---------------------------------------------------------------------
 
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")

@@ -1,7 +1,8 @@
 """Semantic adapters: modules whose meaning is lost when their code is read one torch function at a time.
 
 An adapter is a function of the running pass, the module, its own forward and the call's arguments. Adapters go
-before the rules for torch functions; the first class in the module's ancestry that has one decides. They are keyed
+before the rules for torch functions; the first class in the module's ancestry that has one decides, and it applies
+only if the module's forward is that class's own. They are keyed
 by the qualified name of the class, so that nothing has to be imported. Add your own with `adapter`:
 
     @tl.adapter("my_package.layers.CubicActivation")
@@ -121,7 +122,7 @@ def gated_convolution(run: Any, module: Any, forward: Callable[..., Any], hidden
 
 @adapter("bitsandbytes.nn.modules.Linear4bit")
 def four_bit_layer(run: Any, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
-    """A layer with 4-bit weights, as what it makes of the unit vectors: whatever the packing, that is its matrix."""
+    """A layer with 4-bit weights. Its matrix is found by applying it to the identity, whatever the packing."""
     run.note("weight: 4 bit")
     with torch.no_grad():
         columns = raw(forward, torch.eye(module.in_features, dtype=x.dtype, device=x.device))

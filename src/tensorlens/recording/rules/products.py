@@ -19,7 +19,7 @@ from tensorlens.recording.tape import spec_of
 
 
 def settled(value: Any) -> Any:
-    """A live factor as what it was in the recording, held from here on."""
+    """The value of a live factor, held from here on; anything else as it is."""
     if not (is_live(value) and is_factor(value.role, tape().rules)):
         return value
     tape().note("factor: held")
@@ -100,7 +100,7 @@ def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def at_least_float32_of(x: Live) -> Tensor:
-    """What x is, in float32 or better."""
+    """The value of x, in float32 or better."""
     return raw(at_least_float32, value_of(x))
 
 
@@ -144,7 +144,7 @@ def _operand(x: Any) -> Any:
 
 @family("linear")
 def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A linear layer; a weight that is live as its input is gets held."""
+    """A linear layer. If input and weight are both live, the weight is held."""
     run = tape()
     given: tuple[Any, ...] = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)
     x, weight, bias = given[:3]
@@ -190,9 +190,8 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
     if name == "addmm" and beta == alpha == 1 and is_live(left) and not is_live(right) and not is_live(base):
         run = tape()  # a linear layer whose weight lies the other way round
         weight = raw(getattr, right, "mT")
-        return run.emit(
-            "linear", raw(function, *args, **kwargs), left, weight, base, role=role_after("linear", left, weight)
-        )
+        value = raw(function, *args, **kwargs)
+        return run.emit("linear", value, left, weight, base, role=role_after("linear", left, weight))
     mixed = torch.outer(left, right) if name == "addr" else torch.matmul(left, right)
     mixed = mixed.sum(0) if name == "addbmm" else mixed
     return (base if beta == 1 else beta * base) + (mixed if alpha == 1 else alpha * mixed)
@@ -209,7 +208,7 @@ def outer_product(a: Any, b: Any) -> Any:
     "convolution_overrideable"
 )
 def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A convolution; a weight that is live as its input is gets held."""
+    """A convolution. If input and weight are both live, the weight is held."""
     run = tape()
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
@@ -254,7 +253,7 @@ def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
 
 @rule("einsum")
 def einstein_sum(equation: str, *operands: Any) -> Any:
-    """As `matrix_product`, two live operands at a time; of several live ones that are held, all but the last."""
+    """As `matrix_product`: of several live operands all but the last are held, or all follow `Rules.attention`."""
     run = tape()
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     live = [i for i, operand in enumerate(given) if is_live(operand)]
@@ -275,12 +274,7 @@ def einstein_sum(equation: str, *operands: Any) -> Any:
     role = role_after("einsum", *given) if len(live) == 1 else None
     value = raw(torch.einsum, equation, *given)
     kept = [x if i == live[-1] else value_of(x) for i, x in enumerate(given)]
-    found = run.emit("einsum", value, equation, *kept, role=role, note=note)
-    if Role.ATTENTION in [role_of(x) for x in given if not is_live(x)] or (
-        len(live) > 1 and Role.ATTENTION in [role_of(given[i]) for i in live[:-1]]
-    ):
-        run.note_einsum_mixture(found, given, live[-1], equation)
-    return found
+    return run.emit("einsum", value, equation, *kept, role=role, note=note)
 
 
 def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> Any:
