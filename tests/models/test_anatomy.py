@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.freezing.layouts import axis_layout, state_of
+from tensorlens.models.layouts import axis_layout, state_of
 from tensorlens.models.anatomies import Anatomies, kind_of
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch

@@ -45,7 +45,7 @@ def times_input(question: Question) -> Answer:
     if rules != recording.rules:
         origin = recording.from_model("The model's own gradient")
         made = record(origin.anatomy, origin.inputs, rules, n_samples=recording.n_samples)
-        question = replace(question, operator=FrozenOperator(made), shared={})
+        question = replace(question, operator=FrozenOperator(made, sample=question.operator.sample), shared={})
     if question.has_classes:
         found = in_class(question)
         return Answer(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)

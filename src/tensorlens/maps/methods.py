@@ -76,8 +76,8 @@ class Question:
 
     @property
     def is_batch(self) -> bool:
-        """Whether several samples were recorded together."""
-        return self.recording.n_samples > 1
+        """Whether it is asked of several samples together, and not of one of those that were recorded together."""
+        return self.recording.n_samples > 1 and bool(self.lengths)
 
     @cached_property
     def of(self) -> tuple[int, ...]:
@@ -173,11 +173,10 @@ class Question:
         else:
             weight = recording.head.weight
             columns = (weight[ids] * weights.to(weight)[..., None]).sum(1)
-        x = recording.states[self.operator.span.start]
         if not self.is_batch:
             rows = [recording.at_readout(one, i) for one, i in zip(columns, self.out_tokens, strict=True)]
-            return _weighed(self.operator.pull_from_head(torch.cat(rows)), x[0])
-        readout = recording.readout
+            return _weighed(self.operator.pull_from_head(torch.cat(rows)), self.operator.input)
+        readout, x = recording.readout, recording.states[self.operator.span.start]
         return self._by_layers(
             lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
         )
