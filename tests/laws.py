@@ -71,9 +71,7 @@ def gradients(T: tl.AttentionTensor, probe: Tensor) -> tuple[Tensor, Tensor]:
     """∂⟨probe, F̃⟩/∂X and Σ_b ∂⟨probe, F̃⟩/∂b·b by autograd through the program, nothing transposed by hand."""
     program = T.program
     names, constants = program.constants.names, list(program.constants.values)
-    leaves = {
-        n: constants[n].clone() for n in program.used if names.get(n, "").endswith("bias") and constants[n].dim() == 1
-    }
+    leaves = {n: constants[n].clone() for n in program.used if is_bias(names.get(n, ""), constants[n])}
     for n, bias in leaves.items():
         constants[n] = bias.requires_grad_()
     x = T.input[None].requires_grad_()
@@ -84,6 +82,10 @@ def gradients(T: tl.AttentionTensor, probe: Tensor) -> tuple[Tensor, Tensor]:
         found = torch.autograd.grad(y, [x, *leaves.values()], probe[None].to(y))
     pairs = zip(found[1:], leaves.values(), strict=True)
     return found[0][0], sum(((g * b.detach()).sum() for g, b in pairs), torch.zeros((), dtype=T.dtype))
+
+
+def is_bias(name: str, parameter: Tensor) -> bool:
+    return name.endswith("bias") and parameter.dim() == 1
 
 
 def above_diagonal(tensor: Tensor) -> float:

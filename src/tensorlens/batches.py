@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from tqdm import tqdm
@@ -113,7 +114,7 @@ class Rows:
 
 
 class Batch(Sequence[AttentionTensor]):
-    """Attention tensors of several inputs that share one recording. Made by `Lens.batch`.
+    """Several inputs whose maps share one recording; and the attention tensor of each. Made by `Lens.batch`.
 
     Args:
         specimen: The model.
@@ -131,6 +132,7 @@ class Batch(Sequence[AttentionTensor]):
         self.lengths = tuple(length or n_tokens for length in collated.lengths)
         self._shared: dict[Any, dict[Any, Any]] = {}
         self._contexts: dict[int, Context] = {}
+        self._tensors: WeakValueDictionary[int, AttentionTensor] = WeakValueDictionary()
 
     def __repr__(self) -> str:
         """One line: how many inputs, and how long they are."""
@@ -145,13 +147,14 @@ class Batch(Sequence[AttentionTensor]):
 
     @own_modes
     def __getitem__(self, i: Any) -> Any:
-        """The attention tensor of one sample; by a recording of its own if it is shorter than the longest."""
+        """The attention tensor of one sample, by a recording of its own: what is asked of one concerns no other."""
         if isinstance(i, slice):
             return [self[one] for one in range(*i.indices(len(self)))]
         i = check_token(i, len(self), "sample")
-        if self.lengths[i] < max(self.lengths) or self.recording.n_encoder_blocks:
-            return self.specimen.look(self.prepared[i])
-        return self.specimen.tensor(self.prepared[i], self.recording, sample=i)
+        found = self._tensors.get(i)
+        if found is None:
+            found = self._tensors[i] = self.specimen.look(self.prepared[i])
+        return found
 
     @cached_property
     def mixing(self) -> str | None:

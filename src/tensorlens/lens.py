@@ -112,7 +112,7 @@ class Lens:
 
     @own_modes
     def batch(self, inputs: Sequence[Any]) -> Batch:
-        """Attention tensors of several inputs that share one recording.
+        """Several inputs whose maps share one recording; the attention tensor of each is made when it is asked for.
 
         Args:
             inputs: Each as for a call; texts of different lengths are padded at their end.

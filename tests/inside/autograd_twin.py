@@ -68,7 +68,7 @@ class Twin:
         return found
 
     def gradient(self, path: str) -> Tensor:
-        """∂t/∂p of one parameter."""
+        """∂t/∂p of one parameter, as it lies in the program: a matrix that is transposed there is so here."""
         return self.gradients(self.t, [next(leaf for name, leaf in self.weights if name == path)])[0]
 
     def at(self, slot: int) -> Tensor:

@@ -18,7 +18,6 @@ from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import Spec
 from tensorlens.program.operations import OPERATIONS
-from tensorlens.recording.record import record
 
 OUT, TARGET = 4, 5
 MEMBERS = {name: getattr(tl.Rules, name)() for name in ("paper", "half_gate", "attn_lrp", "jacobian")}
@@ -249,8 +248,7 @@ def test_a_tensor_without_its_model_answers_all_but_runs_of_it() -> None:
 def samples(name: str, attention: str, rules: tl.Rules) -> tuple[tl.Lens, list[list[int]], Any]:
     lens = tl.Lens(zoo.build(name, attention), rules=rules)
     rows = [[5, 6, 7, 8], [9, 3, 30, 11]]
-    anatomy, arguments = lens.recording_arguments({"input_ids": torch.tensor(rows)})
-    return lens, rows, record(anatomy, arguments, rules, n_samples=2)
+    return lens, rows, lens.specimen.record({"input_ids": torch.tensor(rows)}, n_samples=2)
 
 
 @pytest.mark.parametrize("member", ["paper", "jacobian"])

@@ -184,8 +184,8 @@ def test_neurons_add_up_to_their_feed_forward(name: str, effect: Any) -> None:
     assert neurons.shape[0] == width and c.heads().shape == (3, 4)
     torch.testing.assert_close(neurons.sum(0) + bias[0], whole, rtol=close, atol=close)
     if effect == "total":  # each of them by the gradient of its own row of the matrix
-        gradient = twin(name).gradient(f"{blocks_of(name)[1]}.{FAMILIES[name][1]}.weight") * last.weight.detach()
-        by_row = gradient.sum(1 if name == "gpt2" else 0)
+        weight = last.weight.detach().T if name == "gpt2" else last.weight.detach()
+        by_row = (twin(name).gradient(f"{blocks_of(name)[1]}.{FAMILIES[name][1]}.weight") * weight).sum(0)
         torch.testing.assert_close(neurons.sum(1), by_row, rtol=close, atol=close)
 
 

@@ -3,90 +3,131 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
-from tensorlens.freezing.observe import mixings
-from zoo import CASES, ZOO, build, names, sample
+from torch import nn
+from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
 from tensorlens.errors import MethodError
-from tensorlens.maps import baselines
+from tensorlens.maps import baselines, gradients
 from tensorlens.maps.decomposition import decompose
+from tensorlens.maps.methods import Question
+from tensorlens.operators.attention_matrices import mixing
 
 MEASURES = ("w_attn", "w_attn_res_ln", "glob_enc", "alti")
-WITHOUT_GLOB_ENC = ("neox-parallel", "phi", "olmo2")
+
+
+class Paths(NamedTuple):
+    """Where a family's blocks have the output weight, the norms, and a scale behind the weight."""
+
+    out: str
+    first: str | None = None
+    "Behind the residual sum (post-LN)."
+    behind: str | None = None
+    "Between the output weight and the residual sum."
+    second: str | None = None
+    scale: str | None = None
+
+
+FAMILIES = {
+    "bert": Paths("attention.output.dense", "attention.output.LayerNorm", second="output.LayerNorm"),
+    "albert": Paths(
+        "albert_layers.0.attention.dense",
+        "albert_layers.0.attention.LayerNorm",
+        second="albert_layers.0.full_layer_layer_norm",
+    ),
+    "gpt2": Paths("attn.c_proj", second="ln_2"),
+    "dinov2": Paths("attention.o_proj", second="norm2", scale="layer_scale1.lambda1"),
+    "llama": Paths("self_attn.o_proj", second="post_attention_layernorm"),
+    "qwen2": Paths("self_attn.o_proj", second="post_attention_layernorm"),
+    "gemma3": Paths(
+        "self_attn.o_proj", behind="post_attention_layernorm", second="pre_feedforward_layernorm"
+    ),
+    "olmo2": Paths("self_attn.o_proj", behind="post_attention_layernorm"),
+    "phi": Paths("self_attn.dense"),
+    "neox-parallel": Paths("attention.dense"),
+}
+WITHOUT_GLOB_ENC = [name for name, paths in FAMILIES.items() if paths.second is None]
+CASES = [(name, attention) for name in FAMILIES for attention in ZOO[name].attentions]
 
 
 def decompositions(name, attention="eager"):
     T = tl.Lens(build(name, attention))(sample(name))
     recording = T.operator.recording
-    return T, [decompose(recording, n, mixing) for n, mixing in enumerate(mixings(recording))]
+    return T, [decompose(recording, n, mixing(recording, n)) for n in range(T.n_blocks)]
 
 
 def tolerance(name):
     return dict(rtol=1e-5, atol=1e-6) if ZOO[name].casts else dict(rtol=1e-9, atol=1e-11)
 
 
+def blocks_of(T):
+    return [call.module for call in T.operator.recording.origin.calls]
+
+
+def inputs_of(T, name, path):
+    """What a module of each block is given by the model itself."""
+    found, value = [], sample(name)
+    handles = [
+        block.get_submodule(path).register_forward_pre_hook(lambda _, args: found.append(args[0][0].detach()))
+        for block in dict.fromkeys(blocks_of(T))
+    ]
+    with torch.no_grad():
+        T.operator.recording.origin.model(
+            **({"pixel_values": value[None]} if ZOO[name].vision else {"input_ids": torch.tensor([value])})
+        )
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def bias_of(block, paths):
+    """What the output weight's own bias adds to what it gives."""
+    bias = block.get_submodule(paths.out).bias
+    scale = 1.0 if paths.scale is None else block.get_parameter(paths.scale).detach()
+    return torch.zeros(16, dtype=torch.float64) if bias is None else scale * bias.detach()
+
+
 # Test 11: the sums ---------------------------------------------------------------------------------------------------
 
 
-def true_attention_output(T, block, parts, inputs):
-    """What leaves the attention sub-block, as the model's next module sees it."""
-    if parts.layout == "post_ln":  # the first norm's input
-        return inputs[parts.norm_1.path]
-    if parts.layout in ("pre_ln", "sandwich"):
-        return inputs[parts.norm_2.path]
-    return None
-
-
-@pytest.mark.parametrize(("name", "attention"), CASES)
+@pytest.mark.parametrize(("name", "attention"), [case for case in CASES if FAMILIES[case[0]].second is not None])
 def test_sources_add_up_to_what_the_model_computes(name, attention):
-    """Σ_j y_ij + b_o is the true norm input (post-LN) or the true residual stream (pre-LN and others)."""
+    """Σ_j y_ij + b_o is what the first norm (post-LN) or the second is given."""
     T, blocks = decompositions(name, attention)
-    recording = T.operator.recording
-    checked = 0
-    for n, (block, mixing) in enumerate(zip(blocks, mixings(recording), strict=True)):
-        rows = slice(0, T.n_tokens)
-        stream = block.with_residual(block.mixed(rows), rows).sum(1) + block.out_bias(rows)
-        expected = true_attention_output(T, n, block.parts, mixing.inputs)
-        if expected is not None:
-            torch.testing.assert_close(stream, expected.to(stream), **tolerance(name))
-            checked += 1
-        if block.parts.layout == "post_ln":
-            vectors = baselines.attention_block(block, block.mixed(rows), rows)
-            output = baselines.attention_output(block, vectors, rows)
-            norm = recording.anatomy.model.get_submodule(block.parts.norm_1.path)
-            torch.testing.assert_close(output, norm(expected), **tolerance(name))
-    assert checked == (0 if blocks[0].parts.layout in ("parallel", "post_sublayer") else T.n_blocks)
+    paths, rows = FAMILIES[name], slice(0, T.n_tokens)
+    seen = inputs_of(T, name, paths.first or paths.second)
+    assert len(seen) == T.n_blocks
+    for block, module, expected in zip(blocks, blocks_of(T), seen, strict=True):
+        stream = block.with_residual(block.mixed(rows), rows).sum(1) + bias_of(module, paths)
+        torch.testing.assert_close(stream, expected.to(stream), **tolerance(name))
+        after = expected if paths.first is None else module.get_submodule(paths.first)(expected)
+        torch.testing.assert_close(block.output.double(), after.detach().double(), **tolerance(name))
 
 
-@pytest.mark.parametrize("name", ["neox-parallel", "phi", "olmo2"])
+@pytest.mark.parametrize("name", WITHOUT_GLOB_ENC)
 def test_sources_add_up_where_no_norm_sees_the_sum(name):
-    """Parallel and post-sublayer blocks: against the attention module's own output."""
+    """Parallel and post-sublayer blocks: against what attention itself gives."""
     T, blocks = decompositions(name)
-    model, outputs = T.operator.recording.anatomy.model, []
-    for block in T.operator.recording.anatomy.blocks:
-        attention = getattr(block, "attention", None) or block.self_attn
-        last = block.post_attention_layernorm if name == "olmo2" else attention
-        last.register_forward_hook(
-            lambda m, a, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-        )
-    model(input_ids=torch.tensor([sample(name)]))
-    for block, output in zip(blocks, outputs, strict=True):
-        rows = slice(0, T.n_tokens)
-        added = block.added(block.mixed(rows), rows).sum(1) + block.out_bias(rows)
-        torch.testing.assert_close(added, output[0].detach().to(added), **tolerance(name))
+    paths, rows = FAMILIES[name], slice(0, T.n_tokens)
+    seen = inputs_of(T, name, paths.behind or paths.out)
+    for block, module, given in zip(blocks, blocks_of(T), seen, strict=True):
+        expected = module.get_submodule(paths.behind or paths.out)(given).detach()
+        added = block.added(block.mixed(rows), rows).sum(1) + bias_of(module, paths)
+        torch.testing.assert_close(added, expected.to(added), **tolerance(name))
 
 
 # Slow twins ----------------------------------------------------------------------------------------------------------
 
 
-def norm_of(module, y, v, kind):
+def norm_of(module, y, v):
     """A norm with the scale of y applied to v; written out for one token."""
     eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
     weight = module.weight.detach() + (1.0 if "Gemma" in type(module).__name__ else 0.0)
-    if kind == "layer":
+    if isinstance(module, nn.LayerNorm):
         sigma = math.sqrt(float(((y - y.mean()) ** 2).mean()) + eps)
         return weight * (v - v.mean()) / sigma
     return weight * v / math.sqrt(float((y**2).mean()) + eps)
@@ -95,57 +136,51 @@ def norm_of(module, y, v, kind):
 def twin(name):
     """(w_attn, w_attn_res_ln, glob_enc, alti) of each block by loops over outputs, sources and heads."""
     T, blocks = decompositions(name)
-    recording = T.operator.recording
-    model = recording.anatomy.model
-    for block, mixing, x in zip(blocks, mixings(recording), recording.states, strict=False):
-        parts, L = block.parts, T.n_tokens
-        w_out = parts.out.weight
-        width = w_out.shape[0] // parts.n_heads
+    recording, paths, L = T.operator.recording, FAMILIES[name], T.n_tokens
+    second = [None] * T.n_blocks if paths.second is None else inputs_of(T, name, paths.second)
+    for n, (block, model, x) in enumerate(zip(blocks, blocks_of(T), recording.states, strict=False)):
+        at, out = mixing(recording, n), model.get_submodule(paths.out)
+        w_out = out.weight.detach() if name == "gpt2" else out.weight.detach().T
+        n_heads = len(at.attention)
+        width = len(w_out) // n_heads
+        scale = 1.0 if paths.scale is None else model.get_parameter(paths.scale).detach()
         found = {measure: torch.zeros(L, L, dtype=torch.float64) for measure in MEASURES}
-        module = {
-            key: part and model.get_submodule(part.path)
-            for key, part in (("1", parts.norm_1), ("p", parts.post_norm_1), ("2", parts.norm_2))
-        }
         for i in range(L):
             c = torch.stack([
-                sum(mixing.attention[h, i, j] * (mixing.values[h, j] @ w_out[h * width : (h + 1) * width])
-                    for h in range(parts.n_heads))
+                sum(at.attention[h, i, j] * (at.values[h, j] @ w_out[h * width : (h + 1) * width])
+                    for h in range(n_heads))
                 for j in range(L)
             ])  # fmt: skip
-            bias = torch.zeros_like(c[0]) if parts.out.bias is None else parts.out.bias
-            scale = 1.0 if parts.layer_scale_1 is None else parts.layer_scale_1.detach()
-            if module["p"] is not None:
-                whole = c.sum(0) + bias
-                s = torch.stack([norm_of(module["p"], whole, cj, parts.post_norm_1.kind) for cj in c])
-                bias = norm_of(module["p"], whole, bias, parts.post_norm_1.kind)
+            bias = bias_of(model, paths)
+            if paths.behind is not None:
+                behind, whole = model.get_submodule(paths.behind), c.sum(0) + bias
+                s = torch.stack([norm_of(behind, whole, cj) for cj in c])
+                bias = norm_of(behind, whole, bias)
             else:
                 c = s = c * scale
-                bias = bias * scale
             y = torch.stack([s[j] + (x[0, i] if i == j else 0) for j in range(L)])
             stream = y.sum(0) + bias
             found["w_attn"][i] = c.norm(dim=-1)
-            if parts.layout == "post_ln":
-                g = torch.stack([norm_of(module["1"], stream, yj, parts.norm_1.kind) for yj in y])
-                output = norm_of(module["1"], stream, stream, "layer") + module["1"].bias.detach()
-            else:
-                g, output = y, stream
+            g, output = y, stream
+            if paths.first is not None:
+                first = model.get_submodule(paths.first)
+                g = torch.stack([norm_of(first, stream, yj) for yj in y])
+                output = norm_of(first, stream, stream) + first.bias.detach()
             found["w_attn_res_ln"][i] = g.norm(dim=-1)
-            if name not in WITHOUT_GLOB_ENC and module["2"] is not None:
-                second = mixing.inputs[parts.norm_2.path][i]
-                found["glob_enc"][i] = torch.stack(
-                    [norm_of(module["2"], second, gj, parts.norm_2.kind) for gj in g]
-                ).norm(dim=-1)
+            if paths.second is not None:
+                norm = model.get_submodule(paths.second)
+                found["glob_enc"][i] = torch.stack([norm_of(norm, second[n][i], gj) for gj in g]).norm(dim=-1)
             near = [max(0.0, float(output.abs().sum() - (gj - output).abs().sum())) for gj in g]
             total = sum(near)
             found["alti"][i] = torch.tensor([n / total for n in near]) if total else torch.eye(L)[i]
         yield block, found
 
 
-@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "dinov2", "llama", "gemma3", "olmo2", "phi", "qwen2"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_measures_equal_their_slow_twins(name):
     for block, expected in twin(name):
         for measure in MEASURES:
-            if measure == "glob_enc" and name in WITHOUT_GLOB_ENC:
+            if measure == "glob_enc" and FAMILIES[name].second is None:
                 continue
             torch.testing.assert_close(
                 baselines.measured(block, (measure,))[measure], expected[measure], rtol=1e-5, atol=1e-6
@@ -154,9 +189,10 @@ def test_measures_equal_their_slow_twins(name):
 
 def test_w_attn_of_one_token_is_the_length_of_its_transformed_value():
     T = tl.Lens(build("bert"))([11])
-    (mixing, *_), recording = mixings(T.operator.recording), T.operator.recording
-    block = decompose(recording, 0, mixing)
-    value = mixing.values[:, 0].flatten() @ block.parts.out.weight
+    found = mixing(T.operator.recording, 0)
+    weight = blocks_of(T)[0].attention.output.dense.weight.detach()
+    value = weight @ found.values[:, 0].flatten()
+    block = decompose(T.operator.recording, 0, found)
     torch.testing.assert_close(baselines.w_attn(block), value.norm().reshape(1, 1))
 
 
@@ -229,23 +265,27 @@ def test_chosen_heads_are_refused():
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
+def question(T, token):
+    return Question(operator=T.operator, out_tokens=(token,), classes=T.context.classes)
+
+
+def explained(T, token, x):
+    """The number that gradients are of, by the model itself with another first state."""
+    return gradients._explained(question(T, token), gradients._run(T.operator.recording, x[None]), [0])
+
+
 @pytest.mark.parametrize("name", names(lambda family: True))
 def test_times_input_is_the_models_own_gradient(name):
     """By finite differences along each token's own state: d/dt r(x with x_j scaled by 1 + t)."""
     T = tl.Lens(build(name))(sample(name))
     token = T.n_tokens - 1
     found = T.map("gradient.times_input", out_token=token).scores[0]
-    from tensorlens.maps import gradients
-    from tensorlens.maps.methods import Question
-
-    recording, x = T.operator.recording, T.input
-    read, _ = gradients._reader(Question(operator=T.operator, out_tokens=(token,), classes=T.context.classes), token)
 
     def value(j, t):
-        moved = x.clone()
+        moved = T.input
         moved[j] *= 1 + t
         with torch.no_grad():
-            return float(read(gradients._run(recording, moved[None])))
+            return float(explained(T, token, moved))
 
     step = 1e-3  # not smaller: many families compute their softmax in float32
     expected = torch.tensor([(value(j, step) - value(j, -step)) / (2 * step) for j in range(T.n_tokens)])
@@ -255,29 +295,22 @@ def test_times_input_is_the_models_own_gradient(name):
 @pytest.mark.parametrize("name", ["bert", "bert-classifier", "gpt2", "dinov2"])
 def test_times_input_is_a_backward_pass_of_the_model_itself(name):
     """The member `Rules.jacobian` gives it; nothing is held in the pass that it is compared with."""
-    from tensorlens.maps import gradients
-    from tensorlens.maps.methods import Question
-
     T = tl.Lens(build(name))(sample(name))
-    read, explained = gradients._reader(Question(operator=T.operator, out_tokens=(1,), classes=T.context.classes), 1)
-    gradient = gradients._gradient(T.operator.recording, T.input[None], read)[0]
+    x = T.input.requires_grad_()
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(explained(T, 1, x), x)
     found = T.map("gradient.times_input", out_token=1)
     torch.testing.assert_close(found.scores[0], (gradient * T.input).sum(-1), rtol=1e-10, atol=1e-13)
-    assert found.meta["explains"] == explained and bool(found.bias_share.isnan().all())
+    best = T.predictions(1, 1)[0].name if T.context.classes else "output state"
+    assert found.meta["explains"] == best
+    assert bool(found.bias_share.isnan().all())
 
 
 def test_integrated_gradients_are_complete():
     """They sum to the value at X less the value at zero."""
-    from tensorlens.maps import gradients
-    from tensorlens.maps.methods import Question
-
     T = tl.Lens(build("bert-classifier"))(sample("bert-classifier"))
-    read, _ = gradients._reader(Question(operator=T.operator, out_tokens=(0,), classes=T.context.classes), 0)
-    at = [
-        float(read(gradients._run(T.operator.recording, x[None])).detach())
-        for x in (T.input, torch.zeros_like(T.input))
-    ]
-    found = gradients.integrated_gradients(T.operator.recording, read, n_steps=400)
+    at = [float(explained(T, 0, x).detach()) for x in (T.input, torch.zeros_like(T.input))]
+    found = gradients.integrated_gradients(T.operator.recording, question(T, 0), [0], n_steps=400)
     assert float(found.sum()) == pytest.approx(at[0] - at[1], rel=1e-3)
 
 

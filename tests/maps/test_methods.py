@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tensorlens.freezing.replay import logits_at
 from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
+from tensorlens.program.program import Program
 
 LANGUAGE_MODELS = names(lambda family: family.causal or "MaskedLM" in family.model.__name__)
 CLASSIFIERS = names(lambda family: "Classification" in family.model.__name__)
@@ -30,7 +30,7 @@ def logits(T: tl.AttentionTensor, name: str) -> torch.Tensor:
 def test_in_class_sums_to_the_logit_less_the_biases(name):
     T = lens_on(name)
     if name == "gemma2":  # its logits are soft-capped; ours are those before the cap
-        model = T.operator.recording.model
+        model = T.operator.recording.anatomy.model
         model.config.final_logit_softcapping = None
         T = tl.Lens(model)(sample(name))
     expected = logits(T, name)[:, 11]
@@ -64,12 +64,12 @@ def test_a_contrast_is_the_difference_of_two_targets(name):
 
 @pytest.mark.parametrize("target", [5, (5, 6)])
 @pytest.mark.parametrize("part", ["whole", "range", "heads", "range and heads"])
-def test_the_bias_share_of_in_class_is_what_a_replay_at_zero_gives(part, target):
+def test_the_bias_share_of_in_class_is_what_a_run_at_zero_gives(part, target):
     T = lens_on("gpt2")
     T = T.blocks(1, 3) if "range" in part else T
     T = T.heads({1: [0, 2]}) if "heads" in part else T
     found = T.map("tensor.in_class", out_token=-1, target=target)
-    at_zero, at_x = T.operator.logits_at_zero(T.n_tokens - 1), logits_at(T.operator.recording, -1)
+    at_zero, at_x = T.operator.logits_at_zero(T.n_tokens - 1), T.operator.recording.logits_at(-1)
     of_target = (lambda z: z[5]) if target == 5 else (lambda z: z[5] - z[6])
     assert torch.allclose(found.bias_share[0], of_target(at_zero) / of_target(at_x), rtol=1e-9)
     assert found.meta["logit"] == pytest.approx([float(of_target(at_x))])
@@ -77,11 +77,11 @@ def test_the_bias_share_of_in_class_is_what_a_replay_at_zero_gives(part, target)
     assert found.meta.get("bias") == (None if "heads" in part else "by completeness")
 
 
-def test_where_rounding_would_be_the_share_the_replay_at_zero_gives_it():
+def test_where_rounding_would_be_the_share_a_run_at_zero_gives_it():
     T = tl.Lens(build("gpt2", dtype=torch.bfloat16))(sample("gpt2"))
     found = T.map("tensor.in_class", out_token=-1, target=5)
     assert "bias" not in found.meta
-    expected = T.operator.logits_at_zero(T.n_tokens - 1)[5] / logits_at(T.operator.recording, -1)[5]
+    expected = T.operator.logits_at_zero(T.n_tokens - 1)[5] / T.operator.recording.logits_at(-1)[5]
     assert torch.equal(found.bias_share[0], expected)
 
 
@@ -114,19 +114,12 @@ def test_bias_share_is_beside_every_map():
 @pytest.mark.parametrize(
     ("method", "target"), [("tensor.in_out", None), ("tensor.in_class", 5), ("tensor.in_class", (5, 6))]
 )
-def test_one_output_costs_one_backward_pass(method, target, attention, monkeypatch):
+def test_one_output_costs_one_pull(method, target, attention, monkeypatch):
     T = tl.Lens(build("llama", attention))(sample("llama"))
-    passes, rows, gradients = [], [], torch.autograd.grad
-
-    def counted(outputs, inputs, grad_outputs=None, **options):
-        passes.append(1)
-        rows.append(len(grad_outputs) if options.get("is_grads_batched") else 1)
-        return gradients(outputs, inputs, grad_outputs, **options)
-
-    monkeypatch.setattr(torch.autograd, "grad", counted)
-    monkeypatch.setattr(torch.Tensor, "backward", lambda *_, **__: pytest.fail("an uncounted backward pass"))
+    pulls, pull = [], Program.pull
+    monkeypatch.setattr(Program, "pull", lambda self, *us: pulls.append(us) or pull(self, *us))
     T.map(method, out_token=-1, target=target)
-    assert passes == [1] and rows == [1]
+    assert len(pulls) == 1
 
 
 def test_a_block_range_explains_its_own_output():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensorlens.freezing.layouts import axis_layout, state_of
 from torch import nn
 from torch.nn import functional as F
 from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
+from tensorlens.models.layouts import axis_layout, state_of
 from tensorlens.models.anatomies import Anatomies, kind_of
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch

@@ -1,27 +1,26 @@
-"""Every fast path gives the numbers of the slow one, on every family."""
+"""Blocks folded into matrices give the rows, norms and sketches that pulls through the program give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from tensorlens.folding import fold as folding
-from tensorlens.folding import pull as folded_module
-from tensorlens.folding import pull_few as few_cotangents
-from tensorlens.freezing.places import Span
-from tensorlens.freezing.replay import FactorReplay, Replay
-from tensorlens.operators.matrix_free import FrozenOperator
-from torch import Tensor
+from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.axes import Range
 from tensorlens.memory import Pieces, in_parts
-from tensorlens.models.precision import compute_type, tf32, tf32_allowed
-from tensorlens.operators import matrix_free
+from tensorlens.models.precision import compute_type
+from tensorlens.operators import operator as operators
 from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.folding import fold as folding
+from tensorlens.operators.folding import pull as folded_module
+from tensorlens.operators.folding import pull_few as few_cotangents
+from tensorlens.operators.folding.wiring import wiring
 from tensorlens.operators.norms import (
     frobenius_norms,
     largest_singular_values,
@@ -29,22 +28,25 @@ from tensorlens.operators.norms import (
     spectral_norm,
     spectral_norms,
 )
+from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.spectrum import spectrum
+from tensorlens.recording.recording import Recording, Span
 
 
 @cache
-def replay_of(name: str, attention: str) -> Replay:
-    return tl.Lens(zoo.build(name, attention))(zoo.sample(name)).operator.replay
+def recording_of(name: str, attention: str) -> Recording:
+    return tl.Lens(zoo.build(name, attention))(zoo.sample(name)).operator.recording
 
 
 def operator(name: str, **options: Any) -> FrozenOperator:
-    return FrozenOperator(replay_of(name, zoo.ZOO[name].attentions[-1]), **options)
+    return FrozenOperator(recording_of(name, zoo.ZOO[name].attentions[-1]), **options)
 
 
-def by_backward(T: FrozenOperator, out_token: int) -> Tensor:
-    """T[i] by autograd alone: nothing is shared with the folded way but the recording."""
-    units = torch.eye(T.shape[1], dtype=T.dtype)
-    return T.replay.pull(units, T.span, T.heads, read=lambda y: y[0, out_token])
+def by_pulls(T: FrozenOperator, out_token: int) -> Tensor:
+    """T[i] by the program alone: nothing is shared with the folded way but the recording."""
+    units = torch.zeros(T.shape[1], *T.output.shape, dtype=T.dtype)
+    units[range(T.shape[1]), out_token, range(T.shape[1])] = 1
+    return T.pull(units)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
@@ -68,38 +70,38 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize(("name", "attention"), zoo.CASES)
 def test_folded_rows_are_the_rows(name: str, attention: str, path: str) -> None:
-    T = FrozenOperator(replay_of(name, attention))
+    T = FrozenOperator(recording_of(name, attention))
     assert T.folded is not None
     for i in (0, T.shape[0] - 1):
-        assert close(T.rows(i), by_backward(T, i))
+        assert close(T.rows(i), by_pulls(T, i))
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "gemma3", "mistral", "neox-parallel", "olmo2", "dinov2"])
 def test_folded_rows_of_parts_and_with_heads_left_out(name: str, path: str) -> None:
     T = operator(name, heads={1: torch.tensor([1.0, 0.0, 0.5, 1.0])}, span=Span(0, 2))
-    assert close(T.rows(2), by_backward(T, 2))
-    assert close(operator(name, span=Span(1, 3)).rows(2), by_backward(operator(name, span=Span(1, 3)), 2))
+    assert close(T.rows(2), by_pulls(T, 2))
+    assert close(operator(name, span=Span(1, 3)).rows(2), by_pulls(operator(name, span=Span(1, 3)), 2))
 
 
 @pytest.mark.parametrize("gate", ["freeze_gate", "freeze_up", "half"])
 @pytest.mark.parametrize("name", ["llama", "modernbert"])
 def test_folded_rows_under_every_gate_rule(name: str, gate: Any) -> None:
     T = tl.Lens(zoo.build(name), rules=tl.Rules(gate=gate))(zoo.sample(name)).operator
-    assert close(T.rows(3), by_backward(T, 3))
+    assert close(T.rows(3), by_pulls(T, 3))
 
 
 def test_without_the_final_norm() -> None:
     T = tl.Lens(zoo.build("gpt2"), rules=tl.Rules(include_final_norm=False))(zoo.sample("gpt2")).operator
-    assert T.folded is not None and T.folded.tail is None
-    assert close(T.rows(3), by_backward(T, 3))
+    assert T.folded is not None
+    assert close(T.rows(3), by_pulls(T, 3))
 
 
 @pytest.mark.parametrize("name", ["bert", "mistral", "modernbert", "phi"])
 @pytest.mark.parametrize("most", [5, 40, 4096])
 def test_norms_do_not_depend_on_the_pieces(name: str, most: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matrix_free.MOST_COTANGENTS, "cpu", most)
+    monkeypatch.setitem(operators.MOST_COTANGENTS, "cpu", most)
     T = operator(name)
-    expected = torch.stack([by_backward(T, i).norm(dim=(0, 2)) for i in range(T.shape[0])])
+    expected = torch.stack([by_pulls(T, i).norm(dim=(0, 2)) for i in range(T.shape[0])])
     assert close(frobenius_norms(T, range(T.shape[0])), expected)
     assert close(frobenius_norms(T, (4, 1, 2)), expected[[4, 1, 2]])
 
@@ -107,21 +109,21 @@ def test_norms_do_not_depend_on_the_pieces(name: str, most: int, path: str, monk
 @pytest.mark.parametrize("name", ["llama", "modernbert"])
 def test_a_batch_of_cotangents_is_pulled_as_one_by_one(name: str) -> None:
     T = operator(name)
-    u = torch.randn(matrix_free.ENOUGH_TO_FOLD, *T.shape[:2], dtype=T.dtype)
-    assert close(T.adjoint(u), torch.cat([T.replay.pull(one[None], T.span) for one in u]))
+    u = torch.randn(operators.ENOUGH_TO_FOLD, *T.shape[:2], dtype=T.dtype)
+    assert close(T.adjoint(u), T.pull(u))
 
 
 def test_only_tokens_in_sight_are_carried() -> None:
     T = operator("mistral")  # a window of 3 tokens, 3 blocks
     assert T.folded is not None
     assert T.folded.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 7)
-    first = FrozenOperator(T.replay, Span(1, 3)).folded
+    first = FrozenOperator(T.recording, Span(1, 3)).folded
     assert first is not None
     assert first.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(2, 7)
     assert first.pull((1,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 2)
 
 
-def test_what_cannot_be_folded_goes_by_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_folded_goes_by_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
     T = operator("gpt2")
     expected = frobenius_norms(T, (1, 5))
     unfolded = operator("gpt2")
@@ -138,17 +140,83 @@ def test_precision_is_what_was_asked_for(precision: Any, tolerance: float) -> No
     assert not close(low.rows(2), T.rows(2), 1e-9)
 
 
-def test_whether_states_go_together_is_found_without_the_users_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed, push = [], FactorReplay.push
+# What people do to a model: hooks, layers replaced. Folding follows, or gives way.
 
-    def watched(self: FactorReplay, *args: Any) -> Tensor:
-        allowed.append(tf32_allowed())
-        return push(self, *args)
 
-    monkeypatch.setattr(FactorReplay, "push", watched)
-    with tf32(True):
-        assert operator("bert").is_batchable
-    assert allowed == [False] * 3
+def scale_output(block: Any) -> None:
+    block.register_forward_hook(lambda _, __, out: (1.5 * out[0], *out[1:]) if isinstance(out, tuple) else 1.5 * out)
+
+
+def project_input(block: Any) -> None:
+    direction = torch.nn.functional.normalize(torch.ones(16, dtype=torch.float64), dim=0)
+    block.register_forward_pre_hook(lambda _, args: (args[0] - (args[0] @ direction)[..., None] * direction, *args[1:]))
+
+
+def hook_mlp(block: Any) -> None:
+    block.mlp.register_forward_hook(lambda _, __, out: 0.5 * out)
+
+
+def replace_norm(block: Any) -> None:
+    block.ln_2 = nn.LayerNorm(16, elementwise_affine=False).double()
+
+
+def replace_activation(block: Any) -> None:
+    block.mlp.act = nn.ReLU()
+
+
+class Twice(nn.Module):
+    """A block's feed-forward followed by another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Sequential(nn.Linear(16, 16), nn.GELU()).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.more(self.inner(x))
+
+
+def add_layer(block: Any) -> None:
+    block.mlp = Twice(block.mlp)
+
+
+HABITS: dict[str, tuple[Callable[[Any], None], bool]] = {
+    "hook": (scale_output, True),
+    "pre-hook": (project_input, False),
+    "hook inside": (hook_mlp, True),
+    "norm": (replace_norm, True),
+    "activation": (replace_activation, True),
+    "another layer": (add_layer, False),
+}
+"""What is done, and whether the block still folds."""
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_folding_follows_what_was_done_to_a_model_or_gives_way(habit: str) -> None:
+    model: Any = zoo.build("gpt2")
+    change, folds = HABITS[habit]
+    change(model.transformer.h[1])
+    T = tl.Lens(model)(zoo.sample("gpt2")).operator
+    assert (T.folded is not None) == folds
+    assert close(T.rows(3), by_pulls(T, 3), 1e-9)
+    u = torch.randn(9, *T.shape[:2], dtype=T.dtype)
+    assert close(T.adjoint(u), T.pull(u), 1e-9)
+
+
+def test_a_block_of_another_make_is_refused_with_what_was_missing() -> None:
+    model: Any = zoo.build("gpt2")
+    add_layer(model.transformer.h[1])
+    recording = tl.Lens(model)(zoo.sample("gpt2")).operator.recording
+    assert wiring(recording, 0).branches
+    with pytest.raises(tl.AnatomyError, match="Block 1 of `GPT2LMHeadModel` cannot be folded: .*Rows and norms go by"):
+        folded_module.FoldedRows(recording, Span(0, 3), {})
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma3"])
+def test_an_input_as_long_as_a_weight_is_wide_confuses_nothing(name: str) -> None:
+    widths = {size for parameter in zoo.build(name).parameters() for size in parameter.shape if size <= 40}
+    for n_tokens in {1, 2, *widths}:
+        T = tl.Lens(zoo.build(name))([4 + i % 20 for i in range(n_tokens)]).operator
+        assert T.folded is not None and close(T.rows(0), by_pulls(T, 0))
 
 
 def test_an_unknown_precision_is_refused() -> None:
@@ -192,18 +260,17 @@ def test_parts_cover_every_item_once_even_when_memory_runs_out() -> None:
 def test_states_pushed_are_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     T = operator("llama")
     x = torch.randn(9, *T.input.shape, dtype=T.dtype)
-    expected = T.push(x)
-    push, sizes = T.replay.push, []
+    expected, several, sizes = T.push(x), FrozenOperator._several, []
 
-    def scarce(x: Tensor, *rest: Any) -> Tensor:
-        if len(x) > 3:
+    def scarce(self: FrozenOperator, way: Any, items: Tensor) -> Tensor:
+        if len(items) > 3:
             raise torch.OutOfMemoryError("out of memory")
-        sizes.append(len(x))
-        return push(x, *rest)
+        sizes.append(len(items))
+        return several(self, way, items)
 
-    monkeypatch.setattr(T.replay, "push", scarce)
+    monkeypatch.setattr(FrozenOperator, "_several", scarce)
     torch.testing.assert_close(T.push(x), expected)
-    assert sizes == [3, 3, 3]
+    assert max(sizes) <= 3 and sum(sizes) == 9
 
 
 def test_out_of_memory_with_one_cotangent_says_so() -> None:

@@ -93,8 +93,8 @@ def _alti(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
     Rows are divided by their sum; one in which no source comes near keeps its own token.
     """
-    whole = block.output[..., rows, :]
-    nearness = whole.abs().sum(-1, keepdim=True) - (vectors - whole[..., None, :]).abs().sum(-1)
+    whole = block.output[..., rows, None, :]
+    nearness = (whole.abs() - (vectors - whole).abs()).sum(-1)  # a source that gives nothing is exactly not near
     matrix = in_float64(nearness.clamp_min(0))
     empty = matrix.sum(-1, keepdim=True) == 0
     own = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)[rows]
@@ -202,7 +202,7 @@ def _block_matrix(recording: Recording, block: int, measure: str) -> Matrices:
 
 
 def _answer(question: Question, matrix: Matrices) -> Answer:
-    scores = question.at_outputs(matrix if question.is_batch else matrix[None])
+    scores = question.at_outputs(matrix if matrix.dim() == 3 else matrix[None])
     return Answer(scores=scores, bias_share=unknown_bias(question))
 
 

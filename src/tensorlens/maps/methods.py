@@ -176,7 +176,7 @@ class Question:
         if not self.is_batch:
             rows = [recording.at_readout(one, i) for one, i in zip(columns, self.out_tokens, strict=True)]
             return _weighed(self.operator.pull_from_head(torch.cat(rows)), self.operator.input)
-        readout, x = recording.readout, recording.states[0]
+        readout, x = recording.readout, recording.states[self.operator.span.start]
         return self._by_layers(
             lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
         )
