@@ -5,8 +5,10 @@ Written against the public contract alone, so that they hold for any operator th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import tensorlens as tl
 
@@ -55,33 +57,31 @@ def composition(T: tl.AttentionTensor) -> float:
     return relative(x - whole, whole)
 
 
-def homogeneity(T: tl.AttentionTensor, model: nn.Module) -> float:
+def homogeneity(T: tl.AttentionTensor) -> float:
     """F(X) = ∂F̃/∂X·X + Σ_b ∂F̃/∂b·b: every bias is found by its own gradient, none by subtraction."""
-    biases = {name: p for name, p in model.named_parameters() if is_bias(name, p)}
-    replay, span = T.operator.replay, T.operator.span
     u = torch.randn(3, *T.output.shape, dtype=T.dtype, generator=torch.Generator().manual_seed(3))
     errors = []
-    with replay.graph(span) as (x, y, _):
-        for probe in u:
-            gradients = torch.autograd.grad(y[0], [x, *biases.values()], probe, retain_graph=True, allow_unused=True)
-            of_biases = zip(gradients[1:], biases.values(), strict=True)
-            total = (gradients[0][0] * T.input).sum()
-            total = total + sum((g * b.detach()).sum() for g, b in of_biases if g is not None)
-            errors.append((probe * T.output).sum() - total)
+    for probe in u:
+        of_x, of_biases = gradients(T, probe)
+        errors.append((probe * T.output).sum() - (of_x * T.input).sum() - of_biases)
     return float(torch.stack(errors).square().mean().sqrt() / T.output.norm())
 
 
-def is_bias(name: str, parameter: Tensor) -> bool:
-    return name.endswith("bias") and parameter.dim() == 1
-
-
-def bias_by_gradient(T: tl.AttentionTensor, model: nn.Module, probe: Tensor) -> Tensor:
-    """⟨probe, B⟩ from the gradients of the biases alone."""
-    biases = [p for name, p in model.named_parameters() if is_bias(name, p)]
-    with T.operator.replay.graph(T.operator.span) as (_, y, _):
-        gradients = torch.autograd.grad(y[0], biases, probe, allow_unused=True) if biases else []
-    pairs = zip(gradients, biases, strict=True)
-    return sum(((g * b.detach()).sum() for g, b in pairs if g is not None), torch.zeros((), dtype=T.dtype))
+def gradients(T: tl.AttentionTensor, probe: Tensor) -> tuple[Tensor, Tensor]:
+    """∂⟨probe, F̃⟩/∂X and Σ_b ∂⟨probe, F̃⟩/∂b·b by autograd through the program, nothing transposed by hand."""
+    program = T.program
+    names, constants = program.constants.names, list(program.constants.values)
+    leaves = {n: constants[n].clone() for n in program.used if names.get(n, "").endswith("bias") and constants[n].dim() == 1}
+    for n, bias in leaves.items():
+        constants[n] = bias.requires_grad_()
+    x = T.input[None].requires_grad_()
+    held = {program.inputs[0]: x}
+    with torch.enable_grad():
+        replace(program, constants=constants)._forwards(held, range(len(program.steps)), set(program.outputs))
+        (y,) = (held[slot] for slot in program.outputs)
+        found = torch.autograd.grad(y, [x, *leaves.values()], probe[None].to(y))
+    pairs = zip(found[1:], leaves.values(), strict=True)
+    return found[0][0], sum(((g * b.detach()).sum() for g, b in pairs), torch.zeros((), dtype=T.dtype))
 
 
 def above_diagonal(tensor: Tensor) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,27 +11,30 @@ import zoo
 from torch import nn
 
 import tensorlens as tl
-from tensorlens import batch as batches
-from tensorlens import dataset_maps
-from tensorlens.batch import Batch
-from tensorlens.folding import push
-from tensorlens.freezing import interception
-from tensorlens.freezing.replay import FactorReplay
-from tensorlens.maps import batched
-from tensorlens.maps.batched import BATCHED
+from tensorlens import batches
+from tensorlens.batches import Batch
 from tensorlens.models.precision import tf32
-from tensorlens.operators.matrix_free import FrozenOperator
+from tensorlens.operators.folding import push
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.program import Program
 
 SAMPLE = ("bert-classifier", "gpt2", "qwen2")
 """Families: every one is in the zoo, and each takes seconds."""
 CASES = [(name, attention) for name in SAMPLE for attention in zoo.ZOO[name].attentions]
 LENGTHS = (5, 3, 5, 1)
+TOGETHER = [name for name, method in tl.METHODS.items() if method.takes_samples]
+"""Methods of several samples at once."""
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def ids(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, zoo.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def made(lens: tl.Lens, inputs) -> Batch:
+    """A batch that is not compared with samples alone."""
+    return Batch(lens.specimen, [lens.prepare(value) for value in inputs])
 
 
 def alone(lens: tl.Lens, value, method: str, out_token: int | None = -1, target=None, **options) -> tl.TokenMap:
@@ -62,10 +64,9 @@ def test_every_method_of_mixed_lengths(name, attention):
     if zoo.ZOO[name].casts:
         model, tolerance = model.float(), 2e-5
     lens, inputs = tl.Lens(model), ids()
-    batch = Batch(lens, [lens.prepare(value) for value in inputs], methods=tuple(BATCHED))
-    tensors = [lens(value) for value in inputs]
-    for method in BATCHED:
-        pending = batch.begin_together(method, -1)
+    batch, tensors = made(lens, inputs), [lens(value) for value in inputs]
+    for method in TOGETHER:
+        pending = batch.begin(method, -1, asked=TOGETHER)
         assert pending is not None, method
         out_token = None if method == "tensor.in_class" and tensors[0].operator.recording.pools else -1
         for T, one in zip(tensors, pending(), strict=True):
@@ -81,7 +82,7 @@ def test_padding_is_silent(name, method):
     assert not any("batches" in one.meta for one in found)
 
 
-@pytest.mark.parametrize("method", BATCHED)
+@pytest.mark.parametrize("method", TOGETHER)
 def test_a_batch_of_one_is_the_sample(method):
     lens, options = tl.Lens(zoo.build("gpt2")), {"probes": 4} if method == "tensor.norm" else {}
     [value] = ids((5,))
@@ -90,24 +91,14 @@ def test_a_batch_of_one_is_the_sample(method):
 
 
 def test_every_method_goes_for_all_samples_at_once():
-    assert BATCHED.keys() == tl.METHODS.keys()
+    assert set(TOGETHER) == tl.METHODS.keys()
 
 
-@pytest.mark.parametrize("method", ["rollout.glob_enc", "mean.attn"])
-def test_a_method_without_such_a_way_goes_through_the_same_door(method, monkeypatch):
-    monkeypatch.delitem(BATCHED, method)
+def test_a_method_of_single_samples_goes_through_the_same_door(monkeypatch):
+    monkeypatch.setitem(tl.METHODS, "mean.attn", replace(tl.METHODS["mean.attn"], takes_samples=False))
     lens, inputs = tl.Lens(zoo.build("gpt2")), ids((3, 3, 2))
-    for value, one in zip(inputs, lens.maps(inputs, method), strict=True):
-        assert error(one, alone(lens, value, method)) < 1e-12 and "engine" not in one.meta
-
-
-def test_the_exact_norm_of_padded_samples_and_what_shares_its_rows():
-    lens, inputs = tl.Lens(zoo.build("bert")), ids()
-    batch = Batch(lens, [lens.prepare(one) for one in inputs], methods=("tensor.norm", "tensor.contribution"))
-    for method in ("tensor.norm", "tensor.contribution"):
-        pending = batch.begin_together(method, -1)
-        assert pending is not None
-        assert same(lens, inputs, pending(), method)
+    for value, one in zip(inputs, lens.maps(inputs, "mean.attn"), strict=True):
+        assert error(one, alone(lens, value, "mean.attn")) < 1e-12
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -118,16 +109,12 @@ def test_float32_agrees_to_rounding(attention):
             assert one.scores.dtype is torch.float32 and error(one, alone(lens, value, method)) < 1e-4
 
 
-def test_contributions_by_the_graph_of_a_pull_are_those_of_pushes(monkeypatch):
-    lens, inputs = tl.Lens(zoo.build("llama", "eager")), ids()
-    monkeypatch.setattr(FrozenOperator, "may_fold", False)
-    monkeypatch.setattr(batched, "_pushed_by_factors", None)
-    by_graph = list(lens.maps(inputs, "tensor.contribution"))
-    monkeypatch.undo()
-    monkeypatch.setattr(FrozenOperator, "may_fold", False)
-    monkeypatch.setattr(FactorReplay, "push_each_token", lambda *arguments: None)
-    for one, other in zip(by_graph, lens.maps(inputs, "tensor.contribution"), strict=True):
-        assert error(one, other) < 1e-12
+def test_contributions_of_blocks_that_do_not_fold_are_those_of_folded_ones(monkeypatch):
+    lens, inputs = tl.Lens(zoo.build("llama", "sdpa").float()), ids()
+    folded = list(lens.maps(inputs, "tensor.contribution"))
+    monkeypatch.setattr(FrozenOperator, "folded", None)
+    for one, other in zip(folded, lens.maps(inputs, "tensor.contribution"), strict=True):
+        assert "batches" not in one.meta | other.meta and error(one, other) < 1e-5
 
 
 def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
@@ -141,32 +128,6 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     monkeypatch.setattr(Batch, "begin", watched)
     list(tl.Lens(zoo.build("gpt2")).maps(ids((3,) * 6), "tensor.in_out", batch_size=2))
     assert order == ["begun 0", "begun 1", "finished 0", "begun 3", "finished 1", "finished 3"]
-
-
-@pytest.mark.parametrize("method", ["tensor.in_class", "tensor.in_out", "tensor.norm", "control.position"])
-def test_a_batch_under_way_holds_no_graph(method):
-    lens, probes = tl.Lens(zoo.build("gpt2")), 2 if method == "tensor.norm" else None
-    batch = Batch(lens, [lens.prepare(one) for one in ids()], methods=(method,), probes=probes)
-    graph = weakref.ref(batch.replay.recording.graph.readout)
-    pending = batch.begin(method, -1, None, probes=probes)
-    batch.release()
-    assert graph() is None, "three batches on their way would take the memory of three graphs"
-    assert len(pending()) == len(batch)
-
-
-def test_the_model_is_fingerprinted_anew_until_a_pass_has_left_it_alone(monkeypatch):
-    model, taken = zoo.build("gpt2"), []
-    fingerprint = interception.fingerprint
-    monkeypatch.setattr(interception, "fingerprint", lambda *of: taken.append(of) or fingerprint(*of))
-    with interception.left_alone(model):
-        first, second = (interception.current_fingerprint(model) for _ in range(2))
-        assert first == second == interception.current_fingerprint(model)
-        assert len(taken) == 2
-        assert interception.current_fingerprint(nn.Linear(2, 2)) != first, "of another model"
-        model.train()
-        other = frozenset({(id(model), "anything")})
-        assert interception.current_fingerprint(model, other) != first, "what is ignored is another question"
-    assert interception.current_fingerprint(model) != first
 
 
 def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
@@ -185,17 +146,13 @@ def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "place", "name"),
-    [("tensor.in_class", torch.autograd, "grad"), ("tensor.contribution", push, "_through")],
+    ("method", "place", "name"), [("tensor.in_class", Program, "pull"), ("tensor.contribution", push, "_through")]
 )
 def test_memory_that_runs_out_on_the_way_halves_the_batch(method, place, name, monkeypatch):
     lens, inputs, whole, sizes = tl.Lens(zoo.build("llama", "eager")), ids((4,) * 6), getattr(place, name), []
 
     def short(*arguments, **options):
-        if place is push:
-            n = len(arguments[2].rows)
-        else:
-            n = len(arguments[1][0] if isinstance(arguments[1], tuple) else arguments[1])
+        n = len(arguments[1].rows if place is push else arguments[1])
         sizes.append(n)
         if n > 3:
             raise torch.OutOfMemoryError("none left")
@@ -305,7 +262,7 @@ def test_models_that_mix_are_noticed(what, lengths, said):
     for value, one in zip(inputs, found, strict=True):
         assert error(one, alone(lens, value, "tensor.in_class")) < 1e-12
         assert said in one.meta["batches"]
-    with pytest.raises(tl.InputError, match="other numbers than alone"):
+    with pytest.raises(tl.InputError, match="mixes samples or reacts to padding"):
         lens.batch(inputs)
     with tf32(True):
         assert all(said in one.meta["batches"] for one in lens.maps(inputs, "tensor.in_class"))
@@ -317,11 +274,11 @@ def test_models_that_mix_are_noticed(what, lengths, said):
 def test_out_of_memory_halves_the_batch(monkeypatch):
     lens, inputs, sizes, make = tl.Lens(zoo.build("gpt2")), ids((4,) * 9), [], batches.Batch.__init__
 
-    def small_memory(self, lens, prepared, *rest, **named):
+    def small_memory(self, specimen, prepared):
         sizes.append(len(prepared))
         if len(prepared) > 3:
             raise torch.OutOfMemoryError("no room")
-        make(self, lens, prepared, *rest, **named)
+        make(self, specimen, prepared)
 
     monkeypatch.setattr(batches.Batch, "__init__", small_memory)
     found = list(lens.maps(inputs, batch_size=8))
@@ -332,7 +289,7 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
 
 
 def test_an_endless_iterator_is_read_as_far_as_needed(monkeypatch):
-    monkeypatch.setattr(dataset_maps, "WINDOW", 2)
+    monkeypatch.setattr(batches, "WINDOW", 2)
     lens, read = tl.Lens(zoo.build("gpt2")), []
 
     def endless():
@@ -369,7 +326,7 @@ def test_a_target_needs_a_head():
 def test_every_method_that_takes_a_target_takes_one_for_each_sample(method):
     lens, targets = tl.Lens(zoo.build("gpt2")), [(3, 4), 5, (6, 3)]
     inputs = ids((4, 4, 3))
-    found = Batch(lens, [lens.prepare(one) for one in inputs]).maps(method, targets=targets)
+    found = made(lens, inputs).maps(method, targets=targets)
     for value, target, one in zip(inputs, targets, found, strict=True):
         assert error(one, alone(lens, value, method, target=target)) < 1e-12
         assert error(one, alone(lens, value, method)) > 1e-3  # which explains the prediction

@@ -101,7 +101,7 @@ class Specimen:
         """
         n_tokens = n_tokens or recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
-        anatomy = recording.from_model("A map").anatomy
+        anatomy = recording.anatomy
         if anatomy.beside:
             meta["beside"] = said_of(anatomy.stack, anatomy.beside)
         if prepared.text is not None:

@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import TokenMatrix
 from tensorlens.errors import MethodError
+from tensorlens.maps.controls import unknown_bias
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
 from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.recording import Recording
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
 """Rollout adds the identity to measures without the residual only."""
@@ -130,7 +132,7 @@ def rows_to_one(matrix: Matrices) -> Matrices:
     return matrix / matrix.sum(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
 
 
-def rollout(matrices: Sequence[TokenMatrix], *, has_residual: bool, raw: bool = False) -> TokenMatrix:
+def rollout(matrices: Sequence[Matrices], *, has_residual: bool, raw: bool = False) -> Matrices:
     r"""$R = \hat N^N \cdots \hat N^1$ (Abnar and Zuidema 2020), the later block on the left.
 
     Args:
@@ -142,13 +144,13 @@ def rollout(matrices: Sequence[TokenMatrix], *, has_residual: bool, raw: bool = 
     for matrix in matrices:
         step = matrix / matrix.max() if raw else rows_to_one(matrix)
         if not has_residual:
-            step = 0.5 * step + 0.5 * torch.eye(len(step), dtype=step.dtype, device=step.device)
+            step = 0.5 * step + 0.5 * torch.eye(step.shape[-1], dtype=step.dtype, device=step.device)
         joined = step if joined is None else step @ joined
     assert joined is not None, "a range of blocks is not empty"
     return joined
 
 
-def mean(matrices: Sequence[TokenMatrix], *, raw: bool = False) -> TokenMatrix:
+def mean(matrices: Sequence[Matrices], *, raw: bool = False) -> Matrices:
     """The average over blocks, no identity added.
 
     Convention: norm maps by row sums first, or late blocks with large states would drown the others; `raw` does not.
@@ -156,57 +158,52 @@ def mean(matrices: Sequence[TokenMatrix], *, raw: bool = False) -> TokenMatrix:
     return torch.stack([matrix if raw else rows_to_one(matrix) for matrix in matrices]).mean(0)
 
 
-def without_sink(matrix: TokenMatrix) -> TokenMatrix:
+def without_sink(matrix: Matrices) -> Matrices:
     """The same map with the first column dropped and rows divided by their sums.
 
     A causal rollout ends in its first token, which attends to nothing but itself. The first row is left as it is.
     """
-    return without_sink_row(matrix, torch.arange(len(matrix)))
-
-
-def without_sink_row(rows: Float[Tensor, "row in_token"], out_tokens: Tensor) -> Float[Tensor, "row in_token"]:
-    """The same of single rows, each of its own output."""
-    kept = rows.clone()
-    kept[out_tokens.to(rows.device) > 0, 0] = 0
+    kept = matrix.clone()
+    kept[..., 1:, 0] = 0
     return rows_to_one(kept)
 
 
 # By name -------------------------------------------------------------------------------------------------------------
 
-_matrices: WeakKeyDictionary[FrozenOperator, dict[str, list[TokenMatrix]]] = WeakKeyDictionary()
-"""What joins of one measure share: kept as long as the operator."""
+_matrices: WeakKeyDictionary[Recording, dict[Any, list[Matrices]]] = WeakKeyDictionary()
+"""What joins of one measure share: kept as long as the recording."""
 
 
-def block_matrices(operator: FrozenOperator, measure: str) -> list[TokenMatrix]:
-    """The measure's matrix for each block in the operator's range."""
-    known = _matrices.setdefault(operator, {})
-    if measure not in known:
-        found = [_block_matrix(operator, block, measure) for block in range(*operator.span)]
-        if any(matrix.shape != (operator.n_tokens, operator.n_tokens) for matrix in found):
-            raise MethodError(
-                f"The blocks of `{operator.recording.name}` attend to different numbers of tokens; expected "
-                f"{operator.n_tokens} in all of them. Use a method of the tensor."
-            )
-        known[measure] = found
-    return known[measure]
-
-
-def _block_matrix(operator: FrozenOperator, block: int, measure: str) -> TokenMatrix:
+def block_matrices(operator: FrozenOperator, measure: str) -> list[Matrices]:
+    """The measure's matrix for each block in the operator's range, of all samples that were recorded."""
     if operator.heads:
         raise MethodError(
             "Baselines describe the model's own attention and know no chosen heads; got some left out. Ask the whole "
             "tensor, or use a method of the tensor."
         )
-    found = mixing(operator.recording, block)
+    known = _matrices.setdefault(operator.recording, {})
+    if (measure, operator.span) not in known:
+        found = [_block_matrix(operator.recording, block, measure) for block in range(*operator.span)]
+        if any(matrix.shape[-2:] != (operator.n_tokens, operator.n_tokens) for matrix in found):
+            raise MethodError(
+                f"The blocks of `{operator.recording.name}` attend to different numbers of tokens; expected "
+                f"{operator.n_tokens} in all of them. Use a method of the tensor."
+            )
+        known[measure, operator.span] = found
+    return known[measure, operator.span]
+
+
+def _block_matrix(recording: Recording, block: int, measure: str) -> Matrices:
+    found = mixing(recording, block)
     with torch.no_grad():
         if measure == "attn":
             return attn(found.attention)
-        return measured(decompose(operator.recording, block, found), (measure,))[measure]
+        return measured(decompose(recording, block, found), (measure,))[measure]
 
 
-def _answer(question: Question, matrix: TokenMatrix) -> Answer:
-    rows = list(question.out_tokens)
-    return Answer(scores=matrix[rows], bias_share=torch.full((len(rows),), float("nan")))
+def _answer(question: Question, matrix: Matrices) -> Answer:
+    scores = question.at_outputs(matrix[None] if matrix.dim() == 2 else matrix)
+    return Answer(scores=scores, bias_share=unknown_bias(question))
 
 
 def _rollout(question: Question, measure: str) -> Answer:
@@ -225,15 +222,19 @@ SUMMARIES = {
     "glob_enc": "attention, residual and both norms of a block",
 }
 for _measure, _words in SUMMARIES.items():
-    method(f"rollout.{_measure}", f"Baseline: {_words}, multiplied over blocks")(partial(_rollout, measure=_measure))
-    method(f"mean.{_measure}", f"Baseline: {_words}, averaged over blocks")(partial(_mean, measure=_measure))
+    method(f"rollout.{_measure}", f"Baseline: {_words}, multiplied over blocks", takes_samples=True)(
+        partial(_rollout, measure=_measure)
+    )
+    method(f"mean.{_measure}", f"Baseline: {_words}, averaged over blocks", takes_samples=True)(
+        partial(_mean, measure=_measure)
+    )
 
-method("alti", "Peer: how near each source's part comes to the whole, multiplied over blocks")(
+method("alti", "Peer: how near each source's part comes to the whole, multiplied over blocks", takes_samples=True)(
     partial(_rollout, measure="alti")
 )
 
 
-@method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped")
+@method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped", takes_samples=True)
 def _without_sink(question: Question) -> Answer:
     matrices = block_matrices(question.operator, "attn")
     return _answer(question, without_sink(rollout(matrices, has_residual=False)))

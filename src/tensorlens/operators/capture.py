@@ -25,6 +25,8 @@ from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
 from tensorlens.operators.model_itself import as_tokens
+from tensorlens.program.nodes import words
+from tensorlens.program.program import Program
 from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.prologue import Reborn
@@ -43,6 +45,8 @@ ACCEPTED = 2e-2
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
 """Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+JUMPS = words("round trunc floor ceil sign threshold hardshrink floor_divide")
+"""Functions that finite differences may step over a jump of."""
 
 
 @dataclass
@@ -51,15 +55,22 @@ class Capture:
 
     Attributes:
         blocks: The gap of each block that was measured.
-        whole: That of the whole model; None for one in half precision.
-        left_out: Blocks that cannot be run on their own.
+        whole: That of the whole model; None for one in half precision, or with parts in it.
+        left_out: Blocks that cannot be run on their own, or round to half precision by their own code.
         by_design: Modules that hold what finite differences move.
+        jumping: Modules of functions with jumps.
     """
 
     blocks: dict[int, float] = field(default_factory=dict)
     whole: float | None = None
     left_out: list[int] = field(default_factory=list)
     by_design: tuple[str, ...] = ()
+    jumping: tuple[str, ...] = ()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a gap may have other reasons than a path that was lost."""
+        return bool(self.by_design or self.jumping)
 
     @property
     def error(self) -> float | None:
@@ -71,7 +82,11 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the Jacobian's member of a model with finite differences of the model itself."""
     short = _shortened(recording)
     origin = short.from_model("The law of capture")
-    found = Capture(by_design=tuple(sorted({module for rule, module in short.rules_applied if rule.startswith(READS)})))
+    applied = sorted(short.rules_applied)
+    found = Capture(
+        by_design=tuple([module for rule, module in applied if rule.startswith(READS)]),
+        jumping=tuple([module for rule, module in applied if rule.rpartition(": ")[2] in JUMPS]),
+    )
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     with tf32(False):
         for call, state in zip(origin.calls, short.states, strict=False):
@@ -80,7 +95,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
                 found.left_out.append(call.n)
             else:
                 found.blocks[call.n] = gap
-        if recording.states[0].dtype not in HALF and not recording.n_encoder_blocks:
+        if not recording.n_encoder_blocks and not _is_half(short.program):
             found.whole = _gap_of_model(origin, rules, short, generator)
     return found
 
@@ -129,9 +144,16 @@ def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator) -> flo
         if x.dtype in HALF:
             call, x = _in_float32(call), x.float()
         program = call.record(x, Rules.jacobian()).program.linear
+        if _is_half(program):
+            return None
         return _gap(call.run, lambda v: program.run(v)[0], x, generator)
     except (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
         return None
+
+
+def _is_half(program: Program) -> bool:
+    """Whether parts of a program are in half precision, in which finite differences are noise."""
+    return any(program.specs[step.out].dtype in HALF for step in program.steps)
 
 
 def _in_float32(call: BlockCall) -> BlockCall:

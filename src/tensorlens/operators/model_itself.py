@@ -47,7 +47,7 @@ def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     is_all = recording.head is not None and recording.gives_raw_logits
     if is_all or recording.head is None and recording.origin is None:
         return torch.stack([recording.logits_at(i) for i in out_tokens])
-    origin = recording.from_model("Predictions after a soft cap or a scale")
+    origin = recording.from_model("A logit after a soft cap or a scale")
     places = torch.tensor(out_tokens, device=recording.states[-1].device)
     keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
     with plainly(origin.model):

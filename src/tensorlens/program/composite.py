@@ -98,22 +98,22 @@ def _softmax(x: Tensor, weights: Tensor, axis: int = -1) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants.
+    """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants, and A is never formed.
 
-    A is never formed for one v; for several in `vmap` its rows are, each once.
+    For several v in `vmap`, which knows no fused kernel, its rows are formed, each once for all of them.
     """
     if is_batchedtensor(value):
+        k, factor = _for_rows(query, key, scale, grouped)
 
-        def together(values: Tensor) -> Tensor:
-            k = _repeated(key, query.shape[-3]) if grouped else key
-            factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-            side_by_side = values.movedim(0, -2).flatten(-2)
-            side_by_side = _repeated(side_by_side, query.shape[-3]) if grouped else side_by_side
-            parts = [
-                rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows).to(values.dtype) @ side_by_side
+        def together(vs: Tensor) -> Tensor:
+            vs = _repeated(vs, query.shape[-3]) if grouped else vs
+            side_by_side = vs.movedim(0, -2).flatten(-2)
+            found = [
+                rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows).to(vs.dtype) @ side_by_side
                 for rows in _chunks(query, k)
             ]
-            return torch.cat(parts, -2).unflatten(-1, (len(values), -1)).movedim(-2, 0)
+            found = torch.cat(found, -2)
+            return found.unflatten(-1, (len(vs), -1)).movedim(-2, 0)
 
         return _Several.apply(value, together)
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -126,12 +126,11 @@ def _(
     """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
     if not is_batchedtensor(u):
         return NotImplemented
+    k, factor = _for_rows(query, key, scale, grouped)
 
     def together(us: Tensor) -> Tensor:
         # (u, …, head, query, channel) as (…, head, query, u and channel): one product of A for all of them.
         side_by_side = us.movedim(0, -2).flatten(-2)
-        k = _repeated(key, query.shape[-3]) if grouped else key
-        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         found = side_by_side.new_zeros(*us.shape[1:-2], k.shape[-2], side_by_side.shape[-1])
         for rows in _chunks(query, k):
             a = rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows)
@@ -142,8 +141,14 @@ def _(
     return _Several.apply(u, together)
 
 
+def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) -> tuple[Tensor, float]:
+    """A key for each query, and the factor of their products."""
+    k = _repeated(key, query.shape[-3]) if grouped else key
+    return k, 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
 class _Several(torch.autograd.Function):
-    """Several cotangents that `vmap` has told apart, given to a function of all of them (u, …)."""
+    """Several values or cotangents that `vmap` has told apart, given to a function of all of them (u, …)."""
 
     @staticmethod
     def forward(u: Tensor, together: Callable[[Tensor], Any]) -> Any:

@@ -66,9 +66,14 @@ class Constants(Sequence[Tensor]):
             self.values[n] = value
             self._versions[n] = _version(value)
 
-    def check(self) -> None:
-        """Raise if a weight was written to since it was bound: T belongs to the model as it was."""
-        for n, (value, version) in enumerate(zip(self.values, self._versions, strict=True)):
+    def check(self, places: Iterable[int] | None = None) -> None:
+        """Raise if a weight was written to since it was bound: T belongs to the model as it was.
+
+        Args:
+            places: Those that matter; all if None.
+        """
+        for n in range(len(self.values)) if places is None else places:
+            value, version = self.values[n], self._versions[n]
             if value is not None and version is not None and value._version != version:
                 name = self.names.get(n)
                 raise InputError(

@@ -33,6 +33,7 @@ from tensorlens.recording.prologue import Prologue
 from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
 from tensorlens.recording.tape import Tape, recording_on, spec_of
 from tensorlens.recording.walk import ModuleCalls, ModulePlaces
+from tensorlens.recording.weights import Weights
 
 Forward = Callable[..., Any]
 
@@ -141,7 +142,7 @@ class Recorder:
             rules=run.rules,
             readout=value_of(readout) if anatomy.has_head else None,
             readout_slot=run.slot_of(readout) if anatomy.has_head and is_live(readout) else None,
-            head=_head_of(anatomy.unembedding, readout),
+            head=self._head(readout),
             n_encoder_blocks=self.n_encoder_blocks or 0,
             starts_at_embedding=self.starts_at_embedding,
             mixtures=tuple(run.mixtures),
@@ -152,8 +153,22 @@ class Recorder:
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
-            origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth),
+            origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth, Weights(anatomy.model)),
         )
+
+    def _head(self, readout: Tensor) -> Head | None:
+        """Weight and bias of the unembedding, fetched if accelerate has put them off the device."""
+        unembedding = self.anatomy.unembedding
+        if unembedding is None:
+            return None
+        weight, bias, name = unembedding.weight, unembedding.bias, self.places.names.get(id(unembedding), "unembedding")
+        if not weight.is_meta:
+            return Head(weight.detach(), None if bias is None else bias.detach(), name)
+        hook: Any = unembedding._hf_hook
+        hooks = getattr(hook, "hooks", (hook,))
+        stored = next(part.weights_map for part in hooks if getattr(part, "weights_map", None))
+        like = value_of(readout)
+        return Head(stored["weight"].to(like), None if bias is None else stored["bias"].to(like), name)
 
     # Modules ----------------------------------------------------------------------------------------------------------
 
@@ -345,16 +360,3 @@ class Recorder:
 def _is_choice(value: Any) -> bool:
     """Whether an argument may be the numbers of experts, (token, choice)."""
     return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
-
-
-def _head_of(unembedding: nn.Linear | None, readout: Tensor) -> Head | None:
-    """Weight and bias of the unembedding, fetched if accelerate has put them off the device."""
-    if unembedding is None:
-        return None
-    weight, bias = unembedding.weight, unembedding.bias
-    if not weight.is_meta:
-        return Head(weight.detach(), None if bias is None else bias.detach())
-    hook: Any = unembedding._hf_hook
-    stored = next(part.weights_map for part in getattr(hook, "hooks", (hook,)) if getattr(part, "weights_map", None))
-    like = value_of(readout)
-    return Head(stored["weight"].to(like), None if bias is None else stored["bias"].to(like))

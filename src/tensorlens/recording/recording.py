@@ -6,7 +6,7 @@ of blocks composes with the next.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.blocks import BlockCall
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.weights import Weights
 
 Heads = Mapping[int, Tensor]
 """For each block named, a multiplier for each head."""
@@ -42,12 +43,14 @@ class Origin(NamedTuple):
         inputs: What it was called with.
         calls: How its blocks were called.
         birth: Which torch function of a pass makes $X^0$, counted as `prologue` does; None if none was seen to.
+        weights: Its weights as they were.
     """
 
     anatomy: Anatomy
     inputs: dict[str, Any]
-    calls: tuple[BlockCall, ...] = ()
-    birth: int | None = None
+    calls: tuple[BlockCall, ...]
+    birth: int | None
+    weights: Weights
 
     @property
     def model(self) -> nn.Module:
@@ -62,11 +65,32 @@ class ModuleOutput(NamedTuple):
     slot: int | None
 
 
-class Head(NamedTuple):
-    """The unembedding: logits are $W y + b$ of what it reads."""
+class Head:
+    """The unembedding: logits are $W y + b$ of what it reads. Weights that were written to since are refused.
 
-    weight: Tensor
-    bias: Tensor | None
+    Args:
+        weight: W.
+        bias: b, if there is one.
+        name: Of the module.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, name: str = "unembedding") -> None:
+        self._held = Constants([weight, bias], {0: f"{name}.weight", 1: f"{name}.bias"})
+
+    @property
+    def weight(self) -> Tensor:
+        """W."""
+        self._held.check()
+        return self._held[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, if there is one."""
+        return self._held.values[1]
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        yield self.weight
+        yield self.bias
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,16 +186,24 @@ class Recording:
         return next(mixture.block for mixture in self.mixtures if mixture.slot == slot)
 
     def from_model(self, what: str) -> Origin:
-        """The model behind this recording.
+        """The model behind this recording, to be run again.
 
         Raises:
             MethodError: it was loaded from a file, without one.
+            InputError: its weights have changed since.
         """
         if self.origin is None:
             raise MethodError(
                 f"{what} needs the model itself, and this tensor was loaded without it. Ask a lens on the model."
             )
+        self.origin.weights.check(what)
         return self.origin
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Where the parts of the model are."""
+        assert self.origin is not None, "asked where there is a model"
+        return self.origin.anatomy
 
     # Parts of the program ---------------------------------------------------------------------------------------------
 
@@ -190,7 +222,9 @@ class Recording:
         if key not in self._parts:
             self._parts[key] = self._part(span, heads or {}, to_logits)
         program = self._parts[key]
-        if isinstance(self.program.constants, Constants):
+        if isinstance(program.constants, Constants):
+            program.constants.check(program.used)
+        elif isinstance(self.program.constants, Constants):  # heads are scaled by some more
             self.program.constants.check()
         return program
 
@@ -283,6 +317,17 @@ class Recording:
         r"""$\tilde F_X(x)$, or $T x$ alone, of one state (sample, token, channel)."""
         program = self.part(span, heads, to_logits=to_logits)
         return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
+
+    def push_alone(self, x: Tensor, n: int, heads: Heads | None = None) -> Tensor:
+        r"""$T_n x$ of block n, with zero for whatever else it reads of earlier blocks."""
+        program = self.program.scaled(self._factors(heads)) if heads else self.program
+        inputs, outputs = self.slots[n], self.slots[n + 1]
+        try:
+            part = program.part(inputs, outputs)
+        except SideChannelError as error:
+            part = program.part((*inputs, *error.slots), outputs)
+        zeros = part.zeros()[len(inputs) :]
+        return self._joined(part.linear.run(*self._divided(inputs, x), *zeros))
 
     def push_each(
         self,

@@ -102,7 +102,7 @@ class FoldedRows:
             keep_matrices: Whether the token-wise matrices stay in memory for another call.
             few: Whether they count as few; by their number if None.
         """
-        self._check()
+        self.check()
         with matmul_mode(self.precision):
             last = self.span.stop - 1
             pulled = self._leave_last(last, out_tokens, starts.to(self.dtype))
@@ -118,18 +118,16 @@ class FoldedRows:
     @torch.no_grad()
     def pull_states(self, states: Tensor) -> Tensor:
         """Cotangents (token, cotangent, out_channel) of whole states, pulled to (token, cotangent, in_channel)."""
-        self._check()
+        self.check()
         with matmul_mode(self.precision):
             pulled = Rows(states.contiguous(), Range(0, self.n_tokens))
             for n in range(self.span.stop - 1, self.span.start - 1, -1):
                 pulled = self._through(n, pulled, keep_matrices=False)
             return pulled.values
 
-    def _check(self) -> None:
-        """Raise if a weight was written to since the pass was recorded."""
-        constants = self.recording.program.constants
-        if isinstance(constants, Constants):
-            constants.check()
+    def check(self) -> None:
+        """Raise if a weight of the range was written to since the pass was recorded."""
+        self.recording.part(self.span, self.heads)
 
     def block(self, n: int) -> FoldedBlock:
         """The matrices of one block, for this sample."""

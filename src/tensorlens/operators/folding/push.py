@@ -43,6 +43,7 @@ def push_each_token(folded: FoldedRows, out_tokens: Int[Tensor, " sample"]) -> F
         folded: The folded blocks of a recording, from the first on.
         out_tokens: The outputs.
     """
+    folded.check()
     x = folded.recording.states[folded.span.start].to(folded.dtype)
     is_causal, n_tokens = not _looks_ahead(folded), x.shape[1]
     most = fitting(x.nbytes, n_tokens, x.device)  # every token takes a state of its own

@@ -177,10 +177,12 @@ class Reading:
         """A value multiplied by a constant, whatever that varies with."""
         by = by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
         value = self.expanded(value, torch.broadcast_shapes(value.shape, by.shape))
+        # Of a single token nothing varies; what has all axes was made of it, and is not a weight.
+        of_single = self.n_samples * self.n_tokens == 1 and by.dim() == len(value.shape)
         by = by.view((1,) * (len(value.shape) - by.dim()) + tuple(by.shape))
         by = by[tuple([slice(1) if stride == 0 else slice(None) for stride in by.stride()])]
         sizes = list(zip(value.shape, by.shape, value.is_channel, strict=True))
-        per_row = any(n > 1 for _, n, is_one in sizes if not is_one)
+        per_row = of_single or any(n > 1 for _, n, is_one in sizes if not is_one)
         per_channel = any(n > 1 for _, n, is_one in sizes if is_one)
         by = by.expand([n if (per_channel if is_one else per_row) else 1 for n, _, is_one in sizes])
         if not per_row:

@@ -119,7 +119,7 @@ def _certified(tiny: TinyModel) -> dict[str, Any]:
         "rules": {rule: len(modules) for rule, modules in certificate.rules.items()},
         "bias_share": float(tensor.bias.norm() / tensor.output.norm()),
         "unexplained": unexplained_bias(tensor),
-        "blocks": tensor.operator.recording.from_model("The table").anatomy.stack,
+        "blocks": tensor.operator.recording.anatomy.stack,
         "shape": tensor.shape,
     }
     return found | _verdict(tensor, certificate.failures, before == fingerprint(tiny))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tensorlens as tl
-from tensorlens.freezing.rules import replacements
+from tensorlens.recording import calculus
 from tensorlens.studies.family_study.tiny_models import build
 
 MEMBERS = {
@@ -59,7 +59,7 @@ def test_every_member_obeys_the_laws(model, member):
         "linearity": laws.linearity(T),
         "adjoint": laws.adjoint(T),
         "composition": laws.composition(T),
-        "completeness with the bias of the replay at zero": completeness,
+        "completeness with the bias of a run at zero": completeness,
     }
     assert max(errors.values()) <= 3 * tolerance(name), errors
 
@@ -109,7 +109,7 @@ def test_the_jacobian_is_the_derivative_of_the_plain_model(model):
 
 @pytest.mark.parametrize("member", ["attn_lrp", "jacobian"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_with_heads_left_out_the_graph_is_still_the_operator_frozen_at_x(attention, member):
+def test_with_heads_left_out_the_pull_is_still_the_operator_frozen_at_x(attention, member):
     """Behind a silenced head no state is the recorded one, and a derivative taken there would be another operator."""
     T = tl.Lens(zoo.build("gpt2", attention), rules=MEMBERS[member])(zoo.sample("gpt2"))
     part = T.heads({0: [1], 1: [0, 2]})
@@ -216,5 +216,5 @@ def test_attn_lrp_with_a_class_is_attn_lrp_written_by_hand(tiny):
 def test_a_wrong_weight_is_noticed(tiny, monkeypatch):
     """Any weights have the right value at X, so that only the definition of the member can tell."""
     expected = by_hand(tiny)
-    monkeypatch.setitem(replacements.WEIGHTS, "half", (0.5, 0.4))
+    monkeypatch.setitem(calculus.WEIGHTS, "half", (0.5, 0.4))
     assert laws.relative(in_class(tiny, tl.Rules.attn_lrp()) - expected, expected) > 1e-3

@@ -11,8 +11,7 @@ from torch import nn
 from zoo import build, sample
 
 import tensorlens as tl
-from tensorlens.freezing import interception
-from tensorlens.freezing.observe import plain_output
+from tensorlens.operators.model_itself import plain_output
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -78,7 +77,6 @@ def test_another_thread_uses_the_model_meanwhile():
     assert results and all(results)
     assert len(slices) == 10
     assert all(torch.equal(found, slice_alone) for found in slices)
-    assert not interception._wrapped
 
 
 # The other way round: what was held belongs to the weights it was held with ------------------------------------------
@@ -88,17 +86,45 @@ def test_another_thread_uses_the_model_meanwhile():
 def test_weights_that_changed_after_the_pass_are_noticed(method):
     model = build("gpt2")
     T = tl.Lens(model)(sample("gpt2"))
-    assert T.map(method, out_token=-1).scores.isfinite().all()
-    again = tl.Lens(model)(sample("gpt2"))
+    T.map(method, out_token=-1)
     with torch.no_grad():
-        model.transformer.h[0].attn.c_proj.weight.mul_(0)
-    with pytest.raises(tl.InputError, match="changed since .*: `weight` of `transformer.h.0.attn.c_proj` changed"):
-        again.map(method, out_token=-1)
-    with pytest.raises(tl.InputError, match="model has changed since this pass was recorded"):
-        again.predictions()
-    model.float()
-    with pytest.raises(tl.InputError, match="model has changed since this pass was recorded"):
-        T.apply(torch.zeros_like(T.input))
+        model.transformer.h[1].attn.c_proj.weight.mul_(0)
+    with pytest.raises(tl.InputError, match="`transformer.h.1.attn.c_proj.weight` was written to since"):
+        T.map(method, out_token=-1)
+    assert T.blocks(0, 1).map("tensor.norm").scores.isfinite().all(), "a part that does not depend on it"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
+def test_a_head_that_changed_is_noticed_where_logits_are_asked_for(name):
+    model = build(name)
+    T, batch = tl.Lens(model)(sample(name)), tl.Lens(model).batch([sample(name), sample(name)[:4]])
+    expected = T.map("tensor.in_out", out_token=0).scores
+    with torch.no_grad():
+        (model.lm_head if name == "gpt2" else model.classifier).weight.mul_(-1)
+    asked = [lambda: T.predictions(), lambda: T.certificate()]
+    for method in ("tensor.in_class", "gradient.times_input", "gradient.integrated"):
+        place = -1 if name == "gpt2" else None
+        asked += [lambda method=method: T.map(method, out_token=place), lambda method=method: batch.maps(method)]
+    for ask in asked:
+        with pytest.raises(tl.InputError, match="was written to"):
+            ask()
+    assert torch.equal(T.map("tensor.in_out", out_token=0).scores, expected)
+
+
+def test_what_is_done_to_the_model_later_is_not_done_to_T():
+    model = build("gpt2")
+    T = tl.Lens(model)(sample("gpt2"))
+    expected = T.map("tensor.in_class", out_token=-1).scores
+    model.train().gradient_checkpointing_enable()
+    model.transformer.h[1].register_forward_hook(lambda *_: None)
+    model.transformer.h[1].tag, model.generation_config.temperature = "seen", 0.5
+    assert torch.equal(T.map("tensor.in_class", out_token=-1).scores, expected)
+    assert T.certificate().passed
+    again = tl.Lens(model)(sample("gpt2"))
+    model.float()  # the weights are in another memory now; what T holds is not
+    assert torch.equal(again.map("tensor.in_class", out_token=-1).scores, expected)
+    with pytest.raises(tl.InputError, match="needs the model as it was"):
+        again.certificate()
 
 
 def test_what_a_tensor_gives_out_is_a_copy():

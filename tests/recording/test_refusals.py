@@ -8,10 +8,6 @@ from torch import nn
 from zoo import build, sample
 
 import tensorlens as tl
-from tensorlens.freezing import recorder
-from tensorlens.freezing.audit import LeakAudit
-from tensorlens.freezing.rules.linear import linear
-from tensorlens.freezing.rules.table import RULES
 
 
 class Strange(nn.Module):
@@ -89,36 +85,10 @@ def test_values_that_leave_for_numpy_are_refused():
         tl.Lens(with_activation(Leaving()))(sample("gpt2"))
 
 
-def test_a_kernel_with_its_own_backward_is_refused():
-    with pytest.raises(tl.NotLinearError, match="custom autograd function `Kernel` hides a step: `aten.mul"):
-        tl.Lens(with_activation(Custom()))(sample("gpt2"))
-
-
-def test_an_adapter_from_outside_gives_a_module_its_meaning(monkeypatch):
-    from tensorlens.freezing.rules import modules as adapters
-
-    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
-    model = with_activation(Cubic())
-    seen = []
-
-    @tl.adapter(f"{Cubic.__module__}.Cubic")
-    def cubic(run, module, forward, z):
-        seen.append(module)
-        return tl.activate(run, "cubic", z, lambda z: z**2 / 10)
-
-    T = tl.Lens(model)(sample("gpt2"))
-    assert len(seen) == 3
+def test_what_no_function_explains_is_seen_beneath_as_kernels():
+    T = tl.Lens(with_activation(Custom()))(sample("gpt2"))
+    assert {step.operation for step in T.program.steps if step.module == "transformer.h.0.mlp.act"} == {"mul"}
     assert T.certificate().passed
-    assert "activation gain: cubic" in T.certificate().rules
-
-
-def test_the_certificate_sees_a_rule_that_is_wrong(monkeypatch):
-    """A rule that lets a norm through unheld reproduces F(X) exactly; linearity and completeness tell."""
-    monkeypatch.setitem(RULES, "layer_norm", linear)
-    certificate = tl.Lens(build("gpt2"))(sample("gpt2")).certificate()
-    assert certificate.errors["value"] < 1e-12
-    assert not certificate.passed
-    assert {"linearity", "adjoint", "completeness"} & set(certificate.failures)
 
 
 def test_a_zero_pre_activation_is_neither_nan_nor_wrong():
@@ -128,8 +98,8 @@ def test_a_zero_pre_activation_is_neither_nan_nor_wrong():
             block.mlp.c_fc.weight.zero_()
             block.mlp.c_fc.bias.zero_()
     T = tl.Lens(model)(sample("gpt2"))
-    factors = T.operator.recording.factors
-    gain = next(factor for site, factor in factors.items() if site.operation == "NewGELUActivation")
+    step = next(step for step in T.program.steps if step.module == "transformer.h.0.mlp.act")
+    gain = T.program.constants[step.args[1].index]
     assert torch.equal(gain, torch.full_like(gain, 0.5))
     assert torch.isfinite(T.dense()).all()
 
@@ -141,14 +111,6 @@ class LeavingWhenLong(nn.Module):
         return x + (torch.ones_like(x) if x.shape[1] < 8 else torch.from_numpy(x.detach().numpy().copy()))
 
 
-def test_every_length_is_audited_that_no_audited_one_encloses(monkeypatch):
-    lens, audits = tl.Lens(build("gpt2")), []
-    monkeypatch.setattr(recorder, "LeakAudit", lambda where: audits.append(1) or LeakAudit(where))
-    for length, n_audits in ((5, 1), (5, 1), (9, 2), (7, 2), (8, 2), (3, 3), (4, 3), (10, 4)):
-        lens(list(range(3, 3 + length)))
-        assert len(audits) == n_audits, length
-
-
 def test_a_leak_of_long_inputs_is_refused_though_short_ones_pass():
     lens = tl.Lens(with_activation(LeavingWhenLong()))
     lens([3, 4, 5])
@@ -157,47 +119,15 @@ def test_a_leak_of_long_inputs_is_refused_though_short_ones_pass():
         lens(list(range(3, 13)))
 
 
-def test_embeddings_are_compared_with_the_first_state_once_for_a_kind_of_input(monkeypatch):
-    lens, n_compared, equal = tl.Lens(build("bert")), [], torch.equal
-    monkeypatch.setattr(torch, "equal", lambda *tensors: n_compared.append(1) or equal(*tensors))
-    for length, n in ((5, 1), (5, 1), (9, 1), (7, 1)):
-        lens(torch.arange(3, 3 + length).tolist())
-        assert len(n_compared) == n, length
-    with torch.no_grad():
-        lens.model.get_input_embeddings().weight.mul_(2)  # another state of the model
-    lens([3, 4, 5])
-    assert len(n_compared) == 2
-
-
-def test_another_way_through_the_model_is_audited_between_known_lengths(monkeypatch):
-    class Odd(nn.Module):
-        def forward(self, x):
-            return 2 * x if x.shape[1] % 2 else x
-
-    lens, audits = tl.Lens(with_activation(Odd())), []
-    monkeypatch.setattr(recorder, "LeakAudit", lambda where: audits.append(1) or LeakAudit(where))
-    for length, n_audits in ((3, 1), (9, 2), (5, 2), (6, 3), (6, 3), (4, 4)):
-        T = lens(list(range(3, 3 + length)))
-        assert len(audits) == n_audits, length
-    assert T.certificate().passed
-
-
-def test_a_rule_that_gives_other_numbers_than_the_model_is_noticed_at_once(monkeypatch):
-    monkeypatch.setitem(RULES, "layer_norm", lambda run, function, args, kwargs: linear(run, torch.neg, args[:1], {}))
-    with pytest.raises(tl.NotLinearError, match="gave other numbers than by itself"):
-        tl.Lens(build("vit"))(sample("vit"))
-
-
-def test_rounding_that_a_model_magnifies_is_not_taken_for_a_missed_step():
+def test_a_model_that_magnifies_rounding_is_not_taken_for_a_missed_step():
     class Chaotic(nn.Module):
         def forward(self, x):
             for _ in range(5):
                 x = torch.sin(200 * x)
             return x
 
-    T = tl.Lens(with_activation(Chaotic()))([3, 4, 5])
-    certificate = T.certificate()
-    assert not certificate.passed and certificate.errors["value"] > certificate.tolerance
+    certificate = tl.Lens(with_activation(Chaotic()))([3, 4, 5]).certificate()
+    assert certificate.failures == ("capture",)
     assert any("magnifies rounding" in one for one in certificate.reservations)
 
 

@@ -1,0 +1,41 @@
+"""The weights of a model as they were when it was recorded."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tensorlens.errors import InputError
+from tensorlens.recording.writes import address_of
+
+
+class Weights:
+    """Which memory the weights of a model were in, and how often it had been written to.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._then = model, _places(model)
+
+    def check(self, what: str) -> None:
+        """Refuse a question that runs the model again where its weights are others now.
+
+        Args:
+            what: The question.
+
+        Raises:
+            InputError: says which weight.
+        """
+        now = _places(self._model)
+        changed = next((name for name in {**self._then, **now} if now.get(name) != self._then.get(name)), None)
+        if changed is not None:
+            raise InputError(
+                f"`{changed}` was written to or replaced since this input was recorded. {what} needs the model as it "
+                "was: ask the lens for the input again."
+            )
+
+
+def _places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    weights = dict(model.named_parameters())
+    return {name: (address_of(one), 0 if one.is_inference() else one._version) for name, one in weights.items()}
