@@ -58,13 +58,13 @@ def build(name: str, device: str, dtype: torch.dtype = torch.float32, **options:
     torch.manual_seed(0)
     cls, config = CONFIGS[name](**options)
     config._attn_implementation = "sdpa"
-    with _default(dtype), torch.device(device):
+    with default_type(dtype), torch.device(device):
         model = cls(config)
     return model.to(device).eval().requires_grad_(False)
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Any:
+def default_type(dtype: torch.dtype) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

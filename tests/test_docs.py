@@ -66,10 +66,10 @@ def reader(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("unchecked", "reader")
 @pytest.mark.parametrize("page", _with("python"), ids=_name)
 def test_python_snippets_run(page):
+    from tensorlens.maps.methods import METHODS
+    from tensorlens.recording import table as functions
     from tensorlens.recording.rules import modules as adapters
     from tensorlens.recording.rules import recurrences as kernels
-    from tensorlens.recording import table as functions
-    from tensorlens.maps.methods import METHODS
 
     tables = [(table, set(table)) for table in (adapters.ADAPTERS, functions.RULES, kernels.KERNELS, METHODS)]
     session = Session(_name(page))

@@ -42,6 +42,8 @@ __all__ = [
     "Prediction",
     "Mapper",
     "Certificate",
+    "compare",
+    "Comparison",
     "Estimate",
     "spectrum",
     "Spectrum",

@@ -468,7 +468,7 @@ class DatasetMaps:
             return self._apart(prepared, f"samples go one by one: {str(error).splitlines()[0]}", "one by one")
         if batch.recording.mixes_samples is not None or not self._is_checked and batch.mixing is not None:
             return self._apart(prepared, MIXED.format(batch.mixing), "one by one")
-        if batch.recording.anatomy.leaves_blocks_out:
+        if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
             return self._apart(
                 prepared, "samples go one by one: how many blocks run depends on the input", "one by one"
             )
@@ -476,11 +476,8 @@ class DatasetMaps:
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
         checked = [] if self._is_checked else self._to_check(batch)
         self._is_checked = True
-        begun_as = self.together, frozenset(self._alone)
 
         def finish() -> list[Maps]:
-            if begun_as != (self.together, self._alone):  # another batch has failed its check since
-                return self._regrouped(prepared)()
             every = {name: maps() for name, maps in begun.items()}
             found: list[Maps] = [{name: maps[i] for name, maps in every.items()} for i in range(len(prepared))]
             wrong = self._wrong(prepared, found, checked)

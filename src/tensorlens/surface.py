@@ -6,6 +6,8 @@ Apart from `tensorlens` itself, so that `tensorlens --help` need not wait for to
 from tensorlens import studies as studies
 from tensorlens.answers.answer import Answer as Answer
 from tensorlens.batches import Batch as Batch
+from tensorlens.comparison import Comparison as Comparison
+from tensorlens.comparison import compare as compare
 from tensorlens.corpus_tensor import CorpusReading as CorpusReading
 from tensorlens.corpus_tensor import CorpusTensor as CorpusTensor
 from tensorlens.errors import AnatomyError as AnatomyError

@@ -41,7 +41,9 @@ class HasModel(Protocol):
     """A lens."""
 
     @property
-    def model(self) -> nn.Module: ...  # noqa: D102
+    def model(self) -> nn.Module:
+        """The user's model."""
+        ...
 
 
 class Prediction(NamedTuple):
@@ -56,8 +58,8 @@ class Prediction(NamedTuple):
 class AttentionTensor(InsideQuestions):
     r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
 
-    Matrix-free, frozen at the input, cheap to hold: the hidden states and the held factors of one forward pass. Made
-    by calling a `Lens`.
+    Never stored as a matrix: the program of one forward pass, its hidden states and the tensors it holds. Made by calling
+    a `Lens`.
     """
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:

@@ -186,7 +186,9 @@ def load(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple
                     f"Expected a file of the format {FORMAT!r}, which `AttentionTensor.save` writes; {path.name!r} is "
                     f"of {header.get('format', 'no known format')!r:.60}."
                 )
-            return unpack(header["tensor"].encode(), opened.get_tensor, model, device)
+            # Copies: a file places tensors at any multiple of their size, and products of such memory round otherwise
+            # than those of memory that torch has laid out. And whoever overwrites the file does not change T.
+            return unpack(header["tensor"].encode(), lambda name: opened.get_tensor(name).clone(), model, device)
     except SafetensorError as error:
         raise InputError(f"Expected a safetensors file; {path.name!r} is damaged: {error}") from error
 

@@ -144,9 +144,9 @@ def test_a_masked_key_and_what_is_not_there_are_refused(attention: str, unchecke
 
 def test_a_pair_map_takes_a_cotangent_for_each_channel_of_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     T, pulled = tensor("llama", "sdpa"), []
-    by_row = score.by_row
+    of_each = score.of_each
     monkeypatch.setattr(
-        score, "by_row", lambda pull, rows: pulled.append(len(next(iter(rows.values())))) or by_row(pull, rows)
+        score, "of_each", lambda pull, rows: pulled.append(len(next(iter(rows.values())))) or of_each(pull, rows)
     )
     T.score(1, 2, 6, 4)
     assert sum(pulled) == 2 * 2 * zoo.ZOO["llama"].config.head_dim  # through two blocks

@@ -16,8 +16,9 @@ from tensorlens.inside.experts import ExpertRows, expert_rows
 from tensorlens.inside.stream import Stream, Sum, Write
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
-from tensorlens.program.pieces import Cotangents, Pieces, by_row
+from tensorlens.program.pieces import Cotangents, Pieces
 from tensorlens.program.program import Program
+from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording
 
 
@@ -146,7 +147,7 @@ class Block:
     def cotangents_at(self, starts: Cotangents, slots: Collection[int], stop: Collection[int]) -> Cotangents:
         """Cotangents (row, …) of some slots at earlier ones, through none of `stop`."""
         self.program.load()
-        return by_row(lambda one: self.program.cotangents(one, slots, stop=stop), starts)
+        return of_each(lambda one: self.program.cotangents(one, slots, stop=stop), starts)
 
     # Tokens -----------------------------------------------------------------------------------------------------------
 

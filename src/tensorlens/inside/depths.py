@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens.errors import MethodError
 from tensorlens.models.layouts import state_of
 from tensorlens.models.runner import run
-from tensorlens.program.pieces import by_row
+from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
 
 
@@ -34,7 +34,7 @@ def at_depths(recording: Recording, cotangents: Tensor) -> Iterator[tuple[int, T
     waiting = {pieces.program.outputs[0]: cotangents}
     for n in reversed(range(recording.n_blocks)):
         pieces.programs[n].load()
-        waiting = by_row(lambda one, n=n: pieces.pull(n, one)[1], waiting)
+        waiting = of_each(lambda one, n=n: pieces.pull(n, one)[1], waiting)
         yield n, waiting[recording.slots[n][0]]
 
 

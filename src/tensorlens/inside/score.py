@@ -29,7 +29,8 @@ from tensorlens.memory import fitting
 from tensorlens.operators.base import check_token
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import Meeting
-from tensorlens.program.pieces import Cotangents, by_row
+from tensorlens.program.pieces import Cotangents
+from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
 
 By = Literal["token", "component"]
@@ -160,7 +161,7 @@ class _Question:
         pieces, n_rows = self.run.pieces, len(next(iter(waiting.values())))
         for n in reversed(range(len(pieces.programs))):
             pieces.programs[n].load()
-            waiting = by_row(lambda one, n=n: pieces.pull(n, one)[1], waiting)
+            waiting = of_each(lambda one, n=n: pieces.pull(n, one)[1], waiting)
         found = []
         for slot in pieces.program.inputs:
             value = pieces.at_cuts[slot]

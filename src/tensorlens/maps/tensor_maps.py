@@ -15,10 +15,6 @@ from tensorlens.operators.norms import frobenius_norms, probe_vectors, sketched_
 BY_COMPLETENESS = "by completeness"
 """What the notes say of a bias share inferred from completeness, not measured."""
 
-SHARE_ROUNDING = 1e-3
-"""How far rounding may move a share of the bias that is found by completeness; beyond it, a run at zero is worth its
-time."""
-
 NOISE = 1e-2
 """A map whose rounding may be this part of it says so."""
 
@@ -60,12 +56,6 @@ def _sizes(question: Question) -> Tensor:
     return in_float64(question.at_outputs(ends)).square().sum(-1)
 
 
-def _is_exact(scores: Tensor, totals: Tensor) -> bool:
-    """Whether rounding error in the scores is negligible relative to what they sum to."""
-    rounded = torch.finfo(scores.dtype).eps * scores.abs().sum(1)
-    return bool((in_float64(rounded) <= SHARE_ROUNDING * in_float64(totals).abs()).all())
-
-
 @method(
     "tensor.in_out",
     "What each input contributes along the output that came out; signed",
@@ -80,9 +70,7 @@ def in_out(question: Question) -> Answer:
     operator = question.operator
     found, size = _along_outputs(question), _sizes(question)
     by_row = _rounding(found)
-    is_single = len(question.out_tokens) == 1 and not operator.heads
-    if question.is_batch or question.recording.is_streamed or is_single and _is_exact(found.scores, size):
-        # A run at zero would cost as much as the map.
+    if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, size), {"bias": BY_COMPLETENESS}
         return Answer(scores=found.scores, bias_share=share, notes=notes, by_row=by_row)
     return Answer(scores=found.scores, bias_share=_bias_share(question), by_row=by_row)
@@ -109,8 +97,7 @@ def in_class(question: Question) -> Answer:
         )
     found, logits = question.weigh_logits(), question.chosen_logits
     by_row = {"logit": logits} | _rounding(found)
-    is_cheap = question.is_batch or recording.is_streamed or _is_exact(found.scores, logits)
-    if not operator.heads and is_cheap:  # a run at zero would cost as much as the map
+    if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, logits), {"bias": BY_COMPLETENESS}
         return Answer(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)
     # Without all of its heads, the model gives other logits than these.

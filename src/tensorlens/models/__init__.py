@@ -2,5 +2,5 @@
 
 Everything that finds, converts and loads weights lives here: bundled packages, `.gguf` files, local folders and
 the hub (`loading`), the cache of converted copies (`cache`), and where the parts of a loaded model are (`anatomy`).
-Nothing here knows about freezing, operators or maps.
+Nothing here knows about recordings, operators or maps.
 """

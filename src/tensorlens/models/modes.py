@@ -37,8 +37,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    training = [module for module in walk(model) if module.training]
-    kept = [_Kept(module) for module in walk(model)]
+    modules = list(walk(model))
+    training = [module for module in modules if module.training]
+    kept = [_Kept(module) for module in modules]
     try:
         for module in training:
             module.training = False

@@ -21,6 +21,7 @@ from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.folding.pull import FoldedRows
 from tensorlens.operators.folding.push import push_each_token
+from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Heads, Recording, Span
 
 CHUNK = 32
@@ -140,13 +141,9 @@ class FrozenOperator(TensorOperator):
             return torch.cat([way.one(_beside_zeros(one, sample, n_samples))[sample, None] for one in items])
         if len(items) > 1 and self.recording.is_streamed:
             return torch.cat(way.each([one[None] for one in items]))
-        if len(items) > 1:
-            try:
-                return torch.vmap(lambda one: way.one(one[None])[0])(items)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-        return torch.cat([way.one(one[None]) for one in items])
+        if len(items) == 1:
+            return way.one(items)
+        return of_each(lambda one: way.one(one[None])[0], items)
 
     # Backwards --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ The transpose of this is the fused kernel's own backward pass at X, with the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from tensorlens.program.nodes import Axes, Spec
+from tensorlens.program.nodes import Spec
 from tensorlens.program.operations import operation
 
 CHUNK = 2**24
@@ -37,7 +37,7 @@ def norm(
     inverse: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    axes: Axes,
+    axes: Sequence[int],
     centred: bool,
     unit: Tensor | None = None,
 ) -> Tensor:
@@ -60,7 +60,7 @@ def _(
     inverse: Tensor,
     weight: Tensor | None,
     bias: Any,
-    axes: Axes,
+    axes: Sequence[int],
     centred: bool,
     unit: Tensor | None = None,
 ) -> Tensor:
@@ -69,7 +69,7 @@ def _(
     return _normalised(u if weight is None else u * weight, inverse, axes, centred, unit)
 
 
-def _normalised(x: Tensor, inverse: Tensor, axes: Axes, centred: bool, unit: Tensor | None) -> Tensor:
+def _normalised(x: Tensor, inverse: Tensor, axes: Sequence[int], centred: bool, unit: Tensor | None) -> Tensor:
     if centred:
         x = x - x.mean(axes, keepdim=True)
     if unit is not None:

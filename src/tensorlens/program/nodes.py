@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,13 +63,19 @@ class Step:
         return [leaf.index for leaf in leaves(self.args) if type(leaf) is Slot]
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> list[Any]:
     """The leaves of nested tuples and lists, in order."""
+    found: list[Any] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[Any]) -> None:
     if type(value) is tuple or type(value) is list:
         for part in value:
-            yield from leaves(part)
+            _gather(part, found)
     else:
-        yield value
+        found.append(value)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -7,31 +7,16 @@ memory of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from tensorlens.memory import is_out_of_memory
 from tensorlens.program.program import Program
 
 Cotangents = dict[int, Tensor]
 """Cotangents by slot."""
-
-
-def by_row(pull: Callable[[Cotangents], Cotangents], rows: Cotangents) -> Cotangents:
-    """What a function of cotangents gives for several of each, (row, …), together where torch can."""
-    n_rows = len(next(iter(rows.values())))
-    if n_rows > 1:
-        try:
-            return torch.vmap(pull)(rows)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-    found = [pull({slot: u[row] for slot, u in rows.items()}) for row in range(n_rows)]
-    return {slot: torch.stack([one[slot] for one in found]) for slot in found[0]}
 
 
 class Pieces:
@@ -68,7 +53,7 @@ class Pieces:
 
     @cached_property
     def at_cuts(self) -> Mapping[int, Tensor]:
-        """Values at X of what pieces read of earlier ones and of the end; the unknown ones by one run from the start."""
+        """Values at X of what pieces read of earlier ones and of the end; unknown ones by one run from the start."""
         found = dict(self._known)
         missing = {slot for piece in self.programs for slot in piece.inputs}.union(self.program.outputs) - found.keys()
         for piece in self.programs if missing else ():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError
+from tensorlens.errors import AnatomyError, InputError
 from tensorlens.memory import free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
 from tensorlens.models.module_calls import observing
@@ -23,7 +23,7 @@ from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import raw
+from tensorlens.recording.live import is_live, raw
 from tensorlens.recording.tape import Tape, recording_on, spec_of
 from tensorlens.recording.walk import ModuleCalls, ModulePlaces, straight
 
@@ -80,12 +80,14 @@ class BlockCall:
                 args, kwargs = put_state(self.args, self.kwargs, live, self.entry)
                 run.block, n_before = self.n, len(run.steps)
                 output: Any = state_of(self.module(*args, **kwargs), self.place)
+                if not is_live(output):
+                    raise AnatomyError(f"What block {self.n} gives does not depend on its state, by any rule.")
                 end = run.slot_of(output)
         finally:
             run.writes.forget()
         program = Program(
             steps=tuple(run.steps),
-            constants=run.constants,  # type: ignore[arg-type]
+            constants=Constants(run.constants),
             specs=run.specs,
             inputs=(slot,),
             outputs=(end,),

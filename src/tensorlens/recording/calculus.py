@@ -5,7 +5,8 @@ Each of them has the right value at X; the constant that makes it right is added
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,9 +63,19 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
     return scaled(x, slope, value, role, added)
 
 
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Let torch's autograd work: a rule that was reached by a kernel runs beneath it, where nothing has a gradient."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
 def slope_of(function: Elementwise, x: Tensor) -> Tensor:
     """The derivative of an element-wise function; zero for one that torch knows none of."""
-    with torch.enable_grad():
+    with with_autograd(), torch.enable_grad():
         x = x.detach().requires_grad_()
         y = function(x)
         return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)

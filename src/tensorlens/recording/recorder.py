@@ -197,7 +197,7 @@ class Recorder:
         return output
 
     def _note_output(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        state = main_tensor(output)
+        state = raw(main_tensor, output)
         if state is not None and (is_live(state) or found_in(args, kwargs)):
             self.modules.append(ModuleOutput(name, self.run.slot_of(state) if is_live(state) else None))
         chosen = next((x for x in args[1:] if _is_choice(x)), None)

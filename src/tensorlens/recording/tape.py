@@ -389,11 +389,13 @@ def spec_of(value: Tensor) -> Spec:
 
 def version_of(x: Tensor) -> int:
     """How often its memory was written to; -1 for tensors of inference mode, which do not count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(x) is Tensor:
             return x._version
-        except RuntimeError:
-            return -1
+        with torch._C.DisableTorchFunctionSubclass():
+            return x._version
+    except RuntimeError:
+        return -1
 
 
 class Kernels(TorchDispatchMode):

@@ -30,7 +30,7 @@ class ModulePlaces:
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
         self.model = model
-        named = named_modules(model, prefix)
+        self._named = named = named_modules(model, prefix)
         self.names = {id(module): name for name, module in named.items()}
         self.parents = {
             id(child): f"{type(parent).__module__}.{type(parent).__qualname__}.{name}"
@@ -40,8 +40,12 @@ class ModulePlaces:
 
     def names_of(self, constants: Sequence[Tensor | None]) -> dict[int, str]:
         """Which constants lie in the memory of the model's weights, and what these are called."""
-        owned = (*self.model.named_parameters(), *self.model.named_buffers())
-        by_address = {address_of(weight): name for name, weight in owned}
+        by_address = {
+            address_of(weight): f"{path}.{name}" if path else name
+            for path, module in self._named.items()
+            for name, weight in (module._parameters | module._buffers).items()
+            if weight is not None
+        }
         by_address.pop(0, None)
         places = {n: address_of(value) for n, value in enumerate(constants) if value is not None}
         return {n: by_address[address] for n, address in places.items() if address in by_address}

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tensorlens.recording.calculus import with_autograd
+
 
 def gelu(z: Tensor, approximate: str = "none") -> Tensor:
     r"""$\Phi(z)$, or its tanh approximation."""
@@ -76,7 +78,7 @@ def secant(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 
 
 def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    with torch.enable_grad():
+    with with_autograd(), torch.enable_grad():
         zero = torch.zeros_like(z, requires_grad=True)
         found = activation(zero).sum()
         return torch.autograd.grad(found, zero)[0] if found.requires_grad else zero.detach()  # a cast has no slope

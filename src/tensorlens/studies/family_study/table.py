@@ -18,7 +18,7 @@ from tensorlens.versions import package_versions
 
 _NOTES = """
 Each line is a tiny model of that type with every parameter drawn at random, biases and gains too, frozen at one input
-and certified: value, linearity away from the input, adjoint identity, completeness with a bias found by replay at zero,
+and certified: value, linearity away from the input, adjoint identity, completeness with a bias from a run at zero,
 and composition of blocks; the model was bit for bit the same afterwards. *Error* is the largest of these errors;
 models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *B unexplained* is what is left of
 the bias after the contributions of all additive parameters (joint homogeneity): a part of the input wrongly held would

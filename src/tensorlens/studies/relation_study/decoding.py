@@ -24,7 +24,7 @@ from tensorlens.tensor import AttentionTensor
 
 FORWARD_CHUNK = 32
 ROWS_FROM = {"cuda": 0.0, "cpu": 0.2}
-"""Samples per channel from which dense slices, once made, are cheaper than a replay for each sample."""
+"""Samples per channel from which dense slices, once made, are cheaper than a push for each sample."""
 ROWS_OF_LIVE_FROM = 1.0
 """The same where factors are live: no block folds, and a slice takes a backward pass for each of its channels."""
 
