@@ -71,7 +71,9 @@ def gradients(T: tl.AttentionTensor, probe: Tensor) -> tuple[Tensor, Tensor]:
     """∂⟨probe, F̃⟩/∂X and Σ_b ∂⟨probe, F̃⟩/∂b·b by autograd through the program, nothing transposed by hand."""
     program = T.program
     names, constants = program.constants.names, list(program.constants.values)
-    leaves = {n: constants[n].clone() for n in program.used if names.get(n, "").endswith("bias") and constants[n].dim() == 1}
+    leaves = {
+        n: constants[n].clone() for n in program.used if names.get(n, "").endswith("bias") and constants[n].dim() == 1
+    }
     for n, bias in leaves.items():
         constants[n] = bias.requires_grad_()
     x = T.input[None].requires_grad_()

@@ -145,13 +145,10 @@ class Batch(Sequence[AttentionTensor]):
 
     @own_modes
     def __getitem__(self, i: Any) -> Any:
-        """The attention tensor of one sample; by a recording of its own if it is shorter than the longest."""
+        """The attention tensor of one sample, by a recording of its own: it is what it is alone, without padding."""
         if isinstance(i, slice):
             return [self[one] for one in range(*i.indices(len(self)))]
-        i = check_token(i, len(self), "sample")
-        if self.lengths[i] < max(self.lengths) or self.recording.n_encoder_blocks:
-            return self.specimen.look(self.prepared[i])
-        return self.specimen.tensor(self.prepared[i], self.recording, sample=i)
+        return self.specimen.look(self.prepared[check_token(i, len(self), "sample")])
 
     @cached_property
     def mixing(self) -> str | None:
@@ -473,11 +470,14 @@ class DatasetMaps:
                 prepared, "samples go one by one: how many blocks run depends on the input", "one by one"
             )
         self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
+        begun_as = self.together, frozenset(self._alone)
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
         checked = [] if self._is_checked else self._to_check(batch)
         self._is_checked = True
 
         def finish() -> list[Maps]:
+            if begun_as != (self.together, self._alone):  # another batch has failed its check since
+                return self._regrouped(prepared)()
             every = {name: maps() for name, maps in begun.items()}
             found: list[Maps] = [{name: maps[i] for name, maps in every.items()} for i in range(len(prepared))]
             wrong = self._wrong(prepared, found, checked)

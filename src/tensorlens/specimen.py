@@ -71,11 +71,8 @@ class Specimen:
 
     def look(self, prepared: ModelInput) -> AttentionTensor:
         """The attention tensor at one input."""
-        return self.tensor(prepared, self.record(prepared.arguments))
-
-    def tensor(self, prepared: ModelInput, recording: Recording, sample: int = 0) -> AttentionTensor:
-        """The attention tensor of an input that was recorded."""
-        return AttentionTensor(FrozenOperator(recording, sample=sample), self.context(prepared, recording))
+        recording = self.record(prepared.arguments)
+        return AttentionTensor(FrozenOperator(recording), self.context(prepared, recording))
 
     @cached_property
     def anatomy(self) -> Anatomy:

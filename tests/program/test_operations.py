@@ -139,7 +139,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "channel_shuffle": [(Live((1, 4, 2, 2)), 2)],
     "pad": [(Live((2, 3)), (1, 2)), (Live((2, 3)), (1, 2), "constant", 0.5), (Live((1, 2, 4)), (1, 1), "reflect")],
     "grid_sample": [(Live((1, 2, 4, 4)), r(1, 3, 3, 2), "bilinear", "zeros", False)],
-    **{name: [(Live((4, 6), C),)] for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")},
+    **{
+        name: [(Live((4, 6), C),)]
+        for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")
+    },
     **{name: [(Live((4, 6)),)] for name in ("rfft", "rfftn", "rfft2", "ihfft")},
     **{name: [(Live((4, 4), C),)] for name in ("irfft", "irfftn", "irfft2", "hfft")},
 }
