@@ -35,5 +35,5 @@ def test_other_questions_of_one_of_them_are_as_alone():
     torch.testing.assert_close(one.rows(2), alone.rows(2))
     torch.testing.assert_close(one.blocks(1, 2).dense(), alone.blocks(1, 2).dense())
     torch.testing.assert_close(one.heads({0: [1]}).dense(), alone.heads({0: [1]}).dense())
-    assert one.predictions(-1) == alone.predictions(-1)
+    assert one.predictions() == alone.predictions()
     torch.testing.assert_close(one.components(-1).scores, alone.components(-1).scores)

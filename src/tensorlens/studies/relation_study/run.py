@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
@@ -52,7 +51,6 @@ from tensorlens.studies.relation_study.report import write_report
 from tensorlens.studies.relation_study.summary import summarise
 from tensorlens.studies.results import StudyResult
 from tensorlens.studies.runs import Run
-from tensorlens.tensor import AttentionTensor
 
 SCALES = tuple(i / 4 for i in range(21))
 """LRE's grid: 21 points on [0, 5]."""
@@ -155,7 +153,6 @@ class _Decoder:
         self.anatomy, self.options = self.lens.anatomy, options
         self.tokens = Tokens(tokenizer_of(lens.processor), options.opening)
         self._aligned: dict[str, tuple[Fact, ...]] = {}
-        self._is_separable: bool | None = None
         n_blocks = len(self.anatomy.blocks)
         if max(options.starts) >= n_blocks or min(options.starts) < 0:
             raise InputError(f"`starts` must be blocks from 0 to {n_blocks - 1}; got {options.starts}.")
@@ -238,7 +235,7 @@ class _Decoder:
         """By method and start, and the mean training output: the constant that knows no subject at all."""
         starts, position = self.options.starts, train[0].subject_tokens[-1]
         states = run_prompts(self.anatomy, [prompt.ids for prompt in test.prompts], starts)
-        tensors = self._tensors([prompt.ids for prompt in train])
+        tensors = [self.lens(list(prompt.ids)) for prompt in train]
         n_blocks = tensors[0].n_blocks
         found: dict[str, Predictor] = {}
         for start in starts:
@@ -253,16 +250,6 @@ class _Decoder:
                 own = torch.stack([subjects[start] for _, subjects in expanded])
                 found[f"lre@{start}"] = lre_predictor(expansions, own, state[:, position])
         return found, torch.stack([tensor.output[-1] for tensor in tensors]).mean(0)
-
-    def _tensors(self, prompts: Sequence[Sequence[int]]) -> list[AttentionTensor]:
-        """At prompts of one length: from one recording, where the model keeps samples apart."""
-        if self._is_separable is not False:
-            made = Batch(self.lens.specimen, [self.lens.prepare(list(ids)) for ids in prompts])
-            if self._is_separable is None:
-                self._is_separable = made.is_separable()
-            if self._is_separable:
-                return list(made)
-        return [self.lens(list(ids)) for ids in prompts]
 
     def _method_scores(
         self, predictors: dict[str, Predictor], constant: Tensor, test: _Test, answers: list[int]
