@@ -45,7 +45,10 @@ HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
 """Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
 
-JUMPS = words("round trunc floor ceil floor_divide frac fmod remainder sign")
+JUMPS = words(
+    "round trunc floor ceil floor_divide frac fmod remainder sign fake_quantize_per_tensor_affine "
+    "fake_quantize_per_channel_affine"
+)
 """Functions across whose jumps a finite difference is no derivative."""
 
 
@@ -65,6 +68,11 @@ class Capture:
     left_out: list[int] = field(default_factory=list)
     by_design: tuple[str, ...] = ()
 
+    def note(self, recorded: Any) -> None:
+        """Note what a recording, of a block or of all, holds that finite differences move."""
+        met = {module for rule, module in recorded.rules_applied if _is_by_design(rule)}
+        self.by_design = tuple(sorted({*self.by_design, *met}))
+
     @property
     def error(self) -> float | None:
         """The largest gap; None if nothing could be measured."""
@@ -75,17 +83,18 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the Jacobian's member of a model with finite differences of the model itself."""
     short = _shortened(recording)
     origin = short.from_model("The law of capture")
-    found = Capture(by_design=tuple(sorted({module for rule, module in short.rules_applied if _is_by_design(rule)})))
+    found = Capture()
+    found.note(short)
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     with tf32(False):
         for call, state in zip(origin.calls, short.states, strict=False):
-            gap = _gap_of_block(call, _own_part(short, call.n, state), generator)
+            gap = _gap_of_block(call, _own_part(short, call.n, state), generator, found)
             if gap is None:
                 found.left_out.append(call.n)
             else:
                 found.blocks[call.n] = gap
         if recording.states[0].dtype not in HALF and not recording.n_encoder_blocks:
-            found.whole = _gap_of_model(origin, rules, short, generator)
+            found.whole = _gap_of_model(origin, rules, short, generator, found)
     return found
 
 
@@ -129,14 +138,16 @@ def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
     return state[:, :split] if n < recording.n_encoder_blocks else state[:, split:]
 
 
-def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator) -> float | None:
+def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Capture) -> float | None:
     """The gap of one block at its own state; None if it cannot be run on its own."""
     if not call.is_plain:
         return None
     try:
         if x.dtype in HALF:
             call, x = _in_float32(call), x.float()
-        program = call.record(x, Rules.jacobian()).program.linear
+        recorded = call.record(x, Rules.jacobian())
+        found.note(recorded)
+        program = recorded.program.linear
         return _gap(call.run, lambda v: program.run(v)[0], x, generator)
     except (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
         return None
@@ -150,7 +161,9 @@ def _in_float32(call: BlockCall) -> BlockCall:
     return call.like(copy.deepcopy(call.module).float(), args, kwargs)
 
 
-def _gap_of_model(origin: Origin, rules: Rules, short: Recording, generator: torch.Generator) -> float | None:
+def _gap_of_model(
+    origin: Origin, rules: Rules, short: Recording, generator: torch.Generator, found: Capture
+) -> float | None:
     """The gap from X⁰ to X^N; None where the place that makes X⁰ was not seen."""
     if origin.birth is None or short.starts_at_embedding:
         return None
@@ -158,6 +171,7 @@ def _gap_of_model(origin: Origin, rules: Rules, short: Recording, generator: tor
         recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
     except NotLinearError:  # what other members hold has no derivative
         return None
+    found.note(recorded)
     to: End = "end" if rules.include_final_norm else "last block"
     layout, birth = origin.calls[0].layout, origin.birth
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, words
+from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set_tape, tape
 from tensorlens.recording.names import name_of, spelled_alike
@@ -34,6 +34,12 @@ OVER_ALL = words("any all unique bincount histc norm dist det equal allclose cou
 ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin topk")
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in which some depend on others."""
+
+LEAVES = words("tolist numpy array __array__ __dlpack__")
+COUNTS = KEEPS_ROLE | words(
+    "neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp"
+)
+"""Functions in which whole numbers that live ones were cast to stand for these."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
 """Functions that take of a tensor what stands at places."""
@@ -331,6 +337,11 @@ class Tape:
                 return self.writes.write(args[0], self.call(function, args, rest))
         if not any([x.slot is not None for x in met]):
             return self._on_held(name, function, args, kwargs, met)
+        if name in COUNTS and any([x.role is Role.ROUNDED for x in met]):
+            packed = mapped((args, tuple(kwargs.items())), _number_behind)
+            args, kwargs = packed[0], dict(packed[1])
+            if any(x.role is Role.ROUNDED for x in found_in(args, kwargs)):
+                raise self.refusal(f"{name} of whole numbers that live values were cast to")
         rule = find_rule(name)
         if rule is not None:
             return rule(function, name, args, kwargs)
@@ -353,8 +364,10 @@ class Tape:
             self.writes.before_write(args[0])
         result = raw(function, *args, **kwargs)
         roles = [x.role for x in met]
-        if Role.CHOICE in roles or Role.ROUNDED in roles:
-            return self._of_choices(name, result, args, kwargs, roles)
+        if Role.ROUNDED in roles:
+            return self._of_whole_numbers(name, function, args, kwargs, result)
+        if Role.CHOICE in roles:
+            return self._of_choices(name, result, args, kwargs)
         role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ROLE else None
         return result if role is None else self.held(result, role)
 
@@ -377,16 +390,40 @@ class Tape:
             return type(value)([self.held(part, role) for part in value])
         return self.live(value, None, role) if type(value) is Tensor and role is not None else value
 
-    def _of_choices(
-        self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roles: list[Role | None]
-    ) -> Any:
+    def _of_choices(self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is made of decisions: decisions. In a batch those of one sample must not depend on another."""
         if self.n_samples > 1:
             self._check_choices(name, args, kwargs)
-        is_counted = Role.ROUNDED in roles and (name not in LOOKS_UP or role_of(args[0]) is Role.ROUNDED)
-        if is_counted and isinstance(result, Tensor) and result.is_floating_point():
+        return self.held(result, Role.CHOICE)
+
+    def _of_whole_numbers(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Places and comparisons of them are decisions; whoever counts with them counts with live numbers."""
+        is_place = name in LOOKS_UP and role_of(args[0]) is not Role.ROUNDED
+        if is_place or not isinstance(result, Tensor) or result.dtype is torch.bool:
+            if name in LEAVES and args[0].numel() > 1:
+                raise self.refusal(f"{name} of whole numbers that live values were cast to")
+            return self._of_choices(name, result, args, kwargs)
+        counted = mapped((args, tuple(kwargs.items())), _number_behind)
+        live = None
+        if name in COUNTS and any(is_live(leaf) for leaf in leaves(counted)):
+            if name == "_int_mm":
+                function, kind = torch.matmul, next(leaf.dtype for leaf in leaves(counted) if is_live(leaf))
+                counted = mapped(counted, lambda leaf: leaf.to(kind) if isinstance(leaf, Tensor) else leaf)
+            live = self.call(function, counted[0], dict(counted[1]))
+        if not result.is_floating_point():
+            result = self.held(result, Role.ROUNDED)
+            result.behind = live
+            return result
+        if live is None:
             raise self.refusal(f"{name} of whole numbers that live values were cast to")
-        return self.held(result, Role.ROUNDED if is_counted else Role.CHOICE)
+        return live
+
+
+def _number_behind(leaf: Any) -> Any:
+    """For whole numbers that live ones were cast to these, cut to whole ones."""
+    return leaf if role_of(leaf) is not Role.ROUNDED or leaf.behind is None else leaf.behind
 
 
 def spec_of(value: Tensor) -> Spec:

@@ -134,7 +134,7 @@ def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return value
     if value.dtype in COARSE:
         run.note(f"held: cast to {str(value.dtype).removeprefix('torch.')}")
-        return run.held(value, Role.CHOICE if value.dtype is torch.bool else Role.ROUNDED)
+        return run.held(value, Role.CHOICE) if value.dtype is torch.bool else _rounded(x, value)
     if value.dtype.itemsize == 1:
         raise run.refusal(f"a cast to {value.dtype}")
     role = role_after("to", x)
@@ -143,6 +143,13 @@ def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     run.note_cast(value, x)
     moves = (value.device,) if value.device != x.device else ()
     return run.emit("cast", value, x, value.dtype, *moves, role=role)
+
+
+def _rounded(x: Live, value: Tensor) -> Live:
+    """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
+    found, cut = tape().held(value, Role.ROUNDED), torch.trunc(x)
+    found.behind = cut if bool(raw(lambda: (value_of(cut) == value).all())) else None  # not where they overflow
+    return found
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -557,11 +564,23 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     index = value_of(index)
     if isinstance(source, Tensor) and source.dim() and source.shape != index.shape:
         source = source[tuple(slice(n) for n in index.shape)]
-    if reduce in ("add", "sum") and kwargs.get("include_self", True):
-        return tape().emit("scatter_add", value, x, dim, index, source)
+    if reduce in ("add", "sum", "mean"):
+        return _summed_there(x, dim, index, source, is_mean=reduce == "mean", with_own=kwargs.get("include_self", True))
     if name == "scatter" and reduce is None:
         return tape().emit("scatter", value, x, dim, index, source)
     raise tape().refusal(f"{name} by {reduce}")
+
+
+def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool, with_own: bool) -> Any:
+    """X with numbers of a source added at places, or their means there, with its own numbers among them or not."""
+    base = x if with_own else torch.scatter(x, dim, index, 0.0)
+    total = raw(torch.scatter_add, base, dim, index, source)
+    found = tape().emit("scatter_add", total, base, dim, index, source)
+    if not is_mean:
+        return found
+    ones = raw(torch.full_like, x, float(with_own))
+    counts = raw(lambda: ones.scatter_add(dim, index, torch.ones_like(value_of(source))).clamp_min(1))
+    return found / counts
 
 
 @family("embedding")
