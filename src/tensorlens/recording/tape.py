@@ -208,6 +208,11 @@ class Tape:
         if self.n_samples > 1 and self.mixes_samples is None:
             self.mixes_samples = f"`{what}` in `{self.module or 'the model'}`"
 
+    def note_part(self, name: str, x: Tensor) -> None:
+        """Note that some samples were taken out of all, or all together: what is made of them may be held for others."""
+        if self.n_samples > 1 and x.dim() and x.shape[0] == self.n_samples:
+            self.note_mixing(name)
+
     def check_samples(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a decision or a statistic that is taken over all samples together."""
         if self.n_samples == 1:

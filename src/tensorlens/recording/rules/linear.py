@@ -161,6 +161,9 @@ def item(x: Any, at: Any) -> Any:
     value = raw(Tensor.__getitem__, x, _held_index(at))
     if not is_live(x):
         return value
+    first = at[0] if isinstance(at, tuple) and at else at
+    if not (first is None or first is ... or isinstance(first, slice) and len(range(*first.indices(len(x)))) == len(x)):
+        tape().note_part("getitem", x)
     return tape().emit("index", value, x, _index(at), role=role_after("getitem", x))
 
 
@@ -212,6 +215,8 @@ def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     x, parts = args[0], raw(function, *args, **kwargs)
     axis = _split_axis(name, x, args, kwargs)
     role, start, found = role_after("split", x), 0, []
+    if axis == 0:
+        tape().note_part(name, x)
     for part in parts:
         length = part.shape[axis]
         found.append(tape().emit("narrow", part, x, axis, start, length, role=role))
@@ -232,6 +237,8 @@ def unbound(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     x, parts = args[0], raw(function, *args, **kwargs)
     axis = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim()
     role = role_after("unbind", x)
+    if axis == 0:
+        tape().note_part(name, x)
     return tuple([tape().emit("select", part, x, axis, n, role=role) for n, part in enumerate(parts)])
 
 
@@ -246,6 +253,8 @@ def narrowed(x: Live, dim: int, start: Any, length: int) -> Any:
     """Some places in a row of one axis."""
     start = int(start)
     value = raw(Tensor.narrow, x, dim, start, length)
+    if dim % x.dim() == 0 and length != len(x):
+        tape().note_part("narrow", x)
     return tape().emit(
         "narrow", value, x, dim, start % x.shape[dim] if length else start, length, role=role_after("narrow", x)
     )
@@ -256,6 +265,8 @@ def selected(x: Live, dim: int, index: Any) -> Any:
     """One place of an axis."""
     index = int(index)
     value = raw(Tensor.select, x, dim, index)
+    if dim % x.dim() == 0:
+        tape().note_part("select", x)
     return tape().emit("select", value, x, dim, index % x.shape[dim], role=role_after("select", x))
 
 
@@ -265,6 +276,8 @@ def rows_selected(x: Any, dim: int, index: Tensor) -> Any:
     value = raw(torch.index_select, x, dim, index)
     if not is_live(x):
         return value
+    if dim % x.dim() == 0:
+        tape().note_part("index_select", x)
     return tape().emit("index_select", value, x, dim, value_of(index), role=role_after("index_select", x))
 
 
@@ -380,6 +393,8 @@ def summed(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     dims = tuple(range(x.dim())) if dims is None or dims == () or dims == [] else dims
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    if any(dim % x.dim() == 0 for dim in dims):
+        tape().note_part(name, x)
     value = raw(getattr(torch, name), x, dims, keepdim=keepdim) if dims else value_of(x)
     return tape().emit(name, value, x, dims, keepdim, role=role_after(name, x))
 
