@@ -26,7 +26,7 @@ from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set
 from tensorlens.recording.names import name_of, spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import DESCRIBES, find_rule
-from tensorlens.recording.writes import Writes
+from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
 """Functions that take all of a tensor together where no axis is named."""
@@ -76,7 +76,7 @@ class Tape:
         self.meetings: list[Meeting] = []
         self.writes = Writes(self)
         self._n_slots = 0
-        self._alive: list[weakref.ref[Live]] = []
+        self.alive: list[weakref.ref[Live]] = []
         self._bound: dict[int, tuple[Held, Tensor]] = {}
         self._keys: list[int] = []
         self._versions: list[int] = []
@@ -132,12 +132,12 @@ class Tape:
         stamp = version_of(value)
         value.__class__ = Live
         value.slot, value.role, value.of, value.stamp = slot, role, self, stamp  # type: ignore[attr-defined]
-        self._alive.append(weakref.ref(value))  # type: ignore[arg-type]
+        self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
         return value  # type: ignore[return-value]
 
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor as its memory is now."""
-        if x.stamp != version_of(x):
+        if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
             self.writes.refresh(x)
         assert x.slot is not None, "asked of a live tensor"
         return x.slot
@@ -150,7 +150,7 @@ class Tape:
         held = Held(len(self.constants))
         self._bound[id(value)] = held, value  # which stays alive, and with it the identity
         constant = raw(Tensor.detach, value) if type(value) in (nn.Parameter, Live) else value
-        if self.copies and not self.is_weight(value):
+        if (self.copies or version_of(value) == UNCOUNTED) and not self.is_weight(value):
             constant = raw(Tensor.clone, constant)
         self.constants.append(constant)
         self._keys.append(id(value))
@@ -290,8 +290,8 @@ class Tape:
         Returns:
             Which of these steps are left, counted from the first.
         """
-        met = [ref() for ref in self._alive]
-        self._alive = [ref for ref, x in zip(self._alive, met, strict=True) if x is not None]
+        met = [ref() for ref in self.alive]
+        self.alive = [ref for ref, x in zip(self.alive, met, strict=True) if x is not None]
         needed = {x.slot for x in met if x is not None} | {cell.slot for cell in self.writes.cells.values()}
         needed |= {mixture.slot for mixture in self.mixtures}
         needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key, meeting.end)}
@@ -315,6 +315,12 @@ class Tape:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
         return [n for n, (value, version) in pairs if value is not None and version_of(value) != version]
+
+    def leave_inference_mode(self) -> None:
+        """Make ordinary tensors of constants that a model's own inference mode made: others may be differentiated."""
+        for n, value in enumerate(self.constants):
+            if value is not None and value.is_inference() and not self.is_weight_constant(n):
+                self.constants[n] = value.clone()
 
     # Functions --------------------------------------------------------------------------------------------------------
 
@@ -435,15 +441,6 @@ def spec_of(value: Tensor) -> Spec:
     """What kind of tensor a value is."""
     with torch._C.DisableTorchFunctionSubclass():
         return Spec(tuple(value.shape), value.dtype, value.device)
-
-
-def version_of(x: Tensor) -> int:
-    """How often its memory was written to; -1 for tensors of inference mode, which do not count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return x._version
-        except RuntimeError:
-            return -1
 
 
 class Kernels(TorchDispatchMode):
