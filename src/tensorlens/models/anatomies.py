@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import Evidence, watch
@@ -41,7 +42,8 @@ class Anatomies:
 
     def _modules(self) -> tuple[Any, ...]:
         """Which modules the model has, and whether hooks or a forward of their own change what they do."""
-        return tuple(
+        every = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
+        return every + tuple(
             (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
             for module in walk(self._model)
         )

@@ -120,7 +120,7 @@ class Recorder:
 
     def _recording(self, readout: Tensor) -> Recording:
         run, anatomy = self.run, self.anatomy
-        if anatomy.n_alike not in (None, self.n_alike):
+        if anatomy.n_alike not in (None, self.n_alike) or anatomy.n_alike is not None and self.end is None:
             raise OtherParts
         if self.end is None:
             raise AnatomyError(
