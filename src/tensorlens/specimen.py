@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
-from tensorlens.errors import TensorLensError
+from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes
 from tensorlens.models.anatomies import Anatomies
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.around import said_of
+from tensorlens.models.evidence import Evidence
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
 from tensorlens.models.rows import make_inputs
@@ -67,6 +69,9 @@ class Specimen:
         found = record(anatomy, arguments, self.rules, n_samples=n_samples)
         if found.origin is not None and found.origin.anatomy is not anatomy:
             self.anatomies.learn(arguments, found.origin.anatomy)
+        if self.anatomies.seen is not None:
+            refuse_other_numbers(found, self.anatomies.seen)
+            self.anatomies.seen = None
         return found
 
     def look(self, prepared: ModelInput) -> AttentionTensor:
@@ -126,6 +131,28 @@ class Specimen:
         labels = getattr(getattr(self.model, "config", None), "id2label", None)
         n_classes = recording.readout.shape[-1]
         return Classes(n_classes=n_classes, labels=labels or {i: str(i) for i in range(n_classes)})
+
+
+def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
+    """Refuse a model that gives other numbers in a second pass: T would be of one of them, and nobody knows which.
+
+    Raises:
+        NotLinearError: what enters the last block is not what entered it in a plain pass.
+    """
+    anatomy, last = recording.from_model("A recording").anatomy, recording.n_blocks - 1
+    blocks = set(map(id, anatomy.blocks))
+    calls = [one for one in seen.calls if id(one.module) in blocks and not any(id(h.module) in blocks for h in one.holders())]
+    if recording.n_encoder_blocks or len(calls) != recording.n_blocks or not calls[last].sizes:
+        return
+    state = recording.states[last]
+    size = float(state.norm(dtype=torch.promote_types(state.dtype, torch.float32)))
+    accepted = max(1e-6, 100 * torch.finfo(state.dtype).eps ** 0.75) * size
+    if all(abs(float(one) - size) > accepted for one in calls[last].sizes):
+        raise NotLinearError(
+            f"`{anatomy.model.__class__.__name__}` gave other numbers in a second pass: what entered block {last} had "
+            f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same from the same input; switch off "
+            "what is random, and what it keeps from one call to the next outside of its modules."
+        )
 
 
 def constant_arguments(model: nn.Module) -> dict[str, Any]:

@@ -144,7 +144,6 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         ((Live((3, 3)),), r(3, 3), "aten.linalg_qr.default", ((r(3, 3),), ()), (0,), (r(3, 3),), 1, False),
         ((Live((3,)),), None, "aten.linalg_cross.default", (PAIR, (("dim", -1),)), (1,), PAIR[1:], None, True),
     ],
-    "grid_sample": [(Live((1, 2, 4, 4)), r(1, 3, 3, 2), "bilinear", "zeros", False)],
     **{
         name: [(Live((4, 6), C),)]
         for name in ("fft", "ifft", "fftn", "ifftn", "fft2", "ifft2", "fftshift", "ifftshift")

@@ -195,10 +195,6 @@ def weights_changed(model: nn.Module, kind: Kind) -> None:
         model.get_submodule(kind.linear).weight.mul_(0.4)  # type: ignore[union-attr, operator]
 
 
-def weights_changed_by_data(model: nn.Module, kind: Kind) -> None:
-    model.get_submodule(kind.linear).weight.data.mul_(0.4)  # type: ignore[union-attr, operator]
-
-
 def weights_swapped_by_data(model: nn.Module, kind: Kind) -> None:
     weight: Any = model.get_submodule(kind.linear).weight
     weight.data = 0.4 * weight.data
@@ -226,7 +222,6 @@ HABITS: dict[str, Callable[[nn.Module, Kind], None]] = {
     "LoRA by a hook": lora_by_hook,
     "forward replaced": forward_replaced,
     "weights changed": weights_changed,
-    "weights changed by data": weights_changed_by_data,
     "weights swapped by data": weights_swapped_by_data,
     "training mode": training,
 }

@@ -263,6 +263,26 @@ def test_a_function_without_a_second_derivative_is_pulled_through_and_not_pushed
         T @ T.input
 
 
+def test_a_model_in_inference_mode_is_the_same() -> None:
+    """Torch counts no writes there, and follows no derivatives."""
+
+    def inner(z: Tensor, g: Tensor) -> Tensor:
+        z, mask = 1.0 * torch.tanh(z), torch.ones_like(z)
+        part, shifted = z[..., :5], z + mask
+        part.mul_(2)
+        mask.zero_()
+        return z + shifted + torch.hypot(z, g)
+
+    model = model_of(inner)
+    expected = tl.Lens(model, rules=tl.Rules.jacobian())(IDS).dense()
+    assert gap(expected, derivative(model, tl.Lens(model)(IDS).input)) < 1e-12
+    run = model.forward
+    model.forward = torch.inference_mode()(lambda ids: run(ids))
+    T = tl.Lens(model, rules=tl.Rules.jacobian())(IDS)
+    assert gap(T.dense(), expected) < 1e-12
+    assert T.certificate().passed
+
+
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [

@@ -18,7 +18,7 @@ import tensorlens as tl
 HOOKS = [name for name in HABITS if "hook on a block" in name]
 SAMPLE = {
     ("hand-written", "hook on a block: scale"), ("BERT", "hook on a feed-forward"), ("hand-written", "norm replaced"),
-    ("hand-written", "activation replaced"), ("Llama", "LoRA in place"), ("hand-written", "weights changed by data"),
+    ("hand-written", "activation replaced"), ("Llama", "LoRA in place"), ("hand-written", "weights swapped by data"),
 }  # fmt: skip
 
 
@@ -44,18 +44,16 @@ def test_nothing_stale_is_used_after_a_change(kind: str, habit: str):
     assert verdicts["old tensor"].outcome in ("exact", "refused"), f"old tensor: {verdicts['old tensor']}"
 
 
-@pytest.mark.parametrize("kind", ["hand-written", pytest.param("Llama", marks=pytest.mark.large)])
-def test_a_tensor_refuses_once_an_adapter_is_switched(kind: str):
-    model = KINDS[kind].model()
-    lora_in_place(model, KINDS[kind])
+def test_a_tensor_is_what_it_was_once_an_adapter_is_switched():
+    model = KINDS["hand-written"].model()
+    lora_in_place(model, KINDS["hand-written"])
     T = tl.Lens(model)(list(IDS))
-    warm(T)
+    questions = (lambda: T @ T.input, lambda: T.T @ T.output, lambda: T.rows(1), lambda: T.map("tensor.norm").scores)
+    before = [ask() for ask in questions]
     for module in model.modules():
         if isinstance(module, LoRA):
             module.enabled = False
-    for ask in (lambda: T @ T.input, lambda: T.T @ T.output, lambda: T.rows(1), lambda: T.map("tensor.norm")):
-        with pytest.raises(tl.TensorLensError, match="(?i)chang"):
-            ask()
+    assert all(gap(ask(), was) == 0 for ask, was in zip(questions, before, strict=True))
 
 
 @pytest.mark.large
@@ -79,28 +77,26 @@ def test_adapters_of_peft(kind: str):
             assert gap(T.T @ u[:n], witness.pull(u[:n], 0, witness.n_blocks)) < 1e-5
         return T
 
-    def refuses(T: Any) -> None:
-        with pytest.raises(tl.TensorLensError, match="changed"):
-            _ = T.T @ T.output[None]
-
     wrapped.set_adapter("one")
     T = now()
+    u = T.output[None]
+    pulled = T.T @ u
     now(wrapped.base_model.model)
     wrapped.set_adapter("other")
-    refuses(T)
+    assert gap(T.T @ u, pulled) == 0, "T is what it was"
     T = now()
     with wrapped.disable_adapter():
-        refuses(T)
         now()
     wrapped.merge_adapter()
-    refuses(T)
+    with pytest.raises(tl.TensorLensError, match="changed"):
+        _ = T.T @ u
     now()
     wrapped.unmerge_adapter()
     wrapped.base_model.set_adapter(["one", "other"])
     now()
 
 
-def test_a_tensor_of_pruned_weights_outlives_a_run_of_the_model_and_no_change_of_them():
+def test_a_tensor_of_pruned_weights_is_what_it_was():
     model: Any = randomised(WithHead())
     pruned = model.blocks[1].mlp.up
     prune.l1_unstructured(pruned, "weight", 0.5)  # its hook makes the weight anew at each call
@@ -110,8 +106,7 @@ def test_a_tensor_of_pruned_weights_outlives_a_run_of_the_model_and_no_change_of
     model(torch.tensor([IDS]))
     assert gap(T.T @ u, pulled) == 0
     pruned.weight_mask.fill_(1)
-    with pytest.raises(tl.InputError, match="`weight_mask`"):
-        _ = T.T @ u
+    assert gap(T.T @ u, pulled) == 0, "what a hook made is held"
 
 
 mT = 1

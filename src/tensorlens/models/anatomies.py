@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.evidence import watch
+from tensorlens.models.evidence import Evidence, watch
 from tensorlens.models.module_tree import walk
 
 
@@ -24,12 +25,15 @@ class Anatomies:
     def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
         self._model, self._blocks = model, blocks
         self._known: dict[Any, Anatomy] = {}
+        self.seen: Evidence | None = None
+        """The plain pass of the last input that was new, until somebody has compared it with its recording."""
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
         key = self._modules(), kind_of(arguments)
         if key not in self._known:
-            self._known[key] = find_anatomy(self._model, watch(self._model, arguments), blocks=self._blocks)
+            self.seen = watch(self._model, arguments)
+            self._known[key] = find_anatomy(self._model, self.seen, blocks=self._blocks)
         return self._known[key]
 
     def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
@@ -38,14 +42,15 @@ class Anatomies:
 
     def _modules(self) -> tuple[Any, ...]:
         """Which modules the model has, and whether hooks or a forward of their own change what they do."""
-        return tuple(
+        every = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
+        return every + tuple(
             (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
             for module in walk(self._model)
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was found: identities mean nothing in another process."""
-        return {"_model": self._model, "_blocks": self._blocks, "_known": {}}
+        return {"_model": self._model, "_blocks": self._blocks, "_known": {}, "seen": None}
 
 
 def kind_of(value: Any) -> Any:

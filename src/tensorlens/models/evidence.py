@@ -63,6 +63,7 @@ class ModuleCall:
         children: The calls that were part of it.
         several_states: Whether the first thing it takes is a list of states, and not one.
         place: Which of the tensors that it took is first in `taken`: its state, behind what others take too.
+        sizes: The norms of those that it took.
     """
 
     number: int
@@ -76,6 +77,7 @@ class ModuleCall:
     children: list[ModuleCall] = field(default_factory=list)
     several_states: bool = False
     place: int = 0
+    sizes: tuple[Tensor, ...] = ()
 
     def walk(self) -> Iterator[ModuleCall]:
         """This call and all that were part of it, in order."""
@@ -233,6 +235,12 @@ def _is_state(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() >= 2 and not tensor.is_nested
 
 
+def _size(tensor: Tensor) -> Tensor:
+    """A norm, on the tensor's own device: nobody waits for it."""
+    with torch._C._DisableTorchDispatch():  # it is no part of the flow
+        return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Compiled parts run as their own code, and fused Transformer layers as their modules."""
@@ -319,6 +327,7 @@ class _Calls:
         parent = self._open[-1] if self._open else None
         made = ModuleCall(len(self.made), path, module, parent, len(self._flow.parents))
         made.taken = self._taken(args, kwargs)
+        made.sizes = tuple(map(_size, filter(_is_state, tensors_in((args, kwargs)))))
         made.several_states = bool(args) and _holds_several(args[0])
         self.made.append(made)
         if parent is not None:

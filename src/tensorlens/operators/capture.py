@@ -46,7 +46,10 @@ ACCEPTED = 2e-2
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
 """Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
-JUMPS = words("round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder")
+JUMPS = words(
+    "round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder "
+    "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"
+)
 """Functions that finite differences may step over a jump of."""
 
 
@@ -73,6 +76,14 @@ class Capture:
         """Whether a gap may have other reasons than a path that was lost."""
         return bool(self.by_design or self.jumping)
 
+    def note(self, recorded: Any) -> None:
+        """Note what a recording, of a block or of all, holds that finite differences move."""
+        for rule, module in sorted(recorded.rules_applied):
+            if rule.startswith(READS) and module not in self.by_design:
+                self.by_design += (module,)
+            if rule.rpartition(": ")[2] in JUMPS and module not in self.jumping:
+                self.jumping += (module,)
+
     @property
     def error(self) -> float | None:
         """The largest gap; None if nothing could be measured."""
@@ -83,21 +94,18 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the Jacobian's member of a model with finite differences of the model itself."""
     short = _shortened(recording)
     origin = short.from_model("The law of capture")
-    applied = sorted(short.rules_applied)
-    found = Capture(
-        by_design=tuple([module for rule, module in applied if rule.startswith(READS)]),
-        jumping=tuple([module for rule, module in applied if rule.rpartition(": ")[2] in JUMPS]),
-    )
+    found = Capture()
+    found.note(short)
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     with tf32(False):
         for call, state in zip(origin.calls, short.states, strict=False):
-            gap = _gap_of_block(call, _own_part(short, call.n, state), generator)
+            gap = _gap_of_block(call, _own_part(short, call.n, state), generator, found)
             if gap is None:
                 found.left_out.append(call.n)
             else:
                 found.blocks[call.n] = gap
         if not recording.n_encoder_blocks and not _is_half(short.program):
-            found.whole = _gap_of_model(origin, rules, short, generator)
+            found.whole = _gap_of_model(origin, rules, short, generator, found)
     return found
 
 
@@ -137,14 +145,16 @@ def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
     return state[:, :split] if n < recording.n_encoder_blocks else state[:, split:]
 
 
-def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator) -> float | None:
+def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Capture) -> float | None:
     """The gap of one block at its own state; None if it cannot be run on its own."""
     if not call.is_plain:
         return None
     try:
         if x.dtype in HALF:
             call, x = _in_float32(call), x.float()
-        program = call.record(x, Rules.jacobian()).program.linear
+        recorded = call.record(x, Rules.jacobian())
+        found.note(recorded)
+        program = recorded.program.linear
         if _is_half(program):
             return None
         return _gap(call.run, lambda v: program.run(v)[0], x, generator)
@@ -165,11 +175,17 @@ def _in_float32(call: BlockCall) -> BlockCall:
     return call.like(copy.deepcopy(call.module).float(), args, kwargs)
 
 
-def _gap_of_model(origin: Origin, rules: Rules, short: Recording, generator: torch.Generator) -> float | None:
+def _gap_of_model(
+    origin: Origin, rules: Rules, short: Recording, generator: torch.Generator, found: Capture
+) -> float | None:
     """The gap from X⁰ to X^N; None where the place that makes X⁰ was not seen."""
     if origin.birth is None or short.starts_at_embedding:
         return None
-    recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
+    try:
+        recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
+    except NotLinearError:  # what other members hold has no derivative
+        return None
+    found.note(recorded)
     to: End = "end" if rules.include_final_norm else "last block"
     layout, birth = origin.calls[0].layout, origin.birth
 

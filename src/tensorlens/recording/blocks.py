@@ -92,7 +92,7 @@ class BlockCall:
             inputs=(slot,),
             outputs=(end,),
         )
-        return BlockProgram(program, n_before, raw(Tensor.detach, output))
+        return BlockProgram(program, n_before, raw(Tensor.detach, output), run.rules_applied)
 
 
 class BlockProgram(NamedTuple):
@@ -102,11 +102,13 @@ class BlockProgram(NamedTuple):
         program: From (sample, token, channel) to what the block gives in its own layout.
         n_before: How many of its steps only lay out the state.
         output: What it gave.
+        rules_applied: How often each rule was applied, by (rule, module).
     """
 
     program: Program
     n_before: int
     output: Tensor
+    rules_applied: Mapping[tuple[str, str], int]
 
 
 @dataclass

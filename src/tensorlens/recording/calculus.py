@@ -65,18 +65,23 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Let autograd see what is computed meanwhile, at the level of kernels too, where torch has switched it off."""
+    """Let autograd see what is computed meanwhile: at the level of kernels and in inference mode torch has it off."""
     kept, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in ("ADInplaceOrView", "AutogradOther", "AutogradFunctionality"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
-    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(kept, left_out):
+    with torch._C._ForceDispatchKeyGuard(kept, left_out), torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def leaf(x: Tensor) -> Tensor:
+    """A tensor whose derivatives are asked for."""
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
 def slope_of(function: Elementwise, x: Tensor) -> Tensor:
     """The derivative of an element-wise function; zero for one that torch knows none of."""
     with differentiable():
-        x = x.detach().requires_grad_()
+        x = leaf(x)
         y = function(x)
         return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
 

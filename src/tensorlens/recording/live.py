@@ -41,6 +41,8 @@ class Live(Tensor):
     `role`: what it came from, as far as a product needs to know.
     `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `of`: the tape it belongs to.
+    `seen`: what its memory held when it was last read, where torch counts no versions.
+    `behind`: for whole numbers that live ones were cast to these, cut to whole ones, where they are known.
 
     Being a subclass, it works under any mode of the model's own, and other threads see nothing of it. Sizes and types
     are asked for all the time, and are answered without a detour.
@@ -50,6 +52,8 @@ class Live(Tensor):
     role: Role | None
     stamp: int
     of: Any
+    behind: Live | None = None
+    seen: Any = None
 
     @classmethod
     def __torch_function__(

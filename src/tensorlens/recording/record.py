@@ -40,7 +40,10 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
             found = _recorded(candidate, inputs, rules or Rules(), n_samples)
         except OtherParts:
             other = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
-            return record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
+            found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
+            origin = found.from_model("A recording")
+            # The next input may go another way again.
+            return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
         except (TensorLensError, MemoryError):
             raise
         except Exception as error:

@@ -121,7 +121,7 @@ class Recorder:
 
     def _recording(self, readout: Tensor) -> Recording:
         run, anatomy = self.run, self.anatomy
-        if anatomy.n_alike not in (None, self.n_alike):
+        if anatomy.n_alike not in (None, self.n_alike) or anatomy.n_alike is not None and self.end is None:
             raise OtherParts
         if self.end is None:
             raise AnatomyError(
@@ -132,6 +132,7 @@ class Recorder:
         inputs = tuple(slot for slot, _ in self.begun)
         if self.starts_at_embedding:
             slots[0], states[0] = inputs, torch.cat([state for _, state in self.begun], 1)
+        run.leave_inference_mode()
         held = Constants(run.constants, self.places.names_of(run.constants))
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
         self.blocks.let_go(program, held, states, run.rules)

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, words
+from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import name_of, spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import DESCRIBES, find_rule
-from tensorlens.recording.writes import Writes
+from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
 """Functions that take all of a tensor together where no axis is named."""
@@ -36,6 +36,12 @@ ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin t
 
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in whose result one element depends on several of them."""
+
+LEAVES = words("tolist numpy array __array__ __dlpack__")
+COUNTS = KEEPS_ROLE | words(
+    "neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp"
+)
+"""Functions in which whole numbers that live ones were cast to stand for these."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
 """Functions that take of a tensor what stands at places."""
@@ -71,7 +77,7 @@ class Tape:
         self.meetings: list[Meeting] = []
         self.writes = Writes(self)
         self._n_slots = 0
-        self._alive: list[weakref.ref[Live]] = []
+        self.alive: list[weakref.ref[Live]] = []
         self._bound: dict[int, tuple[Held, Tensor]] = {}
         self._keys: list[int] = []
         self._versions: list[int] = []
@@ -127,12 +133,12 @@ class Tape:
         stamp = version_of(value)
         value.__class__ = Live
         value.slot, value.role, value.of, value.stamp = slot, role, self, stamp  # type: ignore[attr-defined]
-        self._alive.append(weakref.ref(value))  # type: ignore[arg-type]
+        self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
         return value  # type: ignore[return-value]
 
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor; a new one if its memory was written to since it got the last."""
-        if x.stamp != version_of(x):
+        if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
             self.writes.refresh(x)
         assert x.slot is not None, "asked of a live tensor"
         return x.slot
@@ -145,7 +151,7 @@ class Tape:
         held = Held(len(self.constants))
         self._bound[id(value)] = held, value  # which stays alive, and with it the identity
         constant = raw(Tensor.detach, value) if type(value) in (nn.Parameter, Live) else value
-        if self.copies and not self.is_weight(value):
+        if (self.copies or version_of(value) == UNCOUNTED) and not self.is_weight(value):
             constant = raw(Tensor.clone, constant)
         self.constants.append(constant)
         self._keys.append(id(value))
@@ -202,6 +208,11 @@ class Tape:
         """Note that something held was made of several samples together."""
         if self.n_samples > 1 and self.mixes_samples is None:
             self.mixes_samples = f"`{what}` in `{self.module or 'the model'}`"
+
+    def note_part(self, name: str, x: Tensor) -> None:
+        """Note that some samples were taken out of all, or all together: what is made of them may be held for others."""
+        if self.n_samples > 1 and x.dim() and x.shape[0] == self.n_samples:
+            self.note_mixing(name)
 
     def check_samples(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a decision or a statistic that is taken over all samples together."""
@@ -278,8 +289,8 @@ class Tape:
         Returns:
             Which of these steps are left, counted from the first.
         """
-        met = [ref() for ref in self._alive]
-        self._alive = [ref for ref, x in zip(self._alive, met, strict=True) if x is not None]
+        met = [ref() for ref in self.alive]
+        self.alive = [ref for ref, x in zip(self.alive, met, strict=True) if x is not None]
         needed = {x.slot for x in met if x is not None} | {cell.slot for cell in self.writes.cells.values()}
         needed |= {mixture.slot for mixture in self.mixtures}
         needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key, meeting.end)}
@@ -303,6 +314,12 @@ class Tape:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
         return [n for n, (value, version) in pairs if value is not None and version_of(value) != version]
+
+    def leave_inference_mode(self) -> None:
+        """Make ordinary tensors of constants that a model's own inference mode made: others may be differentiated."""
+        for n, value in enumerate(self.constants):
+            if value is not None and value.is_inference() and not self.is_weight_constant(n):
+                self.constants[n] = value.clone()
 
     # Functions --------------------------------------------------------------------------------------------------------
 
@@ -330,6 +347,11 @@ class Tape:
                 return self.writes.write(args[0], self.call(function, args, rest))
         if not any([x.slot is not None for x in met]):
             return self._on_held(name, function, args, kwargs, met)
+        if name in COUNTS and any([x.role is Role.ROUNDED for x in met]):
+            packed = mapped((args, tuple(kwargs.items())), _number_behind)
+            args, kwargs = packed[0], dict(packed[1])
+            if any(x.role is Role.ROUNDED for x in found_in(args, kwargs)):
+                raise self.refusal(f"{name} of whole numbers that live values were cast to")
         rule = find_rule(name)
         if rule is not None:
             return rule(function, name, args, kwargs)
@@ -353,8 +375,10 @@ class Tape:
         # torch writes numbers of its own class alone into strings: of others it writes how they look.
         result = raw(function, *args, **kwargs) if name != "format" else format(value_of(args[0]), *args[1:])
         roles = [x.role for x in met]
-        if Role.CHOICE in roles or Role.ROUNDED in roles:
-            return self._of_choices(name, result, args, kwargs, roles)
+        if Role.ROUNDED in roles:
+            return self._of_whole_numbers(name, function, args, kwargs, result)
+        if Role.CHOICE in roles:
+            return self._of_choices(name, result, args, kwargs)
         role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ROLE else None
         return result if role is None else self.held(result, role)
 
@@ -377,33 +401,46 @@ class Tape:
             return type(value)([self.held(part, role) for part in value])
         return self.live(value, None, role) if type(value) is Tensor and role is not None else value
 
-    def _of_choices(
-        self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roles: list[Role | None]
-    ) -> Any:
+    def _of_choices(self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is computed from decisions is a decision. In a batch those of one sample must not depend on another."""
         if self.n_samples > 1:
             self._check_choices(name, args, kwargs)
-        is_counted = Role.ROUNDED in roles and (name not in LOOKS_UP or role_of(args[0]) is Role.ROUNDED)
-        if is_counted and isinstance(result, Tensor) and result.is_floating_point():
+        return self.held(result, Role.CHOICE)
+
+    def _of_whole_numbers(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Places and comparisons of them are decisions; whoever counts with them counts with live numbers."""
+        is_place = name in LOOKS_UP and role_of(args[0]) is not Role.ROUNDED
+        if is_place or not isinstance(result, Tensor) or result.dtype is torch.bool:
+            if name in LEAVES and args[0].numel() > 1:
+                raise self.refusal(f"{name} of whole numbers that live values were cast to")
+            return self._of_choices(name, result, args, kwargs)
+        counted = mapped((args, tuple(kwargs.items())), _number_behind)
+        live = None
+        if name in COUNTS and any(is_live(leaf) for leaf in leaves(counted)):
+            if name == "_int_mm":
+                function, kind = torch.matmul, next(leaf.dtype for leaf in leaves(counted) if is_live(leaf))
+                counted = mapped(counted, lambda leaf: leaf.to(kind) if isinstance(leaf, Tensor) else leaf)
+            live = self.call(function, counted[0], dict(counted[1]))
+        if not result.is_floating_point():
+            result = self.held(result, Role.ROUNDED)
+            result.behind = live
+            return result
+        if live is None:
             raise self.refusal(f"{name} of whole numbers that live values were cast to")
-        return self.held(result, Role.ROUNDED if is_counted else Role.CHOICE)
+        return live
+
+
+def _number_behind(leaf: Any) -> Any:
+    """For whole numbers that live ones were cast to these, cut to whole ones."""
+    return leaf if role_of(leaf) is not Role.ROUNDED or leaf.behind is None else leaf.behind
 
 
 def spec_of(value: Tensor) -> Spec:
     """What kind of tensor a value is."""
     with torch._C.DisableTorchFunctionSubclass():
         return Spec(tuple(value.shape), value.dtype, value.device)
-
-
-def version_of(x: Tensor) -> int:
-    """How often its memory was written to; -1 for tensors of inference mode, which do not count."""
-    try:
-        if type(x) is Tensor:
-            return x._version
-        with torch._C.DisableTorchFunctionSubclass():
-            return x._version
-    except RuntimeError:
-        return -1
 
 
 class Kernels(TorchDispatchMode):

@@ -29,6 +29,10 @@ SHAPES = words("squeeze unsqueeze t transpose swapaxes swapdims")
 """Functions that, in place, give a tensor other axes and write nothing."""
 
 
+UNCOUNTED = -1
+"""In the place of a version."""
+
+
 class Geometry(NamedTuple):
     """How a tensor lies in its memory."""
 
@@ -97,7 +101,9 @@ class Writes:
                 "as_strided_scatter", (content, Slot(slot), *geometry), {}, _spec(target)._replace(shape=(n,))
             )
             self._set(address, flat, Geometry((n,), (1,), 0), target)
-        return self._made_live(target, slot, role_of(new))
+        made = self._made_live(target, slot, role_of(new))
+        made.seen = self._cell(made)
+        return made
 
     def out(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """`f(…, out=y)` as `y.copy_(f(…))`."""
@@ -131,7 +137,11 @@ class Writes:
             x.slot = cell.slot
         else:
             x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, _spec(x))
-        x.stamp = raw(getattr, x, "_version")
+        x.stamp, x.seen = version_of(x), cell
+
+    def is_behind(self, x: Live) -> bool:
+        """Whether memory was written to since a live tensor of inference mode, which counts no versions, was read."""
+        return bool(self.cells) and self._cell(x) is not x.seen
 
     def revive(self, *values: Any) -> None:
         """Make ordinary tensors live if live values were written into their memory."""
@@ -185,12 +195,20 @@ class Writes:
         if cell is not None:
             return Slot(self._flat(cell, target))
         base = raw(getattr, target, "_base")
-        base = target if base is None else base
+        base = self._owner(target) if base is None else base
         if is_live(base):
             return Slot(self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target))  # type: ignore[arg-type]
         if is_live(target):
             return None  # the memory around a live view without a base is not readable from now on
         return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
+
+    def _owner(self, target: Tensor) -> Tensor:
+        """The live tensor that a view of inference mode, which knows no base, looks at; else the tensor itself."""
+        if version_of(target) != UNCOUNTED:
+            return target
+        address, alive = address_of(target), (ref() for ref in self._tape.alive)
+        found = (x for x in alive if x is not None and is_live(x) and address_of(x) == address)
+        return next((x for x in found if _covers(x, geometry_of(x))), target)
 
     def _flat(self, cell: Cell, x: Tensor) -> int:
         """The slot of a memory, flat and in the order of storage."""
@@ -227,7 +245,7 @@ def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     x = args[0]
     new = getattr(torch, name)(*args, **kwargs)
     raw(function, *args, **kwargs)
-    x.slot, x.stamp = new.slot, raw(getattr, x, "_version")
+    x.slot, x.stamp = new.slot, version_of(x)
     return x
 
 
@@ -240,6 +258,15 @@ def _plain_again(x: Tensor) -> Tensor:
     if type(x) is Live:
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
+
+
+def version_of(x: Tensor) -> int:
+    """How often its memory was written to; `UNCOUNTED` for tensors of inference mode, which do not count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return x._version
+        except RuntimeError:
+            return UNCOUNTED
 
 
 def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:

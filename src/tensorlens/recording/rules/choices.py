@@ -28,11 +28,19 @@ def frozen(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return run.held(raw(function, *args, **kwargs), Role.CHOICE)
 
 
+MOST_ITEMS = 64
+"""Numbers of one module that may leave for Python: decisions are few, a tensor that is taken apart is not."""
+
+
 @family("item")
 def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One value that leaves for Python, to decide something: always the recorded one."""
-    tape().note("held: item")
-    tape().note_mixing("item")
+    run = tape()
+    run.note("held: item")
+    run.note_mixing("item")
+    n_left = run.rules_applied["held: item", run.module]
+    if n_left > MOST_ITEMS and args[0].dtype.is_floating_point:
+        _refuse_leaving("item", n_left)
     return raw(function, *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens.program.derivatives import of_some
 from tensorlens.program.nodes import Slot, leaves, mapped
-from tensorlens.recording.calculus import differentiable
+from tensorlens.recording.calculus import differentiable, leaf
 from tensorlens.recording.live import is_live, raw, tape, value_of
 from tensorlens.recording.roles import of_matrix_product
 from tensorlens.recording.table import family
@@ -85,7 +85,7 @@ def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | N
     def known() -> bool:
         at = [leaf for place, leaf in enumerate(leaves(packed)) if place in places]
         with differentiable():
-            found = of_some(str(function), packed, places, part)(*[x.detach().requires_grad_() for x in at])
+            found = of_some(str(function), packed, places, part)(*map(leaf, at))
         return (
             isinstance(found, Tensor) and found.requires_grad and "NotImplemented" not in type(found.grad_fn).__name__
         )

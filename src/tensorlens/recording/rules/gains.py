@@ -128,6 +128,8 @@ ODD_ACTIVATIONS = frozenset(
         "erfinv",
         "i1",
         "i1e",
+        "fake_quantize_per_tensor_affine",
+        "fake_quantize_per_channel_affine",
     ]
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""

@@ -135,7 +135,7 @@ def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return value
     if value.dtype in COARSE:
         run.note(f"held: cast to {str(value.dtype).removeprefix('torch.')}")
-        return run.held(value, Role.CHOICE if value.dtype is torch.bool else Role.ROUNDED)
+        return run.held(value, Role.CHOICE) if value.dtype is torch.bool else _rounded(x, value)
     if value.dtype.itemsize == 1:
         raise run.refusal(f"a cast to {value.dtype}")
     role = role_after("to", x)
@@ -144,6 +144,13 @@ def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     run.note_cast(value, x)
     moves = (value.device,) if value.device != x.device else ()
     return run.emit("cast", value, x, value.dtype, *moves, role=role)
+
+
+def _rounded(x: Live, value: Tensor) -> Live:
+    """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
+    found, cut = tape().held(value, Role.ROUNDED), torch.trunc(x)
+    found.behind = cut if bool(raw(lambda: (value_of(cut) == value).all())) else None  # not where they overflow
+    return found
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -155,6 +162,9 @@ def item(x: Any, at: Any) -> Any:
     value = raw(Tensor.__getitem__, x, _held_index(at))
     if not is_live(x):
         return value
+    first = at[0] if isinstance(at, tuple) and at else at
+    if not (first is None or first is ... or isinstance(first, slice) and len(range(*first.indices(len(x)))) == len(x)):
+        tape().note_part("getitem", x)
     return tape().emit("index", value, x, _index(at), role=role_after("getitem", x))
 
 
@@ -206,6 +216,8 @@ def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     x, parts = args[0], raw(function, *args, **kwargs)
     axis = _split_axis(name, x, args, kwargs)
     role, start, found = role_after("split", x), 0, []
+    if axis == 0:
+        tape().note_part(name, x)
     for part in parts:
         length = part.shape[axis]
         found.append(tape().emit("narrow", part, x, axis, start, length, role=role))
@@ -226,6 +238,8 @@ def unbound(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     x, parts = args[0], raw(function, *args, **kwargs)
     axis = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim()
     role = role_after("unbind", x)
+    if axis == 0:
+        tape().note_part(name, x)
     return tuple([tape().emit("select", part, x, axis, n, role=role) for n, part in enumerate(parts)])
 
 
@@ -240,6 +254,8 @@ def narrowed(x: Live, dim: int, start: Any, length: int) -> Any:
     """Some places in a row of one axis."""
     start = int(start)
     value = raw(Tensor.narrow, x, dim, start, length)
+    if dim % x.dim() == 0 and length != len(x):
+        tape().note_part("narrow", x)
     return tape().emit(
         "narrow", value, x, dim, start % x.shape[dim] if length else start, length, role=role_after("narrow", x)
     )
@@ -250,6 +266,8 @@ def selected(x: Live, dim: int, index: Any) -> Any:
     """One place of an axis."""
     index = int(index)
     value = raw(Tensor.select, x, dim, index)
+    if dim % x.dim() == 0:
+        tape().note_part("select", x)
     return tape().emit("select", value, x, dim, index % x.shape[dim], role=role_after("select", x))
 
 
@@ -259,6 +277,8 @@ def rows_selected(x: Any, dim: int, index: Tensor) -> Any:
     value = raw(torch.index_select, x, dim, index)
     if not is_live(x):
         return value
+    if dim % x.dim() == 0:
+        tape().note_part("index_select", x)
     return tape().emit("index_select", value, x, dim, value_of(index), role=role_after("index_select", x))
 
 
@@ -374,6 +394,8 @@ def summed(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     dims = tuple(range(x.dim())) if dims is None or dims == () or dims == [] else dims
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    if any(dim % x.dim() == 0 for dim in dims):
+        tape().note_part(name, x)
     value = raw(getattr(torch, name), x, dims, keepdim=keepdim) if dims else value_of(x)
     return tape().emit(name, value, x, dims, keepdim, role=role_after(name, x))
 
@@ -552,11 +574,23 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     index = value_of(index)
     if isinstance(source, Tensor) and source.dim() and source.shape != index.shape:
         source = source[tuple(slice(n) for n in index.shape)]
-    if reduce in ("add", "sum") and kwargs.get("include_self", True):
-        return tape().emit("scatter_add", value, x, dim, index, source)
+    if reduce in ("add", "sum", "mean"):
+        return _summed_there(x, dim, index, source, is_mean=reduce == "mean", with_own=kwargs.get("include_self", True))
     if name == "scatter" and reduce is None:
         return tape().emit("scatter", value, x, dim, index, source)
     raise tape().refusal(f"{name} by {reduce}")
+
+
+def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool, with_own: bool) -> Any:
+    """X with numbers of a source added at places, or their means there, with its own numbers among them or not."""
+    base = x if with_own else torch.scatter(x, dim, index, 0.0)
+    total = raw(torch.scatter_add, base, dim, index, source)
+    found = tape().emit("scatter_add", total, base, dim, index, source)
+    if not is_mean:
+        return found
+    ones = raw(torch.full_like, x, float(with_own))
+    counts = raw(lambda: ones.scatter_add(dim, index, torch.ones_like(value_of(source))).clamp_min(1))
+    return found / counts
 
 
 @family("embedding")
