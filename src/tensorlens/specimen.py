@@ -141,7 +141,9 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
     """
     anatomy, last = recording.from_model("A recording").anatomy, recording.n_blocks - 1
     blocks = set(map(id, anatomy.blocks))
-    calls = [one for one in seen.calls if id(one.module) in blocks and not any(id(h.module) in blocks for h in one.holders())]
+    calls = [
+        one for one in seen.calls if id(one.module) in blocks and not any(id(h.module) in blocks for h in one.holders())
+    ]
     if recording.n_encoder_blocks or len(calls) != recording.n_blocks or not calls[last].sizes:
         return
     state = recording.states[last]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.errors import TensorLensError
+from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run

@@ -38,9 +38,7 @@ ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincou
 """Functions of decisions in whose result one element depends on several of them."""
 
 LEAVES = words("tolist numpy array __array__ __dlpack__")
-COUNTS = KEEPS_ROLE | words(
-    "neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp"
-)
+COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp")
 """Functions in which whole numbers that live ones were cast to stand for these."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
@@ -210,7 +208,7 @@ class Tape:
             self.mixes_samples = f"`{what}` in `{self.module or 'the model'}`"
 
     def note_part(self, name: str, x: Tensor) -> None:
-        """Note that some samples were taken out of all, or all together: what is made of them may be held for others."""
+        """Note that some samples were taken out of all, or all together: what they give may be held for others."""
         if self.n_samples > 1 and x.dim() and x.shape[0] == self.n_samples:
             self.note_mixing(name)
 

@@ -262,11 +262,13 @@ def _plain_again(x: Tensor) -> Tensor:
 
 def version_of(x: Tensor) -> int:
     """How often its memory was written to; `UNCOUNTED` for tensors of inference mode, which do not count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(x) is Tensor:
             return x._version
-        except RuntimeError:
-            return UNCOUNTED
+        with torch._C.DisableTorchFunctionSubclass():
+            return x._version
+    except RuntimeError:
+        return UNCOUNTED
 
 
 def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:

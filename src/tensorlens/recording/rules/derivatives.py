@@ -20,7 +20,7 @@ from tensorlens.recording.tape import spec_of
 
 
 def by_derivative(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives, by its derivative in everything live: of a function of several kernels, kernel by kernel."""
+    """What a function gives, by its derivative in everything live; a function of several kernels goes by each."""
     run = tape()
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
@@ -136,7 +136,7 @@ def product_by_kernel(
 
 @family("max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d")
 def in_the_first(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that is linear in its first argument; what its others decide is held, where products hold something."""
+    """A function that is linear in its first argument; what its others decide is held, where products hold."""
     run = tape()
     if not isinstance(function, torch._ops.OpOverload) or run.rules.name == "jacobian":
         return by_derivative(function, name, args, kwargs)

@@ -687,8 +687,8 @@ def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     if name == "new_tensor" and is_live(given[0]):
         return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)
     raise NotLinearError(
-        f"`{name}` makes a new tensor of live numbers in `{tape().module or 'the model'}`, which no rule follows. Write "
-        "`x.expand(shape)` for one of them, and `torch.stack` for several."
+        f"`{name}` makes a new tensor of live numbers in `{tape().module or 'the model'}`, which no rule follows. "
+        "Write `x.expand(shape)` for one of them, and `torch.stack` for several."
     )
 
 

@@ -7,7 +7,7 @@ the mean operator of the whole model, ``lre.fixed@embedding`` is LRE on the toke
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
