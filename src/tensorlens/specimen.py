@@ -152,8 +152,8 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
     if all(abs(float(one) - size) > accepted for one in calls[last].sizes):
         raise NotLinearError(
             f"`{anatomy.model.__class__.__name__}` gave other numbers in a second pass: what entered block {last} had "
-            f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same from the same input; switch off "
-            "what is random, and what it keeps from one call to the next outside of its modules."
+            f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same from the same input; switch "
+            "off what is random, and what it keeps from one call to the next outside of its modules."
         )
 
 
