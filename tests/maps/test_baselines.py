@@ -43,9 +43,7 @@ FAMILIES = {
     "dinov2": Paths("attention.o_proj", second="norm2", scale="layer_scale1.lambda1"),
     "llama": Paths("self_attn.o_proj", second="post_attention_layernorm"),
     "qwen2": Paths("self_attn.o_proj", second="post_attention_layernorm"),
-    "gemma3": Paths(
-        "self_attn.o_proj", behind="post_attention_layernorm", second="pre_feedforward_layernorm"
-    ),
+    "gemma3": Paths("self_attn.o_proj", behind="post_attention_layernorm", second="pre_feedforward_layernorm"),
     "olmo2": Paths("self_attn.o_proj", behind="post_attention_layernorm"),
     "phi": Paths("self_attn.dense"),
     "neox-parallel": Paths("attention.dense"),

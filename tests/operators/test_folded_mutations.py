@@ -68,8 +68,6 @@ def skipped_block(monkeypatch: Patch) -> None:
     )
 
 
-
-
 MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "attention transposed": ("bert", of_factors(mix=lambda mix: mix.mT.contiguous())),
     "heads in reverse": ("bert", of_factors(mix=lambda mix: mix.flip(1))),
