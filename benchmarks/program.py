@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import tensorlens as tl
 from benchmarks.models import default_type
-from benchmarks.timing import median_seconds
+from benchmarks.timing import Timing, median_seconds, timed
 
 GEMMA3 = dict(hidden_size=3840, num_attention_heads=16, num_key_value_heads=8, intermediate_size=15360, head_dim=256)
 DEEPSEEK = dict(
@@ -59,10 +59,10 @@ def build(name: str, n_blocks: int, device: str, **small: Any) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def forward_and_backward(model: Any, ids: Tensor) -> Tensor:
+def forward_and_backward(model: Any, ids: Tensor, **options: Any) -> Tensor:
     """The gradient of the largest logit at the last token, for the embeddings."""
     x = model.get_input_embeddings()(ids[None]).detach().requires_grad_()
-    logits = model(inputs_embeds=x).logits[0, -1]
+    logits = model(inputs_embeds=x, **options).logits[0, -1]
     return torch.autograd.grad(logits.max(), x)[0]
 
 
@@ -105,6 +105,35 @@ def ratios(model: nn.Module, n_tokens: int, device: str, *, certify: bool) -> di
     return found | {"forward ms": 1e3 * forward}
 
 
+def long_row(model: nn.Module, n_tokens: int, device: str) -> dict[str, float]:
+    """A long input through all blocks: a map, a push, components and a graph, over plain passes; memory in GiB."""
+    ids = torch.randint(5, 900, (n_tokens,), generator=torch.Generator().manual_seed(1))
+    lens, on_device = tl.Lens(model), ids.to(device)
+
+    def measured(work: Callable[[], Any], n: int = 3) -> Timing:
+        return timed(work, device, n=n, most_seconds=15)
+
+    with torch.no_grad():
+        forward = measured(lambda: model(on_device[None], logits_to_keep=1)).seconds
+    both = measured(lambda: forward_and_backward(model, on_device, logits_to_keep=1)).seconds
+    whole = measured(lambda: lens(ids).map("tensor.in_class", -1))
+    T = lens(ids)
+    T.map("tensor.in_class", -1)
+    parts, flow = measured(lambda: lens(ids).components(-1, 7)), measured(lambda: T.components(-1, 7).flow())
+    few, more = (measured(lambda n=n: T.graph(-1, 7, max_nodes=n, share=0.99), 2) for n in (10, 30))
+    return {
+        "map": whole.seconds / both,
+        "map GiB": (whole.extra_bytes or 0) / 2**30,
+        "output": measured(lambda: T.map("tensor.in_class", -2)).seconds / forward,
+        "push": measured(lambda: T.apply(T.input)).seconds / forward,
+        "components from ids": parts.seconds / both,
+        "components GiB": (parts.extra_bytes or 0) / 2**30,
+        "components, recorded": flow.seconds / both,
+        "graph, forwards per node": (more.seconds - few.seconds) / 20 / forward,
+        "forward ms": 1e3 * forward,
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,8 +141,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--no-certificate", action="store_true")
+    parser.add_argument("--long", action="store_true", help="all 32 blocks of Llama-8B, one input of --tokens")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.long:
+        model = build("Llama-8B", 32, device)
+        for n_tokens in options.tokens:
+            row = long_row(model, n_tokens, device)
+            print(f"{n_tokens:6}  " + "  ".join(f"{key} {value:.3g}" for key, value in row.items()), flush=True)
+        return
     found: list[float] = []
     for name in options.models:
         model = build(name, options.blocks, device)

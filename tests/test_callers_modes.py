@@ -72,9 +72,11 @@ OTHERS: dict[str, Callable[[tl.AttentionTensor], list[Tensor]]] = {
     "predictions": lambda T: [torch.tensor([one.logit for one in T.predictions()], dtype=torch.float64, device="cpu")],
     "certificate": lambda T: [torch.tensor([float(T.certificate().passed)], device="cpu")],
     "spectrum": lambda T: [tl.spectrum(T, k=2).values],
-    "batch": lambda T: [tl.Lens(T.operator.recording.model).batch([[5, 9, 4], [7]])[0].map(out_token=-1).scores],
+    "batch": lambda T: [
+        tl.Lens(T.operator.recording.origin.anatomy.model).batch([[5, 9, 4], [7]])[0].map(out_token=-1).scores
+    ],
     "patching": lambda T: [
-        tl.patching(tl.Lens(T.operator.recording.model), [5, 9, 4], [5, 8, 4], verify=True).predicted
+        tl.patching(tl.Lens(T.operator.recording.origin.anatomy.model), [5, 9, 4], [5, 8, 4], verify=True).predicted
     ],
 }
 
