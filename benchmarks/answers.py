@@ -23,14 +23,24 @@ from benchmarks.timing import Timing, timed
 
 SIZES: dict[str, dict[str, int]] = {
     "llama-8b": dict(
-        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
-        vocab_size=128256, max_position_embeddings=131072,
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=131072,
     ),
     "tiny": dict(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160,
-        vocab_size=500, max_position_embeddings=8192,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=160,
+        vocab_size=500,
+        max_position_embeddings=8192,
     ),
-}  # fmt: skip
+}
 BARS = {"passages × answer sentences": 6.0, "answer tokens × 20 passages": 30.0}
 
 
@@ -82,16 +92,24 @@ def measured(lens: tl.Lens, n_prompt: int, n_answer: int, device: str, repeats: 
         made = work()  # warms up, and proves what is proved once for a model
         took = timed(work, device, n=repeats, warm=0, most_seconds=60)
         rows[name] = took.as_dict() | {
-            "passes": took.seconds / per[name].seconds, "bar": BARS[name], "engine": made.meta["engine"],
-            "error": _error(made), "shape": list(made.shape),
-        }  # fmt: skip
+            "passes": took.seconds / per[name].seconds,
+            "bar": BARS[name],
+            "engine": made.meta["engine"],
+            "error": _error(made),
+            "shape": list(made.shape),
+        }
         print(name, rows[name], flush=True)
     T = lens.answer(prompt, answer).tensor
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "dtype": str(T.dtype),
-        "prompt": n_prompt, "answer": n_answer, "streamed": T.operator.is_streamed,
-        "plain": {name: one.as_dict() for name, one in plain.items()}, "recording": recorded.as_dict(), "rows": rows,
-    }  # fmt: skip
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "dtype": str(T.dtype),
+        "prompt": n_prompt,
+        "answer": n_answer,
+        "streamed": T.operator.is_streamed,
+        "plain": {name: one.as_dict() for name, one in plain.items()},
+        "recording": recorded.as_dict(),
+        "rows": rows,
+    }
 
 
 def _plain(model: Any, ids: list[int], n_answer: int, device: str, repeats: int) -> dict[str, Timing]:
@@ -129,13 +147,18 @@ def table(found: dict[str, Any]) -> str:
         "",
         "| question | engine | seconds | passes | bar | extra memory, GiB | error of sums |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, row in found["rows"].items():
         memory = "–" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**30:.1f}"
         cells = [
-            name, row["engine"], f"{row['seconds']:.2f}", f"{row['passes']:.1f}", f"{row['bar']:.0f}", memory,
+            name,
+            row["engine"],
+            f"{row['seconds']:.2f}",
+            f"{row['passes']:.1f}",
+            f"{row['bar']:.0f}",
+            memory,
             f"{row['error']:.1e}",
-        ]  # fmt: skip
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -22,8 +22,15 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-               intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)  # fmt: skip
+SMOLLM2 = dict(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+)
 N_STEPS = 32
 """Points along the path of integrated gradients, as in `gradient.integrated`."""
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-BARS = {"128 tokens, in_class": 0.6, "256 tokens, in_class": 0.5, "in_out": 0.4, "sketch, 16 probes": 0.04,
-        "contribution": 0.1}  # fmt: skip
+BARS = {
+    "128 tokens, in_class": 0.6,
+    "256 tokens, in_class": 0.5,
+    "in_out": 0.4,
+    "sketch, 16 probes": 0.04,
+    "contribution": 0.1,
+}
 """What a map of a data set was to reach, by how its name ends."""
 
 

@@ -24,10 +24,24 @@ import transformers as hf
 
 import tensorlens as tl
 
-SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-               intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)  # fmt: skip
-LLAMA_8B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192)  # fmt: skip
+SMOLLM2 = dict(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+)
+LLAMA_8B = dict(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
 
 
 def finish() -> None:
@@ -179,8 +193,12 @@ def long(device: str, n_tokens: int = 8192) -> dict[str, float]:
 
 
 PEERS = (
-    "input x gradient", "lxt.attn_lrp", "lxt.cp_lrp", "captum.input_x_gradient", "captum.integrated_gradients",
-)  # fmt: skip
+    "input x gradient",
+    "lxt.attn_lrp",
+    "lxt.cp_lrp",
+    "captum.input_x_gradient",
+    "captum.integrated_gradients",
+)
 """What `data_set_peers.py` can run."""
 OURS = (
     ("tensor.in_class", tl.Rules.paper()),

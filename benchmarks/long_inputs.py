@@ -17,8 +17,14 @@ def long_model(name: str, device: str) -> Any:
     return build(name, device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-def long_inputs(model: Any, device: str, lengths: tuple[int, ...] = (8192, 65536, 131072), compare_up_to: int = 8192,
-                repeats: int = 5, name: str = "llama-8b") -> Rows:  # fmt: skip
+def long_inputs(
+    model: Any,
+    device: str,
+    lengths: tuple[int, ...] = (8192, 65536, 131072),
+    compare_up_to: int = 8192,
+    repeats: int = 5,
+    name: str = "llama-8b",
+) -> Rows:
     """In+Out of one output from token ids, against a plain forward and backward pass."""
     rows = []
     lens = tl.Lens(model)

@@ -18,15 +18,35 @@ CONFIGS: dict[str, Callable[..., tuple[type, Any]]] = {
     "pythia-1b": lambda **o: (
         hf.GPTNeoXModel,
         hf.GPTNeoXConfig(
-            **(dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=8, intermediate_size=8192,
-                    vocab_size=50304, rotary_pct=0.25, use_parallel_residual=True) | o)
+            **(
+                dict(
+                    hidden_size=2048,
+                    num_hidden_layers=16,
+                    num_attention_heads=8,
+                    intermediate_size=8192,
+                    vocab_size=50304,
+                    rotary_pct=0.25,
+                    use_parallel_residual=True,
+                )
+                | o
+            )
         ),
     ),
     "llama-8b": lambda **o: (
         hf.LlamaModel,
         hf.LlamaConfig(
-            **(dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                    intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072) | o)
+            **(
+                dict(
+                    hidden_size=4096,
+                    num_hidden_layers=32,
+                    num_attention_heads=32,
+                    num_key_value_heads=8,
+                    intermediate_size=14336,
+                    vocab_size=128256,
+                    max_position_embeddings=131072,
+                )
+                | o
+            )
         ),
     ),
     "tiny-bert": lambda **o: (
@@ -37,18 +57,31 @@ CONFIGS: dict[str, Callable[..., tuple[type, Any]]] = {
     "tiny-neox": lambda **o: (
         hf.GPTNeoXModel,
         hf.GPTNeoXConfig(
-            **(dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=1000)
-               | o)
+            **(
+                dict(
+                    hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=1000
+                )
+                | o
+            )
         ),
     ),
     "tiny-llama": lambda **o: (
         hf.LlamaModel,
         hf.LlamaConfig(
-            **(dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-                    intermediate_size=384, vocab_size=1000) | o)
+            **(
+                dict(
+                    hidden_size=128,
+                    num_hidden_layers=4,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    intermediate_size=384,
+                    vocab_size=1000,
+                )
+                | o
+            )
         ),
     ),
-}  # fmt: skip
+}
 
 
 def build(name: str, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:

@@ -155,13 +155,29 @@ def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
         once = row.get("first_call", {})
         first = [_time(once[step]) if step in once else "" for step in ("slice", "recording")]
         peak = f"{row['rate'] / peaks[row['precision']]:.0%}" if "rate" in row and row["precision"] in peaks else ""
-        rows.append([
-            row["model"] + (", CPU" if "real" in row["model"] else ""), row["precision"], _spread(row["ours"]), *first,
-            _time(row["jacobian"]["seconds"]), f"**{row['ratio']:.2f}×**", peak,
-            f"{row['error']:.0e}" if "error" in row else "",
-        ])  # fmt: skip
-    heads = ["model", "precision", "T[i] (fastest–slowest)", "first T[i]", "recording", "Jacobian way", "ratio",
-             "share of peak", "error to float32"]  # fmt: skip
+        rows.append(
+            [
+                row["model"] + (", CPU" if "real" in row["model"] else ""),
+                row["precision"],
+                _spread(row["ours"]),
+                *first,
+                _time(row["jacobian"]["seconds"]),
+                f"**{row['ratio']:.2f}×**",
+                peak,
+                f"{row['error']:.0e}" if "error" in row else "",
+            ]
+        )
+    heads = [
+        "model",
+        "precision",
+        "T[i] (fastest–slowest)",
+        "first T[i]",
+        "recording",
+        "Jacobian way",
+        "ratio",
+        "share of peak",
+        "error to float32",
+    ]
     before = (
         "T[i] is of an input that is recorded and folded, as every slice after the first; the first one also folds the "
         "blocks. The recording comes before both, once for each input; the Jacobian way has its forward pass inside. "
@@ -174,12 +190,26 @@ def _slices(parts: dict[str, Any], peaks: dict[str, float]) -> str:
 
 def _norms(parts: dict[str, Any], peaks: dict[str, float]) -> str:
     rows = [
-        [row["model"], row["precision"], _spread(row["ours"]), _time(row["jacobian"]["seconds"] * row["L"]),
-         f"**{row['ratio']:.1f}×**", f"{row['rate'] / peaks[row['precision']]:.0%}", f"{row['error']:.0e}"]
+        [
+            row["model"],
+            row["precision"],
+            _spread(row["ours"]),
+            _time(row["jacobian"]["seconds"] * row["L"]),
+            f"**{row['ratio']:.1f}×**",
+            f"{row['rate'] / peaks[row['precision']]:.0%}",
+            f"{row['error']:.0e}",
+        ]
         for row in parts.get("norms", [])
-    ]  # fmt: skip
-    heads = ["model", "precision", "norm map", "Jacobian way (one slice × 128)", "ratio", "share of peak",
-             "error to float32"]  # fmt: skip
+    ]
+    heads = [
+        "model",
+        "precision",
+        "norm map",
+        "Jacobian way (one slice × 128)",
+        "ratio",
+        "share of peak",
+        "error to float32",
+    ]
     seconds = {(row["model"], row["precision"]): row["ours"]["seconds"] for row in parts.get("norms", [])}
     faster = [
         f"{seconds['bert-base', precision] / seconds['gpt2-small', precision]:.2f}× in {precision}"
@@ -193,19 +223,39 @@ def _norms(parts: dict[str, Any], peaks: dict[str, float]) -> str:
 
 def _sketches(parts: dict[str, Any]) -> str:
     rows = [
-        [row["model"], row["precision"], _spread(row["ours"]), f"**{row['ratio']:.1f}×**", f"{row['spearman']:.3f}",
-         _time(row["in_out_all"]["seconds"]), f"{row['in_out_share']:.4f}×" if "in_out_share" in row else ""]
+        [
+            row["model"],
+            row["precision"],
+            _spread(row["ours"]),
+            f"**{row['ratio']:.1f}×**",
+            f"{row['spearman']:.3f}",
+            _time(row["in_out_all"]["seconds"]),
+            f"{row['in_out_share']:.4f}×" if "in_out_share" in row else "",
+        ]
         for row in parts.get("sketches", [])
-    ]  # fmt: skip
-    heads = ["model", "precision", "16 probes, one output", "faster than the exact slice", "rank correlation",
-             "In+Out, all outputs", "part of the Jacobian way's time"]  # fmt: skip
+    ]
+    heads = [
+        "model",
+        "precision",
+        "16 probes, one output",
+        "faster than the exact slice",
+        "rank correlation",
+        "In+Out, all outputs",
+        "part of the Jacobian way's time",
+    ]
     first = _table("The sketched norm, and In+Out of all outputs", heads, rows)
     real = [
-        [row["model"], str(row["L"]), str(row["texts"]), f"{row['spearman'][0]:.3f}",
-         f"{row['spearman'][len(row['spearman']) // 2]:.3f}", f"{row['relative_error']:.1%}",
-         f"{row['within_two_standard_errors']:.0%}"]
+        [
+            row["model"],
+            str(row["L"]),
+            str(row["texts"]),
+            f"{row['spearman'][0]:.3f}",
+            f"{row['spearman'][len(row['spearman']) // 2]:.3f}",
+            f"{row['relative_error']:.1%}",
+            f"{row['within_two_standard_errors']:.0%}",
+        ]
         for row in parts.get("sketches-real", [])
-    ]  # fmt: skip
+    ]
     heads = ["model", "tokens", "reviews", "lowest rank correlation", "median", "error", "within two standard errors"]
     return first + "\n" + _table("Sketches on real text: 16 probes against the exact norms", heads, real)
 
@@ -219,8 +269,13 @@ def _long(parts: dict[str, Any]) -> str:
         against = (f"{row['ratio_time']:.2f}×", f"{row['ratio_memory']:.2f}×") if "ratio_time" in row else ("", "")
         memory = f"{row['ours']['extra_bytes'] / 2**30:.1f} GiB" if row["ours"].get("extra_bytes") else ""
         rows.append([f"{row['L']:,}", _time(row["ours"]["seconds"]), memory, *against])
-    heads = ["tokens", "In+Out, one output", "memory beside the weights", "time, of a forward and backward pass",
-             "memory, of the same"]  # fmt: skip
+    heads = [
+        "tokens",
+        "In+Out, one output",
+        "memory beside the weights",
+        "time, of a forward and backward pass",
+        "memory, of the same",
+    ]
     before = "From token ids to scores. Graphs of blocks are kept while memory lasts: a long input takes what is there."
     return _table("Long inputs: Llama-8B configuration, bfloat16", heads, rows, before)
 
@@ -229,10 +284,17 @@ def _answers(found: dict[str, Any]) -> str:
     if not found:
         return ""
     rows = [
-        [name, row["engine"], _spread(row), f"**{row['passes']:.1f}**", f"{row['bar']:.0f}",
-         f"{row['extra_bytes'] / 2**30:.1f} GiB", f"{row['error']:.0e}"]
+        [
+            name,
+            row["engine"],
+            _spread(row),
+            f"**{row['passes']:.1f}**",
+            f"{row['bar']:.0f}",
+            f"{row['extra_bytes'] / 2**30:.1f} GiB",
+            f"{row['error']:.0e}",
+        ]
         for name, row in found["rows"].items()
-    ]  # fmt: skip
+    ]
     plain = found["plain"]
     before = (
         f"{found['device']}, Llama-8B's shape, random weights, bfloat16: {found['prompt']:,} tokens of prompt in 20 "
@@ -310,12 +372,16 @@ def _floors(parts: dict[str, Any], peaks: dict[str, float]) -> str:
         if row["precision"] not in peaks:
             continue
         arithmetic, moved = row["flops"] / peaks[row["precision"]], row.get("bytes", 0) / peaks["copy"]
-        rows.append([
-            f"{row['work']}, {row['model']}", row["precision"],
-            f"{row['flops'] / 1e12:.3g} TFLOP = {_time(arithmetic)}",
-            f"{row['bytes'] / 1e9:.3g} GB = {_time(moved)}" if moved else "", _time(row["ours"]["seconds"]),
-            f"{row['ours']['seconds'] / max(arithmetic, moved):.2f}×",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{row['work']}, {row['model']}",
+                row["precision"],
+                f"{row['flops'] / 1e12:.3g} TFLOP = {_time(arithmetic)}",
+                f"{row['bytes'] / 1e9:.3g} GB = {_time(moved)}" if moved else "",
+                _time(row["ours"]["seconds"]),
+                f"{row['ours']['seconds'] / max(arithmetic, moved):.2f}×",
+            ]
+        )
     heads = ["work", "precision", "operations", "bytes", "measured", "over the floor"]
     return _table("Floors", heads, rows).removeprefix("## Floors\n\n")
 
@@ -356,10 +422,14 @@ def _scaling(parts: dict[str, Any]) -> str:
         return ""
     draw(found)
     rows = [
-        [row["work"].split()[-1], row["axis"].replace("N", "N - 1"), f"**{row['exponent']:.2f}**",
-         ", ".join(f"{x}: {_time(seconds)}" for x, seconds in row["points"])]
+        [
+            row["work"].split()[-1],
+            row["axis"].replace("N", "N - 1"),
+            f"**{row['exponent']:.2f}**",
+            ", ".join(f"{x}: {_time(seconds)}" for x, seconds in row["points"]),
+        ]
         for row in found
-    ]  # fmt: skip
+    ]
     base = found[0]["base"]
     before = (
         f"BERT's block with inner width 4·D on one thread of a CPU; the sizes not varied are L = {base['L']}, "

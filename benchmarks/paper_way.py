@@ -62,8 +62,15 @@ def _rms_norm(x: Tensor, norm: Any) -> Tensor:
     return x * inverse * norm.weight
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-               scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:  # fmt: skip
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     scores = query.detach() @ key.detach().mT * (scaling or query.shape[-1] ** -0.5)

@@ -28,8 +28,17 @@ def tensor_of(model: Any, n_tokens: int, precision: Any = None) -> Any:
     return T if precision is None else T.with_precision(precision)
 
 
-def best_jacobian(model: Any, x: Any, device: str, precision: str, chunks: list[int], out_token: int,
-                  reference: Any, n: int = 3, ways: tuple[str, ...] = tuple(WAYS)) -> dict[str, Any]:  # fmt: skip
+def best_jacobian(
+    model: Any,
+    x: Any,
+    device: str,
+    precision: str,
+    chunks: list[int],
+    out_token: int,
+    reference: Any,
+    n: int = 3,
+    ways: tuple[str, ...] = tuple(WAYS),
+) -> dict[str, Any]:
     """The fastest way and chunk size for one slice, with its error against `reference`.
 
     Args:
@@ -67,8 +76,16 @@ def relative(found: Any, expected: Any) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def slices(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_tokens: int = 128, n: int = 7,
-           n_jacobian: int = 3, chunks: tuple[int, ...] = (), ways: tuple[str, ...] = tuple(WAYS)) -> Rows:  # fmt: skip
+def slices(
+    device: str,
+    names: tuple[str, ...],
+    precisions: tuple[str, ...],
+    n_tokens: int = 128,
+    n: int = 7,
+    n_jacobian: int = 3,
+    chunks: tuple[int, ...] = (),
+    ways: tuple[str, ...] = tuple(WAYS),
+) -> Rows:
     """T[i]: this library against the best Jacobian way at the same precision."""
     rows = []
     for name in names:
@@ -83,12 +100,22 @@ def slices(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_t
             flops = estimate(fast.operator, "rows").flops
             sizes = [c for c in chunks or ((64, 256, d) if device == "cuda" else (32, 128, d)) if c <= d] or [d]
             jacobian = best_jacobian(model, T.input, device, precision, sizes, i, exact, n_jacobian, ways)
-            rows.append({
-                "work": "slice", "model": name, "L": n_tokens, "precision": precision, "ours": ours.as_dict(),
-                "first_call": first, "error": relative(fast.rows(i), exact), "flops": flops, "jacobian": jacobian,
-                "ratio": jacobian["seconds"] / ours.seconds, "rate": flops / ours.seconds,
-                "bytes": slice_bytes(fast.operator),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "slice",
+                    "model": name,
+                    "L": n_tokens,
+                    "precision": precision,
+                    "ours": ours.as_dict(),
+                    "first_call": first,
+                    "error": relative(fast.rows(i), exact),
+                    "flops": flops,
+                    "jacobian": jacobian,
+                    "ratio": jacobian["seconds"] / ours.seconds,
+                    "rate": flops / ours.seconds,
+                    "bytes": slice_bytes(fast.operator),
+                }
+            )
             print(line(rows[-1]), flush=True)
             del fast
         del model, T, exact
@@ -113,8 +140,15 @@ def _first_call(model: Any, n_tokens: int, precision: str, device: str) -> dict[
     return {"recording": recording.seconds, "slice": slice_.seconds}
 
 
-def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n_tokens: int = 128, n: int = 3,
-              n_checked: int = 8, known: dict[tuple[str, str], dict[str, Any]] | None = None) -> Rows:  # fmt: skip
+def norm_maps(
+    device: str,
+    names: tuple[str, ...],
+    precisions: tuple[str, ...],
+    n_tokens: int = 128,
+    n: int = 3,
+    n_checked: int = 8,
+    known: dict[tuple[str, str], dict[str, Any]] | None = None,
+) -> Rows:
     """The exact L×L norm map. The Jacobian way is timed on one slice, times L; the error is taken of some outputs.
 
     Args:
@@ -145,12 +179,22 @@ def norm_maps(device: str, names: tuple[str, ...], precisions: tuple[str, ...], 
             )
             jacobian_all = jacobian["seconds"] * n_tokens
             peak = matmul_peak_at(device, precision)
-            rows.append({
-                "work": "norm map", "model": name, "L": n_tokens, "precision": precision, "ours": ours.as_dict(),
-                "error": relative(found[some], exact), "flops": flops, "rate": flops / ours.seconds, "peak": peak,
-                "share_of_peak": flops / ours.seconds / peak, "jacobian": jacobian | {"all_outputs": jacobian_all},
-                "ratio": jacobian_all / ours.seconds,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "norm map",
+                    "model": name,
+                    "L": n_tokens,
+                    "precision": precision,
+                    "ours": ours.as_dict(),
+                    "error": relative(found[some], exact),
+                    "flops": flops,
+                    "rate": flops / ours.seconds,
+                    "peak": peak,
+                    "share_of_peak": flops / ours.seconds / peak,
+                    "jacobian": jacobian | {"all_outputs": jacobian_all},
+                    "ratio": jacobian_all / ours.seconds,
+                }
+            )
             print(line(rows[-1]), flush=True)
             del fast
         del model, T, last
@@ -179,11 +223,19 @@ def sketches(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n
             sketch = timed(lambda fast=fast, o=outputs: sketched_norms(fast, (next(o),), 16), device, n=10, warm=3)
             found = sketched_norms(fast, (i,), 16).norms[0]
             in_out = timed(lambda fast=fast: _in_out(fast), device, n=10, warm=3)
-            rows.append({
-                "work": "sketch", "model": name, "L": n_tokens, "precision": precision, "ours": sketch.as_dict(),
-                "exact": slice_.as_dict(), "ratio": slice_.seconds / sketch.seconds,
-                "spearman": spearman(found, exact), "in_out_all": in_out.as_dict(),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "sketch",
+                    "model": name,
+                    "L": n_tokens,
+                    "precision": precision,
+                    "ours": sketch.as_dict(),
+                    "exact": slice_.as_dict(),
+                    "ratio": slice_.seconds / sketch.seconds,
+                    "spearman": spearman(found, exact),
+                    "in_out_all": in_out.as_dict(),
+                }
+            )
             print(line(rows[-1]), f"   In+Out, all outputs {in_out.seconds * 1e3:.1f} ms", flush=True)
         del model, T
         clear(device)

@@ -33,8 +33,15 @@ from tensorlens.studies.perturbation_study.measuring import Measurement
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.subjects import Texts
 
-SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-               intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)  # fmt: skip
+SMOLLM2 = dict(
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+)
 
 
 def finish() -> None:

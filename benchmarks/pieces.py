@@ -41,10 +41,17 @@ def pieces(device: str, precision: str, dtype: torch.dtype, shape: Shape, peak: 
             except Exception as error:  # noqa: BLE001  one step must not cost the others
                 rows.append({"work": "piece", "piece": name, "error": repr(error)[:200]})
                 continue
-            rows.append({
-                "work": "piece", "piece": name, "precision": precision, "shape": shape._asdict(), "seconds": seconds,
-                "share_of_peak": flops / seconds / peak, "share_of_copy": n_bytes / seconds / copy,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "piece",
+                    "piece": name,
+                    "precision": precision,
+                    "shape": shape._asdict(),
+                    "seconds": seconds,
+                    "share_of_peak": flops / seconds / peak,
+                    "share_of_copy": n_bytes / seconds / copy,
+                }
+            )
             label = f"   {precision:<9} {shape.n_cotangents:5d} {name:<34} {seconds * 1e3:8.3f} ms"
             shares = f"{rows[-1]['share_of_peak']:6.1%} of peak, {rows[-1]['share_of_copy']:6.1%} of copies"
             print(label, shares, flush=True)
@@ -90,12 +97,19 @@ def _steps(device: str, dtype: torch.dtype, shape: Shape) -> dict[str, tuple[Cal
         f"scale W_up for {k} tokens": (lambda: torch.mul(up, gain[:, None], out=scaled), 0, k * d * inner * size),
         "form P": (lambda: torch.mm(scaled.flatten(0, 1), down, out=formed.flatten(0, 1)), forming, 0),
         "form P, W_down by column": (
-            lambda: torch.mm(scaled.flatten(0, 1), down_by_column, out=formed.flatten(0, 1)), forming, 0),
+            lambda: torch.mm(scaled.flatten(0, 1), down_by_column, out=formed.flatten(0, 1)),
+            forming,
+            0,
+        ),
         "P c, transposed operand": (lambda: torch.bmm(x, matrices.mT, out=y), square, 2 * state),
         "P c, plain operand": (lambda: torch.bmm(x, matrices, out=y), square, 2 * state),
         "P c, channels first": (
-            lambda: torch.bmm(matrices, channels_first.transpose(0, 1),
-                              out=torch.empty_like(channels_first).transpose(0, 1)), square, 2 * state),
+            lambda: torch.bmm(
+                matrices, channels_first.transpose(0, 1), out=torch.empty_like(channels_first).transpose(0, 1)
+            ),
+            square,
+            2 * state,
+        ),
         "W_out y": (lambda: torch.mm(flat, weight.T, out=flat_y), square, 2 * state),
         "W_out y, plain operand": (lambda: torch.mm(flat, weight, out=flat_y), square, 2 * state),
         "W_out y, channels first": (lambda: torch.mm(weight, channels_first.flatten(1)), square, 2 * state),
@@ -103,7 +117,7 @@ def _steps(device: str, dtype: torch.dtype, shape: Shape) -> dict[str, tuple[Cal
         "mix, channels first": (old_mix, mixing, 2 * state),
         "y + W_value m": (lambda: flat_y.addmm_(flat, weight.T), square, 3 * state),
         "norms": (lambda: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32), 0, state),
-    }  # fmt: skip
+    }
     for step in (32, 64, 128, 256):
         if step <= c:
             steps[f"mix, {step} side by side"] = (lambda step=step: gathered(step), mixing, 2 * state)

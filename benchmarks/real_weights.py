@@ -52,12 +52,16 @@ def slice_of_minilm(data: Path, rounds: int, n_tokens: int = 128) -> Rows:
         times = interleaved(works, "cpu", rounds=rounds)
     best = min((name for name in times if name != "ours"), key=lambda name: times[name].seconds)
     row = {
-        "work": "slice", "model": "minilm, real weights", "L": n_tokens, "precision": "float32",
-        "ours": times["ours"].as_dict(), "jacobian": {"way": best, "error": errors[best], **times[best].as_dict()},
+        "work": "slice",
+        "model": "minilm, real weights",
+        "L": n_tokens,
+        "precision": "float32",
+        "ours": times["ours"].as_dict(),
+        "jacobian": {"way": best, "error": errors[best], **times[best].as_dict()},
         "tried": {name: time.as_dict() for name, time in times.items()},
         "ratio": times[best].seconds / times["ours"].seconds,
         "ratio_of_fastest": times[best].fastest / times["ours"].fastest,
-    }  # fmt: skip
+    }
     return [row]
 
 
@@ -95,14 +99,19 @@ def in_class(data: Path, rounds: int, n_tokens: int = 64) -> Rows:
     works["ours, map alone"] = lambda: T.map("tensor.in_class", out_token=-1, target=target).scores[0]
     scores = {name: work() for name, work in works.items()}
     times = interleaved(works, "cpu", rounds=rounds)
-    return [{
-        "work": "in_class", "model": "smollm2-135m, real weights", "L": n_tokens, "precision": "float32",
-        "times": {name: time.as_dict() for name, time in times.items()},
-        "ratio_to_lxt": times["lxt"].seconds / times["ours"].seconds,
-        "ratio_to_captum": times["captum"].seconds / times["ours"].seconds,
-        "difference_to_lxt": relative(scores["ours"], scores["lxt"]),
-        "difference_to_captum": relative(scores["ours"], scores["captum"]),
-    }]  # fmt: skip
+    return [
+        {
+            "work": "in_class",
+            "model": "smollm2-135m, real weights",
+            "L": n_tokens,
+            "precision": "float32",
+            "times": {name: time.as_dict() for name, time in times.items()},
+            "ratio_to_lxt": times["lxt"].seconds / times["ours"].seconds,
+            "ratio_to_captum": times["captum"].seconds / times["ours"].seconds,
+            "difference_to_lxt": relative(scores["ours"], scores["lxt"]),
+            "difference_to_captum": relative(scores["ours"], scores["captum"]),
+        }
+    ]
 
 
 @contextmanager
@@ -156,10 +165,17 @@ def sketches(
             within = ((sketch.norms[0] - exact).abs() <= 2 * sketch.standard_error[0]).double().mean()
             found.append((spearman(sketch.norms[0], exact), relative(sketch.norms[0], exact), float(within)))
         ranks, errors, within = zip(*found, strict=True)
-        rows.append({
-            "work": "sketch", "model": f"{name}, real weights", "L": n_tokens, "texts": n, "spearman": sorted(ranks),
-            "relative_error": sum(errors) / n, "within_two_standard_errors": sum(within) / n,
-        })  # fmt: skip
+        rows.append(
+            {
+                "work": "sketch",
+                "model": f"{name}, real weights",
+                "L": n_tokens,
+                "texts": n,
+                "spearman": sorted(ranks),
+                "relative_error": sum(errors) / n,
+                "within_two_standard_errors": sum(within) / n,
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -174,12 +190,17 @@ def precisions(data: Path, sizes: tuple[tuple[str, int], ...] = (("minilm", 64),
         exact, norms = wide.rows(n_tokens - 1), frobenius_norms(wide, (n_tokens - 1,))
         for precision in ("float32", "bfloat16"):
             T = lens(ids).with_precision(precision).operator
-            rows.append({
-                "work": "error", "model": f"{name}, real weights", "L": n_tokens, "precision": precision,
-                "slice": relative(T.rows(n_tokens - 1), exact),
-                "norms": relative(frobenius_norms(T, (n_tokens - 1,)), norms),
-                "spearman": spearman(frobenius_norms(T, (n_tokens - 1,))[0], norms[0]),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "error",
+                    "model": f"{name}, real weights",
+                    "L": n_tokens,
+                    "precision": precision,
+                    "slice": relative(T.rows(n_tokens - 1), exact),
+                    "norms": relative(frobenius_norms(T, (n_tokens - 1,)), norms),
+                    "spearman": spearman(frobenius_norms(T, (n_tokens - 1,))[0], norms[0]),
+                }
+            )
             print(rows[-1], flush=True)
     return rows
 

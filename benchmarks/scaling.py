@@ -27,9 +27,15 @@ def scaling(device: str, precision: str = "float32", rounds: int = 3) -> Rows:
         points: dict[str, list[tuple[int, float]]] = {"slice": [], "sketch": []}
         for factor in (0.5, 1, 2, 4):
             size = base | {axis: int(base[axis] * factor)}
-            model = build("bert-base", device, hidden_size=size["D"], num_hidden_layers=size["N"] + 1,
-                          num_attention_heads=size["D"] // 32, intermediate_size=4 * size["D"],
-                          max_position_embeddings=2048)  # fmt: skip
+            model = build(
+                "bert-base",
+                device,
+                hidden_size=size["D"],
+                num_hidden_layers=size["N"] + 1,
+                num_attention_heads=size["D"] // 32,
+                intermediate_size=4 * size["D"],
+                max_position_embeddings=2048,
+            )
             T = tensor_of(model, size["L"], precision).operator
             last = size["L"] - 1
             works = {"slice": lambda: T.rows(last), "sketch": lambda: sketched_norms(T, (last,), 16)}  # noqa: B023
@@ -59,8 +65,9 @@ def draw(rows: list[dict[str, Any]], path: Path = PICTURE) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    with mpl.rc_context({"svg.hashsalt": "tensorlens", "font.size": 9, "axes.spines.top": False,
-                         "axes.spines.right": False}):  # fmt: skip
+    with mpl.rc_context(
+        {"svg.hashsalt": "tensorlens", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    ):
         figure, places = plt.subplots(1, len(NAMES), figsize=(8.4, 2.6), sharey=True, layout="constrained")
         for place, (axis, label) in zip(places, NAMES.items(), strict=True):
             for row in (row for row in rows if row["axis"] == axis):

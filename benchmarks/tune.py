@@ -152,10 +152,15 @@ def errors(run: Tuning) -> Rows:
         exact, norms = wide.rows(i), frobenius_norms(wide.operator, (i,))
         for precision in ("float32", *BOTH):
             fast = parts.tensor_of(model, run.sizes.n_tokens, precision)
-            rows.append({
-                "work": "error", "model": name, "precision": precision, "slice": parts.relative(fast.rows(i), exact),
-                "norms": parts.relative(frobenius_norms(fast.operator, (i,)), norms),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "error",
+                    "model": name,
+                    "precision": precision,
+                    "slice": parts.relative(fast.rows(i), exact),
+                    "norms": parts.relative(frobenius_norms(fast.operator, (i,)), norms),
+                }
+            )
             print("  ", rows[-1], flush=True)
         del model, wide, exact
         parts.clear(run.device)

@@ -45,9 +45,13 @@ def main() -> None:
     train(model, lens.processor, training, options.epochs)
     found = {
         "accuracy": accuracy(model, lens.processor, heldout),
-        "n_training": len(training), "n_heldout": len(heldout), "epochs": options.epochs, "seed": options.seed,
-        "torch": torch.__version__, "device": str(device),
-    }  # fmt: skip
+        "n_training": len(training),
+        "n_heldout": len(heldout),
+        "epochs": options.epochs,
+        "seed": options.seed,
+        "torch": torch.__version__,
+        "device": str(device),
+    }
     model.save_pretrained(options.out)
     lens.processor.save_pretrained(options.out)
     with (options.out / "heldout.csv").open("w", encoding="utf-8", newline="") as file:

@@ -89,10 +89,15 @@ def measured(lens: tl.Lens, item: Item, scores: dict[str, Any]) -> Row:
     obeyed = item.word.lower() in found.text.lower()
     passages = item.passages(found.prompt.text)
     return {
-        "answer": found.text, "tokens": found.n_prompt_tokens, "word": item.word, "order": item.order,
-        "obeyed": obeyed, "injected": item.injected, "source": item.source,
+        "answer": found.text,
+        "tokens": found.n_prompt_tokens,
+        "word": item.word,
+        "order": item.order,
+        "obeyed": obeyed,
+        "injected": item.injected,
+        "source": item.source,
         "methods": passage_run.explained(lens, found, passages, scores) if obeyed else {},
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[Row]) -> str:
@@ -104,12 +109,15 @@ def table(rows: list[Row]) -> str:
         rank = [place(one["scores"], row["injected"])[0] for row, one in given]
         seconds = [one["seconds"] for _, one in given]
         lines.append([name, str(len(given)), mean(first), mean(rank), mean(seconds[1:] or seconds)])
-    return "\n".join([
-        f"obeyed: {len(obeyed)} of {len(rows)}; " + ", ".join(_by_wording(rows)), "",
-        passage_run.markdown(
-            ("method", "answers", "injected document first", f"mean rank of {N_DOCUMENTS}", "s"), lines
-        ),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"obeyed: {len(obeyed)} of {len(rows)}; " + ", ".join(_by_wording(rows)),
+            "",
+            passage_run.markdown(
+                ("method", "answers", "injected document first", f"mean rank of {N_DOCUMENTS}", "s"), lines
+            ),
+        ]
+    )
 
 
 def _by_wording(rows: list[Row]) -> list[str]:

@@ -60,8 +60,12 @@ def areas(run: Path) -> dict[str, Any]:
                         by_metric = found.setdefault(condition, {}).setdefault(metric, {})
                         by_metric.setdefault(method, {})[record["index"]] = float(f"{auc(curve, settings['grid']):.6g}")
     kept = ("model", "matmul_precision", "grid", "seed", "n_random", "data", "dtype")
-    return {"n": n, "settings": {name: settings.get(name) for name in kept}, "versions": config["versions"],
-            "areas": found}  # fmt: skip
+    return {
+        "n": n,
+        "settings": {name: settings.get(name) for name in kept},
+        "versions": config["versions"],
+        "areas": found,
+    }
 
 
 def difference(part: dict[str, Any], conditions: list[str], metric: str, name: str, base: str) -> str:
@@ -142,16 +146,14 @@ def _order(run: Path) -> tuple[bool, str]:
     return ("gemma" in run.name, run.name)
 
 
-def agreement(
-    one: dict[Any, Any], paper: dict[Any, Any], relations: list[str], method: str, *, is_base: bool
-) -> str:  # fmt: skip
+def agreement(one: dict[Any, Any], paper: dict[Any, Any], relations: list[str], method: str, *, is_base: bool) -> str:
     """The mean over relations with its 95 % interval, and how far it is above the paper's on the same splits."""
     own, base = (
-        np.array([
-            np.mean([_share(record, method) for key, record in side.items() if key[0] == name]) for name in relations
-        ])
+        np.array(
+            [np.mean([_share(record, method) for key, record in side.items() if key[0] == name]) for name in relations]
+        )
         for side in (one, paper)
-    )  # fmt: skip
+    )
     draws = np.random.default_rng(0).integers(0, len(relations), (N_RESAMPLES, len(relations)))
     low, high = np.percentile(own[draws].mean(1), (2.5, 97.5))
     gap_low, gap_high = np.percentile((own - base)[draws].mean(1), (2.5, 97.5))
@@ -167,8 +169,16 @@ def _share(record: dict[str, Any], method: str) -> float:
 
 def fidelity_table(folder: Path) -> str:
     """How far each member is from the Jacobian, and its error around a text, as a part of the change itself."""
-    head = ("model", "member", "texts", "‖T − J‖/‖J‖", "smallest random move", "smallest move of a token",
-            "a token replaced", "the same by J")  # fmt: skip
+    head = (
+        "model",
+        "member",
+        "texts",
+        "‖T − J‖/‖J‖",
+        "smallest random move",
+        "smallest move of a token",
+        "a token replaced",
+        "the same by J",
+    )
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for base in sorted(folder.glob("fidelity-*-paper"), key=_order):
         model = base.name.removeprefix("fidelity-").removesuffix("-paper")
@@ -183,8 +193,10 @@ def fidelity_table(folder: Path) -> str:
 
 def nearness(records: list[dict[str, Any]]) -> list[float]:
     """Medians over texts and directions; an error is divided by the change that the model itself makes there."""
-    along = {kind: [one for record in records for one in record["directions"] if one["kind"] == kind]
-             for kind in ("random", "token")}  # fmt: skip
+    along = {
+        kind: [one for record in records for one in record["directions"] if one["kind"] == kind]
+        for kind in ("random", "token")
+    }
     replaced = [(one, one["sizes"].index(one["natural_size"])) for one in along["token"]]
     return [
         float(np.median([record["norms"]["frobenius"]["relative"] for record in records])),

@@ -60,10 +60,15 @@ def context_cite(lens: tl.Lens, found: Any, passages: Passages) -> Scored:
 
     question = text[passages[-1][2] :].split("Question: ")[1].split("<|im_end|>")[0]
     citer = ContextCiter(
-        lens.model, lens.processor, context, question, num_ablations=N_ABLATIONS, partitioner=Sentences(context),
+        lens.model,
+        lens.processor,
+        context,
+        question,
+        num_ablations=N_ABLATIONS,
+        partitioner=Sentences(context),
         prompt_template=INSTRUCTION + "\n\n{context}\n\nQuestion: {query}",
         generate_kwargs={"max_new_tokens": 48, "do_sample": False},
-    )  # fmt: skip
+    )
     return [float(one) for one in citer.get_attributions(verbose=False)], N_ABLATIONS, 0
 
 

@@ -28,9 +28,7 @@ def main() -> None:
         print(table(passage_run.read(arguments.show)))
         return
     lens, scores = tl.load(arguments.model, dtype=arguments.dtype), passage_run.scores_of(arguments)
-    rows = passage_run.run(
-        arguments, lens, asked(lens, arguments), lambda lens, item: measured(lens, item, scores)
-    )  # fmt: skip
+    rows = passage_run.run(arguments, lens, asked(lens, arguments), lambda lens, item: measured(lens, item, scores))
     print(table(rows))
 
 
@@ -52,10 +50,16 @@ def measured(lens: tl.Lens, item: Item, scores: dict[str, Any]) -> Row:
     found = lens.answer(item.messages(), max_new_tokens=48)
     used = item.used(found.text)
     row: Row = {
-        "length": item.n_tokens, "answer": found.text, "tokens": found.n_prompt_tokens, "answer_tokens": len(found.ids),
-        "sentences": len(item.sentences), "needles": list(item.needles), "used": used, "decoys": list(item.decoys),
+        "length": item.n_tokens,
+        "answer": found.text,
+        "tokens": found.n_prompt_tokens,
+        "answer_tokens": len(found.ids),
+        "sentences": len(item.sentences),
+        "needles": list(item.needles),
+        "used": used,
+        "decoys": list(item.decoys),
         "answer_s": time.perf_counter() - began,
-    }  # fmt: skip
+    }
     passages = item.passages(found.prompt.text)
     return row | {"methods": passage_run.explained(lens, found, passages, scores) if used else {}}
 
@@ -79,8 +83,21 @@ def decoy_first(row: Row, scores: list[float]) -> bool:
 
 def table(rows: list[Row]) -> str:
     """By length and method, with the paired difference to the paper's T on the items that both have."""
-    head = ("tokens", "right of asked", "with decoy", "method", "recall@1", "less the paper's T", "recall@5",
-            "mean rank", "@1 with decoy", "decoy before needle", "s", "forward", "backward")  # fmt: skip
+    head = (
+        "tokens",
+        "right of asked",
+        "with decoy",
+        "method",
+        "recall@1",
+        "less the paper's T",
+        "recall@5",
+        "mean rank",
+        "@1 with decoy",
+        "decoy before needle",
+        "s",
+        "forward",
+        "backward",
+    )
     lines = []
     for length in sorted({row["length"] for row in rows}):
         here = [row for row in rows if row["length"] == length]
@@ -97,11 +114,18 @@ def _cells(rows: list[Row], name: str) -> list[str]:
     base = [placed(rows[k], rows[k]["methods"][REFERENCE]["scores"])[0] for k in both]
     hard = [k for k, row in enumerate(rows) if row["decoys"]]
     return [
-        str(len(hard)), name, mean(at_1), passage_run.less([at_1[k] for k in both], base), mean(at_5), mean(rank, 1),
-        mean([at_1[k] for k in hard]), str(sum(decoy_first(rows[k], of[k]["scores"]) for k in hard)),
-        mean([one["seconds"] for one in of[1:] or of]), mean([one["forward"] for one in of], 0),
+        str(len(hard)),
+        name,
+        mean(at_1),
+        passage_run.less([at_1[k] for k in both], base),
+        mean(at_5),
+        mean(rank, 1),
+        mean([at_1[k] for k in hard]),
+        str(sum(decoy_first(rows[k], of[k]["scores"]) for k in hard)),
+        mean([one["seconds"] for one in of[1:] or of]),
+        mean([one["forward"] for one in of], 0),
         mean([one["backward"] for one in of], 0),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

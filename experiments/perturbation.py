@@ -28,10 +28,17 @@ CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 MEMBERS = ("paper", "half_gate", "attn_lrp", "jacobian")
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
 ONE_PASS = [
-    "tensor.in_out", "tensor.in_class", "gradient.times_input", "alti", "rollout.attn_without_sink",
-    "control.random", "control.recency", "control.position", "control.embedding_norm",
+    "tensor.in_out",
+    "tensor.in_class",
+    "gradient.times_input",
+    "alti",
+    "rollout.attn_without_sink",
+    "control.random",
+    "control.recency",
+    "control.position",
+    "control.embedding_norm",
     *(f"{join}.{measure}" for join in ("rollout", "mean") for measure in MEASURES),
-]  # fmt: skip
+]
 TENSOR = [name for name in tl.METHODS if name.startswith("tensor.")]
 METHODS = {
     "one_pass": ONE_PASS,
@@ -40,12 +47,17 @@ METHODS = {
     "recency": ["mean.attn", "control.recency", "control.random"],
     "members": [
         *(f"{name}@{member}" for name in ("tensor.in_class", "tensor.in_out") for member in MEMBERS),
-        "mean.attn", "control.recency", "control.random",
+        "mean.attn",
+        "control.recency",
+        "control.random",
     ],
     "members_without_head": [
-        *(f"tensor.in_out@{member}" for member in MEMBERS), "mean.attn", "control.recency", "control.random",
+        *(f"tensor.in_out@{member}" for member in MEMBERS),
+        "mean.attn",
+        "control.recency",
+        "control.random",
     ],
-}  # fmt: skip
+}
 
 
 def arguments() -> argparse.Namespace:

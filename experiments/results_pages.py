@@ -19,7 +19,7 @@ from tensorlens.studies.relation_study.report import (
     relation_table,
     start_table,
     survival,
-)  # fmt: skip
+)
 from tensorlens.views.study_figures.canvas import figure_svg
 from tensorlens.views.study_figures.fidelity import error_curves, property_panels
 from tensorlens.views.study_figures.relations import relation_bars, start_curves

@@ -93,15 +93,28 @@ def overview_rows(runs: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
             cells = [found["methods"][against[which]]["auc"] for which in ("first", "second")]
             control = found["best"].get("control")
             yield [
-                name, condition, METRICS[metric], f"{against['first']} {cells[0]:.4g}",
-                f"{against['second']} {cells[1]:.4g}", f"{against['advantage']:+.3g} [{low:+.3g}, {high:+.3g}]",
-                f"{against['probability']:.3f}", f"{control} {found['methods'][control]['auc']:.4g}" if control else "",
-            ]  # fmt: skip
+                name,
+                condition,
+                METRICS[metric],
+                f"{against['first']} {cells[0]:.4g}",
+                f"{against['second']} {cells[1]:.4g}",
+                f"{against['advantage']:+.3g} [{low:+.3g}, {high:+.3g}]",
+                f"{against['probability']:.3f}",
+                f"{control} {found['methods'][control]['auc']:.4g}" if control else "",
+            ]
 
 
 def overview(rows: list[list[str]]) -> str:
-    heads = ["run", "condition", "metric", "best of T", "best baseline", "difference [95 %]", "P(T better)",
-             "best control"]  # fmt: skip
+    heads = [
+        "run",
+        "condition",
+        "metric",
+        "best of T",
+        "best baseline",
+        "difference [95 %]",
+        "P(T better)",
+        "best control",
+    ]
     return "## The tensor against the best baseline\n\n" + table(heads, rows)
 
 
@@ -204,11 +217,15 @@ def gates(runs: dict[str, dict[str, Any]]) -> str:
         return ""
     heads = ["run", "condition", "method", *GATES, "best", "ahead of the next [95 %]", "P"]
     rival_heads = ["run", "condition", "best baseline", *(f"best of T, {gate}: difference [95 %]" for gate in GATES)]
-    return "\n\n".join([
-        "## Which gate convention",
-        "HS-MSE, most relevant first, on the same samples.", table(heads, rows),
-        "The best map of T under each convention against the best baseline.", table(rival_heads, against),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            "## Which gate convention",
+            "HS-MSE, most relevant first, on the same samples.",
+            table(heads, rows),
+            "The best map of T under each convention against the best baseline.",
+            table(rival_heads, against),
+        ]
+    )
 
 
 Areas = dict[tuple[str, str], dict[str, float]]

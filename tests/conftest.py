@@ -11,10 +11,16 @@ import pytest
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 LONGEST = (
-    "studies/test_families.py", "test_laws.py", "app/test_study_commands.py", "test_callers_modes.py",
-    "test_no_float64.py", "studies/test_kills.py", "operators/test_folded.py", "test_batches.py",
+    "studies/test_families.py",
+    "test_laws.py",
+    "app/test_study_commands.py",
+    "test_callers_modes.py",
+    "test_no_float64.py",
+    "studies/test_kills.py",
+    "operators/test_folded.py",
+    "test_batches.py",
     "freezing/test_rules_members.py",
-)  # fmt: skip
+)
 """Files of tests that come first: a long one that comes last keeps the other process waiting for it."""
 
 

@@ -61,7 +61,7 @@ ASKED: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "top components": (lambda v: tensor().components().top(v), (True, "a", 0)),
     "final norm": (lambda v: tl.Rules(include_final_norm=v), ("no", 1, None)),
     "path of blocks": (lambda v: tl.Lens(lens().model, blocks=v), (1, [], True)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", ASKED)

@@ -99,19 +99,23 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     "a stale recording": ("gpt2", "tensor.in_out", patched(Specimen, "record", of_other_tokens)),
     "the worst class for the best": ("gpt2", "tensor.in_class", of_logits(torch.neg)),
     "another output's pushes": (
-        "gpt2", "tensor.contribution", in_batches(FrozenOperator, "push_each_token", lambda x: x.roll(1, 0))
+        "gpt2",
+        "tensor.contribution",
+        in_batches(FrozenOperator, "push_each_token", lambda x: x.roll(1, 0)),
     ),
     "probes of another seed": (
-        "gpt2", "tensor.norm",
+        "gpt2",
+        "tensor.norm",
         patched(tensor_maps, "probe_vectors", lambda w: lambda n, d, seed, *a: w(n, d, seed + 1, *a)),
     ),
     "the attention of another sample": ("gpt2", "rollout.attn", patched(baselines, "rollout", samples_exchanged)),
     "the root not taken": ("gpt2", "tensor.norm", root_not_taken),
     "a path that ends early": (
-        "gpt2", "gradient.integrated",
+        "gpt2",
+        "gradient.integrated",
         patched(gradients, "integrated_gradients", lambda w: lambda *a: w(*a, n_steps=3) if a[1].is_batch else w(*a)),
     ),
-}  # fmt: skip
+}
 
 
 def options(asked: str) -> dict[str, Any]:

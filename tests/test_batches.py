@@ -311,10 +311,14 @@ def test_nothing_in_nothing_out():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"method": "tensor.in_clas"}, "Did you mean"), ({"method": "tensor.in_out", "target": 3}, "takes no target"),
-     ({"method": "tensor.in_class", "probes": 3}, "tensor.norm"), ({"batch_size": 0}, "batch_size"),
-     ({"on_error": "forget"}, "on_error")],
-)  # fmt: skip
+    [
+        ({"method": "tensor.in_clas"}, "Did you mean"),
+        ({"method": "tensor.in_out", "target": 3}, "takes no target"),
+        ({"method": "tensor.in_class", "probes": 3}, "tensor.norm"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"on_error": "forget"}, "on_error"),
+    ],
+)
 def test_mistakes_are_named_before_work_begins(options, message):
     with pytest.raises(tl.TensorLensError, match=message):
         tl.Lens(zoo.build("gpt2")).maps(ids(), **options)

@@ -20,11 +20,16 @@ LONG_FUNCTIONS: set[str] = set()
 """Functions of the source that are still too long, as ``path name``. A line may only leave this list."""
 
 BARE_JSON = {
-    "src/tensorlens/app/check_command.py", "src/tensorlens/app/explorer/questions.py",
-    "src/tensorlens/app/explorer/server.py", "src/tensorlens/app/map_command.py",
-    "src/tensorlens/app/methods_command.py", "src/tensorlens/maps/files.py", "src/tensorlens/maps/token_map.py",
-    "src/tensorlens/models/onnx_dinov2.py", "src/tensorlens/views/page.py",
-}  # fmt: skip
+    "src/tensorlens/app/check_command.py",
+    "src/tensorlens/app/explorer/questions.py",
+    "src/tensorlens/app/explorer/server.py",
+    "src/tensorlens/app/map_command.py",
+    "src/tensorlens/app/methods_command.py",
+    "src/tensorlens/maps/files.py",
+    "src/tensorlens/maps/token_map.py",
+    "src/tensorlens/models/onnx_dinov2.py",
+    "src/tensorlens/views/page.py",
+}
 """Files that still write JSON in which NaN may stand. A line may only leave this list."""
 
 IDLE_TESTS = {
@@ -120,8 +125,13 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def test_experiments_do_not_import_the_app():
-    wrong = [name_of(path) for path in SCRIPTS if "experiments" in path.parts
-             for name in imported(tree_of(path)) if name.startswith("tensorlens.app")]  # fmt: skip
+    wrong = [
+        name_of(path)
+        for path in SCRIPTS
+        if "experiments" in path.parts
+        for name in imported(tree_of(path))
+        if name.startswith("tensorlens.app")
+    ]
     assert not wrong
 
 
@@ -217,8 +227,9 @@ def test_the_checks_see_what_they_are_for():
     long = ast.parse("def f():\n    '''One.\n\n    Two.'''\n" + "    x = 1\n" * 50)
     assert [length_of(function) for function in functions_in(long)] == [51]
     assert list(undocumented(ast.parse("class A:\n    def b(self): ...\n    def _c(self): ...").body, "x")) == [
-        "x A", "x A b",
-    ]  # fmt: skip
+        "x A",
+        "x A b",
+    ]
     assert list(imported(ast.parse("from tensorlens.app.cli import app"))) == ["tensorlens.app.cli.app"]
     assert list(bare_json_calls(ast.parse("import json as j\nj.dumps(1)\nj.dumps(1, allow_nan=False)"))) == [2]
     assert list(bare_json_calls(ast.parse("from json import dumps"))) == [1]

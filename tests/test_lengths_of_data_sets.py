@@ -24,8 +24,14 @@ def inputs() -> list[list[int]]:
 
 def stretched() -> Any:
     """Rotary embeddings with other factors beyond 8 tokens, as Phi-3's."""
-    rope = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "short_factor": [1.0] * 2,
-            "long_factor": [4.0] * 2, "original_max_position_embeddings": 8}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 2,
+        "long_factor": [4.0] * 2,
+        "original_max_position_embeddings": 8,
+    }
     config = hf.LlamaConfig(**zoo.TEXT | {"max_position_embeddings": 16}, rope_parameters=rope)
     return zoo.randomise(hf.LlamaForCausalLM(config)).double().eval()
 

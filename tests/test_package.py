@@ -83,8 +83,11 @@ def test_wheel_and_sdist_hold_what_they_need(built):
     sdist = next(built.glob("*.tar.gz"))
     assert __version__ in wheel.name and __version__ in sdist.name
     packed = set(zipfile.ZipFile(wheel).namelist())
-    source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "tensorlens").rglob("*")
-              if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip
+    source = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src" / "tensorlens").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert source <= packed and "tensorlens/py.typed" in packed
     assert {Path(name).suffix for name in source} >= {".py", ".js", ".css", ".html", ".json", ".svg"}
     assert not [name for name in packed if not name.startswith(("tensorlens/", "attention_tensorlens-"))]

@@ -172,8 +172,9 @@ def test_device_map_over_places(tiny: TinyModel, tmp_path: Path):
 
 def test_four_bit_weights():
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    config = hf.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-                            vocab_size=60)  # fmt: skip
+    config = hf.LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=60
+    )
     model = hf.LlamaForCausalLM(config).eval()
     for block in model.model.layers:
         for parent in (block.self_attn, block.mlp):

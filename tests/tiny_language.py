@@ -13,8 +13,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import tensorlens as tl
 
 START = "<|endoftext|>"
-COLOURS = {"apple": "red", "grape": "blue", "lemon": "gold", "peach": "pink", "mango": "gold", "olive": "grey",
-           "berry": "blue", "melon": "pink", "plums": "blue", "limes": "gold"}  # fmt: skip
+COLOURS = {
+    "apple": "red",
+    "grape": "blue",
+    "lemon": "gold",
+    "peach": "pink",
+    "mango": "gold",
+    "olive": "grey",
+    "berry": "blue",
+    "melon": "pink",
+    "plums": "blue",
+    "limes": "gold",
+}
 
 
 @cache

@@ -26,9 +26,15 @@ TEXTS = [
     "red green red green red green",
 ]
 METHODS = [
-    "tensor.norm", "tensor.in_out", "tensor.in_class", "rollout.attn", "mean.w_attn_res_ln", "rollout.glob_enc",
-    "control.random", "control.recency",
-]  # fmt: skip
+    "tensor.norm",
+    "tensor.in_out",
+    "tensor.in_class",
+    "rollout.attn",
+    "mean.w_attn_res_ln",
+    "rollout.glob_enc",
+    "control.random",
+    "control.recency",
+]
 
 
 def tokenizer(wrapped: bool) -> PreTrainedTokenizerFast:
@@ -41,9 +47,13 @@ def tokenizer(wrapped: bool) -> PreTrainedTokenizerFast:
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]",
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
         unk_token="[UNK]",
-    )  # fmt: skip
+    )
 
 
 def lens_on(name: str = "bert") -> tl.Lens:

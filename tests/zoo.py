@@ -16,8 +16,17 @@ from torch import nn
 
 N_TOKENS = 7
 VOCABULARY = 60
-TEXT = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24, vocab_size=VOCABULARY,
-            max_position_embeddings=40, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+TEXT = dict(
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=24,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=40,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 GROUPED = dict(num_key_value_heads=2)
 VISION = dict(
     hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24, image_size=8, patch_size=4
@@ -54,8 +63,15 @@ ZOO: dict[str, Family] = {
     "roberta": Family(hf.RobertaForSequenceClassification, hf.RobertaConfig(**TEXT, num_labels=3)),
     "distilbert": Family(
         hf.DistilBertForSequenceClassification,
-        hf.DistilBertConfig(dim=16, n_layers=3, n_heads=4, hidden_dim=24, vocab_size=VOCABULARY,
-        max_position_embeddings=40, num_labels=3),
+        hf.DistilBertConfig(
+            dim=16,
+            n_layers=3,
+            n_heads=4,
+            hidden_dim=24,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=40,
+            num_labels=3,
+        ),
     ),
     "albert": Family(hf.AlbertModel, hf.AlbertConfig(**TEXT, embedding_size=8)),
     "modernbert": Family(
@@ -65,11 +81,13 @@ ZOO: dict[str, Family] = {
     ),
     "vit": Family(hf.ViTForImageClassification, hf.ViTConfig(**VISION, num_labels=3), vision=True),
     "deit": Family(hf.DeiTForImageClassification, hf.DeiTConfig(**VISION, num_labels=3), vision=True),
-    "deit-distilled": Family(hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig(**VISION, num_labels=3),
-    vision=True),
+    "deit-distilled": Family(
+        hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig(**VISION, num_labels=3), vision=True
+    ),
     "dinov2": Family(
-        hf.Dinov2Model, hf.Dinov2Config(**{k: v for k, v in VISION.items() if k != "intermediate_size"}, mlp_ratio=2),
-        vision=True
+        hf.Dinov2Model,
+        hf.Dinov2Config(**{k: v for k, v in VISION.items() if k != "intermediate_size"}, mlp_ratio=2),
+        vision=True,
     ),
     "gpt2": Family(hf.GPT2LMHeadModel, _gpt2(), causal=True),
     "neox-parallel": Family(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**TEXT, use_parallel_residual=True), causal=True),
@@ -77,30 +95,51 @@ ZOO: dict[str, Family] = {
     "phi": Family(hf.PhiForCausalLM, hf.PhiConfig(**TEXT), causal=True),
     "llama": Family(hf.LlamaForCausalLM, hf.LlamaConfig(**TEXT, **GROUPED), casts=True, causal=True, has_biases=False),
     "qwen2": Family(hf.Qwen2ForCausalLM, hf.Qwen2Config(**TEXT, **GROUPED), casts=True, causal=True),
-    "qwen3": Family(hf.Qwen3ForCausalLM, hf.Qwen3Config(**TEXT, **GROUPED, head_dim=4), casts=True, causal=True,
-    has_biases=False),
-    "mistral": Family(hf.MistralForCausalLM, hf.MistralConfig(**TEXT, **GROUPED, sliding_window=3), casts=True,
-    causal=True, has_biases=False),
+    "qwen3": Family(
+        hf.Qwen3ForCausalLM, hf.Qwen3Config(**TEXT, **GROUPED, head_dim=4), casts=True, causal=True, has_biases=False
+    ),
+    "mistral": Family(
+        hf.MistralForCausalLM,
+        hf.MistralConfig(**TEXT, **GROUPED, sliding_window=3),
+        casts=True,
+        causal=True,
+        has_biases=False,
+    ),
     "gemma2": Family(
         hf.Gemma2ForCausalLM,
         hf.Gemma2Config(**TEXT, **GROUPED, head_dim=4, sliding_window=3, query_pre_attn_scalar=4),
-        casts=True, causal=True, has_biases=False, attentions=("eager",),  # transformers refuses SDPA for its soft cap
+        casts=True,
+        causal=True,
+        has_biases=False,
+        attentions=("eager",),  # transformers refuses SDPA for its soft cap
     ),
     "gemma3": Family(
         hf.Gemma3ForCausalLM,
-        hf.Gemma3TextConfig(**TEXT, **GROUPED, head_dim=4, sliding_window=3, query_pre_attn_scalar=4,
-        sliding_window_pattern=2),
-        casts=True, causal=True, has_biases=False,
+        hf.Gemma3TextConfig(
+            **TEXT, **GROUPED, head_dim=4, sliding_window=3, query_pre_attn_scalar=4, sliding_window_pattern=2
+        ),
+        casts=True,
+        causal=True,
+        has_biases=False,
     ),
     "olmo2": Family(hf.Olmo2ForCausalLM, hf.Olmo2Config(**TEXT, **GROUPED), casts=True, causal=True, has_biases=False),
     "opt": Family(
         hf.OPTForCausalLM,
-        hf.OPTConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=4, ffn_dim=24, vocab_size=VOCABULARY,
-                     max_position_embeddings=40, word_embed_proj_dim=16, pad_token_id=0, bos_token_id=1,
-                     eos_token_id=2),
+        hf.OPTConfig(
+            hidden_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            ffn_dim=24,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=40,
+            word_embed_proj_dim=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
         causal=True,
     ),
-}  # fmt: skip
+}
 
 CASES = [(name, attention) for name, family in ZOO.items() for attention in family.attentions]
 

@@ -36,8 +36,10 @@ def operator() -> None:
     tokens = T.tokens[1:-1][:N_SHOWN]
     dense = np.stack([T.rows(i + 1)[:, 1:-1].numpy() for i in range(len(tokens))])[:, :, : len(tokens)]
     blocks = _pooled(dense, axes=(1, 3), size=6)
-    states = {name: _pooled(getattr(T, name)[1:-1][: len(tokens)].numpy(), axes=(1,), size=6) for name in
-              ("output", "input", "bias")}  # fmt: skip
+    states = {
+        name: _pooled(getattr(T, name)[1:-1][: len(tokens)].numpy(), axes=(1,), size=6)
+        for name in ("output", "input", "bias")
+    }
     for shade in INK:
         figure = _draw(blocks, states, tokens, shade)
         figure.savefig(ASSETS / f"operator-{shade}.svg", transparent=True, metadata={"Date": None})

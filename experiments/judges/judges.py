@@ -67,15 +67,24 @@ def share_out(arguments: argparse.Namespace) -> None:
     print(f"{time.monotonic() - began:.0f} s")
 
 
-def start(
-    arguments: argparse.Namespace, model: str, name: str, rank: int, count: int, log: Path
-) -> subprocess.Popen:  # fmt: skip
+def start(arguments: argparse.Namespace, model: str, name: str, rank: int, count: int, log: Path) -> subprocess.Popen:
     command = [
-        sys.executable, __file__, "--data", str(arguments.data), "--out", str(arguments.out), "--model", model,
-        "--config", str(arguments.config), "--worker", name,
-        "--seconds", str(arguments.seconds),
+        sys.executable,
+        __file__,
+        "--data",
+        str(arguments.data),
+        "--out",
+        str(arguments.out),
+        "--model",
+        model,
+        "--config",
+        str(arguments.config),
+        "--worker",
+        name,
+        "--seconds",
+        str(arguments.seconds),
         *(["--peer-python", arguments.peer_python] if arguments.peer_python else []),
-    ]  # fmt: skip
+    ]
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)

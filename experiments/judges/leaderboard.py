@@ -29,12 +29,15 @@ PAGES = (Path("docs/leaderboard.md"), Path("docs/members.md"))
 MODELS = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b")
 BLOCK = re.compile(r"(<!-- judges: (.*?) -->\n)(.*?)(<!-- /judges -->)", re.DOTALL)
 MEMBERS = {
-    "tensor.in_class": "the paper's (= CP-LRP)", "tensor.in_class@half_gate": "gate halved",
-    "tensor.in_class@attn_lrp": "gate and attention halved (= AttnLRP)", "tensor.in_class@jacobian": "Jacobian",
-    "patching@paper": "the paper's (= CP-LRP)", "patching@half_gate": "gate halved",
+    "tensor.in_class": "the paper's (= CP-LRP)",
+    "tensor.in_class@half_gate": "gate halved",
+    "tensor.in_class@attn_lrp": "gate and attention halved (= AttnLRP)",
+    "tensor.in_class@jacobian": "Jacobian",
+    "patching@paper": "the paper's (= CP-LRP)",
+    "patching@half_gate": "gate halved",
     "patching@attn_lrp": "gate and attention halved (= AttnLRP)",
     "patching@jacobian": "Jacobian (attribution patching)",
-}  # fmt: skip
+}
 
 Runs = dict[str, dict[str, Any]]
 """By model and judge, what the run's summary says."""
@@ -96,8 +99,14 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
 def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = None) -> str:
     """Methods by model for every judge of a question: value with interval, and cost."""
     parts = []
-    names = list(dict.fromkeys(name for one in runs.values() for name, found in one.items()
-                               if found["question"] == question and found["measures"] and name != "tracr"))  # fmt: skip
+    names = list(
+        dict.fromkeys(
+            name
+            for one in runs.values()
+            for name, found in one.items()
+            if found["question"] == question and found["measures"] and name != "tracr"
+        )
+    )
     for name in names:
         models = [model for model in runs if runs[model].get(name, {}).get("measures")]
         measure = next(iter(runs[models[0]][name]["measures"]))
@@ -113,8 +122,9 @@ def question_table(runs: Runs, question: str, *, only: dict[str, str] | None = N
         chance = {model: f"{runs[model][name]['measures'][measure]['random']:.3f}" for model in models}
         rows.append({"method": "chance"} | chance | {cost_of: ""})
         sets = _sets([runs[model][name] for model in models])
-        parts.append(f"**{name}**, {measure.replace('_', ' ')}, mean over {sets}, 95 % intervals"
-                     f"\n\n{as_markdown(rows)}")  # fmt: skip
+        parts.append(
+            f"**{name}**, {measure.replace('_', ' ')}, mean over {sets}, 95 % intervals\n\n{as_markdown(rows)}"
+        )
     return "\n\n".join(parts) or "No run yet."
 
 
@@ -141,22 +151,30 @@ def set_table(runs: Runs, model: str, name: str = "evidence") -> str:
     sets = list(compared["random_by_set"])
     cells = {method: one.get("sets", {}) for method, one in compared["methods"].items()}
     cells["chance"] = compared["random_by_set"]
-    return as_markdown([
-        {"method": f"`{method}`" if method != "chance" else method}
-        | {one: "–" if values.get(one) is None else f"{values[one]:.3f}" for one in sets}
-        for method, values in cells.items()
-    ])  # fmt: skip
+    return as_markdown(
+        [
+            {"method": f"`{method}`" if method != "chance" else method}
+            | {one: "–" if values.get(one) is None else f"{values[one]:.3f}" for one in sets}
+            for method, values in cells.items()
+        ]
+    )
 
 
 def counts(runs: Runs) -> str:
     """How many items each number stands on."""
     rows = [
-        {"model": model, "judge": name, "items": found["n_items"], "measured": found["n_measured"],
-         "not reached": found.get("n_not_run", 0),
-         "left out, the model is wrong": sum(one["left_out"].get(WRONG, 0) for one in found["sets"].values()),
-         "rows that could not be used": found["n_problems"]}
-        for model, some in runs.items() for name, found in some.items()
-    ]  # fmt: skip
+        {
+            "model": model,
+            "judge": name,
+            "items": found["n_items"],
+            "measured": found["n_measured"],
+            "not reached": found.get("n_not_run", 0),
+            "left out, the model is wrong": sum(one["left_out"].get(WRONG, 0) for one in found["sets"].values()),
+            "rows that could not be used": found["n_problems"],
+        }
+        for model, some in runs.items()
+        for name, found in some.items()
+    ]
     return as_markdown(rows) if rows else "No run yet."
 
 
@@ -164,13 +182,17 @@ def way_table(ways: dict[str, Any]) -> str:
     """The search over the weights of the value, query and key ways."""
     parts = []
     for model, found in ways.items():
-        rows = [{"weights (value, query, key)": name} | {half: f"{one[half]:.3f}" for half in one}
-                for name, one in sorted(found["points"].items(), key=lambda pair: -pair[1]["chosen on"])]  # fmt: skip
+        rows = [
+            {"weights (value, query, key)": name} | {half: f"{one[half]:.3f}" for half in one}
+            for name, one in sorted(found["points"].items(), key=lambda pair: -pair[1]["chosen on"])
+        ]
         less = found["best less attn_lrp, reported on"]
         sets = ", ".join(f"{one} {n}" for one, n in found["sets"].items())
-        parts.append(f"**{model}**, {found['n']} items ({sets}): best on the half that chooses is *{found['best']}*; "
-                     f"on the other half it is {less['mean']:+.3f} [{less['interval'][0]:+.3f}, "
-                     f"{less['interval'][1]:+.3f}] from AttnLRP.\n\n{as_markdown(rows)}")  # fmt: skip
+        parts.append(
+            f"**{model}**, {found['n']} items ({sets}): best on the half that chooses is *{found['best']}*; "
+            f"on the other half it is {less['mean']:+.3f} [{less['interval'][0]:+.3f}, "
+            f"{less['interval'][1]:+.3f}] from AttnLRP.\n\n{as_markdown(rows)}"
+        )
     return "\n\n".join(parts) or "No run yet."
 
 
@@ -182,10 +204,18 @@ def peer_list(peers: dict[str, Any]) -> str:
             ((name, found),) = summary["judges"].items()
             parts.append(f"*{model}, {name}*: {counts_line(found)}.\n\n{judge_table(found)}")
         rows = [
-            {"peer": f"`{name}`", "version": about.get("version", "–"), "judge": judge, "answers": about["n"],
-             "its own example": about.get("check", "–"), "said": about.get("error", "")}
-            for summary in runs.values() for judge in summary["judges"] for name, about in summary["peers"].items()
-        ]  # fmt: skip
+            {
+                "peer": f"`{name}`",
+                "version": about.get("version", "–"),
+                "judge": judge,
+                "answers": about["n"],
+                "its own example": about.get("check", "–"),
+                "said": about.get("error", ""),
+            }
+            for summary in runs.values()
+            for judge in summary["judges"]
+            for name, about in summary["peers"].items()
+        ]
         parts.append(as_markdown(rows))
     return "\n\n".join(parts) or "No run yet."
 
@@ -205,10 +235,16 @@ def differences(runs: Runs) -> str:
                 for method, one in compared["methods"].items():
                     less = next((found for key, found in one.items() if key.startswith("less ")), None)
                     if method in MEMBERS and less and less["mean"] and name != "tracr":
-                        rows.append({"model": model, "judge": name, "measure": measure.replace("_", " "),
-                                     "member": MEMBERS[method],
-                                     "less the paper's": f"{less['mean']:+.3f} [{less['interval'][0]:+.3f}, "
-                                                         f"{less['interval'][1]:+.3f}]"})  # fmt: skip
+                        rows.append(
+                            {
+                                "model": model,
+                                "judge": name,
+                                "measure": measure.replace("_", " "),
+                                "member": MEMBERS[method],
+                                "less the paper's": f"{less['mean']:+.3f} [{less['interval'][0]:+.3f}, "
+                                f"{less['interval'][1]:+.3f}]",
+                            }
+                        )
     return as_markdown(rows) if rows else "No run yet."
 
 
@@ -221,10 +257,13 @@ def block(key: str, found: Found) -> str:
         model = next((model for model in runs if "tracr" in runs[model]), "")
         return set_table(runs, model, "tracr")
     simple = {
-        "counts": lambda: counts(runs), "ways": lambda: way_table(found.ways), "peers": lambda: peer_list(found.peers),
-        "members": lambda: member_tables(runs), "differences": lambda: differences(runs),
+        "counts": lambda: counts(runs),
+        "ways": lambda: way_table(found.ways),
+        "peers": lambda: peer_list(found.peers),
+        "members": lambda: member_tables(runs),
+        "differences": lambda: differences(runs),
         "perturbation": lambda: area_tables(found.areas),
-    }  # fmt: skip
+    }
     return simple[key]() if key in simple else question_table(runs, key)
 
 

@@ -104,28 +104,35 @@ def summarise(rows: list[dict[str, Any]], points: list[str]) -> dict[str, Any]:
     seen = [row["set"] for row in rows]
     sets = sorted({one for one in seen if seen.count(one) > 1})  # both halves have one
     tables = {
-        one: np.array([
-            [reciprocal_rank(row["scores"][name], row["truth"]) for name in points] for row in rows if row["set"] == one
-        ])
+        one: np.array(
+            [
+                [reciprocal_rank(row["scores"][name], row["truth"]) for name in points]
+                for row in rows
+                if row["set"] == one
+            ]
+        )
         for one in sets
-    }  # fmt: skip
+    }
     halves = {half: [tables[one][start::2] for one in sets] for half, start in (("chosen on", 0), ("reported on", 1))}
     means = {half: np.mean([part.mean(0) for part in parts], 0) for half, parts in halves.items()}
     best = int(np.argmax(means["chosen on"]))
     held = [part[:, best] - part[:, points.index("attn_lrp")] for part in halves["reported on"]]
     random = np.random.default_rng(0)
-    drawn = np.mean([
-        (random.multinomial(len(one), np.full(len(one), 1 / len(one)), N_RESAMPLES) @ one) / len(one) for one in held
-    ], 0)  # fmt: skip
+    drawn = np.mean(
+        [(random.multinomial(len(one), np.full(len(one), 1 / len(one)), N_RESAMPLES) @ one) / len(one) for one in held],
+        0,
+    )
     low, high = np.quantile(drawn, (0.025, 0.975))
     return {
-        "n": len(rows), "sets": {one: len(tables[one]) for one in sets},
+        "n": len(rows),
+        "sets": {one: len(tables[one]) for one in sets},
         "points": {name: {half: round(float(means[half][k]), 4) for half in halves} for k, name in enumerate(points)},
         "best": points[best],
         "best less attn_lrp, reported on": {
-            "mean": round(float(np.mean([one.mean() for one in held])), 4), "interval": [round(low, 4), round(high, 4)]
+            "mean": round(float(np.mean([one.mean() for one in held])), 4),
+            "interval": [round(low, 4), round(high, 4)],
         },
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

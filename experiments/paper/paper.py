@@ -95,9 +95,15 @@ def data_of(table: dict[str, Any], given: str | None) -> str:
 
 
 def run(
-    table: dict[str, Any], lens: tl.Lens, data: Any, out: Path, options: dict[str, Any], *, limit: int | None = None,
+    table: dict[str, Any],
+    lens: tl.Lens,
+    data: Any,
+    out: Path,
+    options: dict[str, Any],
+    *,
+    limit: int | None = None,
     **changes: Any,
-) -> str:  # fmt: skip
+) -> str:
     """The study of a table to its end; the paper's numbers beside ours."""
     if "presets" not in table:
         result = studies.relations(lens, data, out, **(table["options"] | changes))
@@ -107,8 +113,12 @@ def run(
         return as_markdown(rows)
     is_image = table["data"].startswith("a folder")
     chosen = {name: value for name, value in options.items() if not is_image or name == "norm_probes"}
-    chosen |= {"presets": table["presets"], "limit": limit or table["n_samples"], "cut": table.get("cut", "each"),
-               "split": table.get("split", "test")} | changes  # fmt: skip
+    chosen |= {
+        "presets": table["presets"],
+        "limit": limit or table["n_samples"],
+        "cut": table.get("cut", "each"),
+        "split": table.get("split", "test"),
+    } | changes
     result = studies.perturbation(lens, data, out, **chosen)
     return compared(result.summary, table["paper"])
 
@@ -120,10 +130,13 @@ def compared(summary: dict[str, Any], paper: dict[str, dict[str, float]]) -> str
         for metric, by_method in found.get("most", {}).items():
             said = paper.get(metric, {})
             rows = [
-                {"method": name, "paper": said.get(name, "–"),
-                 "ours": f"{one['auc']:.4g} [{one['interval'][0]:.4g}, {one['interval'][1]:.4g}]"}
+                {
+                    "method": name,
+                    "paper": said.get(name, "–"),
+                    "ours": f"{one['auc']:.4g} [{one['interval'][0]:.4g}, {one['interval'][1]:.4g}]",
+                }
                 for name, one in by_method["methods"].items()
-            ]  # fmt: skip
+            ]
             other = [f"{name} {value}" for name, value in said.items() if name.startswith("every")]
             parts.append(
                 f"{condition}, {metric}{' (paper: ' + ', '.join(other) + ')' if other else ''}\n{as_markdown(rows)}"

@@ -209,9 +209,15 @@ class Lens:
 
 
 def load(
-    name: str, *, device: str | None = None, dtype: str | torch.dtype | None = None, device_map: Any = None,
-    attention: str | None = None, rules: Rules | None = None, trust_remote_code: bool = False,
-) -> Lens:  # fmt: skip
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    attention: str | None = None,
+    rules: Rules | None = None,
+    trust_remote_code: bool = False,
+) -> Lens:
     """Load a model and look through it.
 
     Args:

@@ -15,8 +15,13 @@ from tensorlens.recording.conventions import Rules
 
 OnError = Literal["raise", "skip"]
 EMPTY: dict[str, Any] = {
-    "tokens": [], "scores": [], "target": "", "logit": float("nan"), "bias_share": float("nan"), "prediction": "",
-}  # fmt: skip
+    "tokens": [],
+    "scores": [],
+    "target": "",
+    "logit": float("nan"),
+    "bias_share": float("nan"),
+    "prediction": "",
+}
 """The columns, as they stand for a row that could not be mapped."""
 
 
@@ -46,10 +51,19 @@ class Mapper:
     """
 
     def __init__(
-        self, model: str, method: str = "tensor.in_class", *, column: str = "text", target: Target | None = None,
-        batch_size: int | None = None, device: str | None = None, rules: Rules | None = None,
-        on_error: OnError = "raise", truncate: bool = False, **loading: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        method: str = "tensor.in_class",
+        *,
+        column: str = "text",
+        target: Target | None = None,
+        batch_size: int | None = None,
+        device: str | None = None,
+        rules: Rules | None = None,
+        on_error: OnError = "raise",
+        truncate: bool = False,
+        **loading: Any,
+    ) -> None:
         if not isinstance(model, str):
             raise InputError(f"`Mapper` takes a model by name; got {type(model).__name__}. Use `lens.maps` for a lens.")
         check_question(method, target)
@@ -93,9 +107,16 @@ class Mapper:
         """
         skipped: list[tuple[int, str]] = []
         maps = self.lens().maps(
-            values, self.method, target=self.target, batch_size=self.batch_size, on_error=self.on_error,
-            skipped=skipped, truncate=self.truncate, progress=progress, first_row=first,
-        )  # fmt: skip
+            values,
+            self.method,
+            target=self.target,
+            batch_size=self.batch_size,
+            on_error=self.on_error,
+            skipped=skipped,
+            truncate=self.truncate,
+            progress=progress,
+            first_row=first,
+        )
         made = iter([columns_of(one) for one in maps])
         skipped = [(row - first, reason) for row, reason in skipped]
         bad = {row for row, _ in skipped}

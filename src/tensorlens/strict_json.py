@@ -20,9 +20,7 @@ def to_json(value: Any, *, indent: int | None = None, ascii_only: bool = False) 
     '{"mean":null,"n":3}'
     """
     separators = (",", ":") if indent is None else None
-    return json.dumps(
-        _finite(value), indent=indent, separators=separators, ensure_ascii=ascii_only, allow_nan=False
-    )  # fmt: skip
+    return json.dumps(_finite(value), indent=indent, separators=separators, ensure_ascii=ascii_only, allow_nan=False)
 
 
 def from_json(text: str | bytes) -> Any:

@@ -244,10 +244,17 @@ class AttentionTensor(InsideQuestions):
 
     @own_modes
     def map(
-        self, method: str = "tensor.in_out", out_token: OutTokens = None, target: Target | None = None, *,
+        self,
+        method: str = "tensor.in_out",
+        out_token: OutTokens = None,
+        target: Target | None = None,
+        *,
         groups: Groups | None = None,
-        norm: NormKind = "frobenius", probes: int | None = None, seed: int = 0, precision: Precision | None = None,
-    ) -> TokenMap:  # fmt: skip
+        norm: NormKind = "frobenius",
+        probes: int | None = None,
+        seed: int = 0,
+        precision: Precision | None = None,
+    ) -> TokenMap:
         """A token map: how much each input carries of each output.
 
         Args:

@@ -14,8 +14,13 @@ PROMPT = (
 )
 ANSWER = " red. Tom's is blue."
 GROUPS = [
-    "tokens", "words", "sentences", "lines", [("car", 0, 18), ("bike", 19, 38)], ["It rained on Monday."],
-]  # fmt: skip
+    "tokens",
+    "words",
+    "sentences",
+    "lines",
+    [("car", 0, 18), ("bike", 19, 38)],
+    ["It rained on Monday."],
+]
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])

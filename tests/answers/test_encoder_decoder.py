@@ -17,16 +17,34 @@ ANSWER = "A cat. Yes."
 def lens_of(kind: str) -> tl.Lens:
     if kind == "t5":
         config = hf.T5Config(
-            vocab_size=len(tokenizer()), d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
-            decoder_start_token_id=0, eos_token_id=0, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=len(tokenizer()),
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
         model = hf.T5ForConditionalGeneration(config)
     else:
         config = hf.BartConfig(
-            vocab_size=len(tokenizer()), d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=64,
-            decoder_start_token_id=0, eos_token_id=0, pad_token_id=0, bos_token_id=0, forced_eos_token_id=None,
-        )  # fmt: skip
+            vocab_size=len(tokenizer()),
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            max_position_embeddings=64,
+            decoder_start_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+            bos_token_id=0,
+            forced_eos_token_id=None,
+        )
         model = hf.BartForConditionalGeneration(config)
         model.generation_config.forced_bos_token_id = 5
     return tl.Lens(zoo.randomise(model).eval().double(), tokenizer(), name=f"tiny-{kind}")

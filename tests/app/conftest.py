@@ -24,12 +24,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def server():
     """The address of an explorer with maps that are long, hostile and short."""
     hostile = load("gpt2")(SENTENCE).map("tensor.in_out")
-    labels = ("<img src=x onerror=window.hacked=1>", "</script><script>window.hacked=1</script>", "שלום",
-              "e\u0301\u0301", "👩‍🚀", "x" * 5000)  # fmt: skip
+    labels = (
+        "<img src=x onerror=window.hacked=1>",
+        "</script><script>window.hacked=1</script>",
+        "שלום",
+        "e\u0301\u0301",
+        "👩‍🚀",
+        "x" * 5000,
+    )
     named = tl.TokenMap(
-        scores=hostile.scores.clone().fill_diagonal_(torch.nan), out_tokens=labels, in_tokens=labels,
-        method="<b>bold</b>", bias_share=hostile.bias_share, meta={"model": "<script>window.hacked=1</script>"},
-    )  # fmt: skip
+        scores=hostile.scores.clone().fill_diagonal_(torch.nan),
+        out_tokens=labels,
+        in_tokens=labels,
+        method="<b>bold</b>",
+        bias_share=hostile.bias_share,
+        meta={"model": "<script>window.hacked=1</script>"},
+    )
     maps = (("long.json", long_map(2000)), ("<i>hostile</i>.json", named), ("one.json", long_map(1)))
     with serving(library(maps=maps)) as (address, _):
         yield address

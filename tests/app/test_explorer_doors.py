@@ -159,9 +159,13 @@ ODD_META = [
 @pytest.mark.parametrize("case", range(len(ODD_META)))
 def test_a_saved_map_with_odd_meta_is_shown_or_refused(case):
     found = tl.TokenMap(
-        scores=torch.tensor([[float("nan"), 1.0]]), out_tokens=("\ud800",), in_tokens=("a", "\udc00"),
-        method="tensor.in_out", bias_share=torch.tensor([float("inf")]), meta=ODD_META[case],
-    )  # fmt: skip
+        scores=torch.tensor([[float("nan"), 1.0]]),
+        out_tokens=("\ud800",),
+        in_tokens=("a", "\udc00"),
+        method="tensor.in_out",
+        bias_share=torch.tensor([float("inf")]),
+        meta=ODD_META[case],
+    )
     with make_client(library("gpt2", maps=(("odd.json", found),))) as client:
         for path in ("/api/saved/0", "/api/results/saved-0.html", "/api/results/saved-0.svg"):
             response = client.get(path)

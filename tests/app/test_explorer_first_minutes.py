@@ -129,19 +129,35 @@ def test_a_view_can_be_copied_as_python_and_as_a_command(open_tab, server):
     panel.get_by_role("button", name="Copy as Python").click()
     tab.locator(".toast.shown").wait_for()
     expected = [
-        "import tensorlens as tl", "", 'lens = tl.load("gpt2")', 'T = lens("It\'s \\"The\\" cat")',
+        "import tensorlens as tl",
+        "",
+        'lens = tl.load("gpt2")',
+        'T = lens("It\'s \\"The\\" cat")',
         "T = T.blocks(1, 3)",
-        "T = T.without_heads({1: [0]})", 'T.map("tensor.in_class", out_token=2)', "",
-    ]  # fmt: skip
+        "T = T.without_heads({1: [0]})",
+        'T.map("tensor.in_class", out_token=2)',
+        "",
+    ]
     assert tab.evaluate(clipboard).splitlines() == expected[:-1]
     compile("\n".join(expected), "snippet", "exec")
     panel.get_by_role("button", name="Copy as Command").click()
     tab.wait_for_function("navigator.clipboard.readText().then((text) => text.startsWith('tensorlens'))")
     words = shlex.split(tab.evaluate(clipboard))
     assert words == [
-        "tensorlens", "map", "--method", "tensor.in_class", "--out-token", "2", "--blocks", "1:3",
-        "--without-heads", "1:0", "--", "gpt2", 'It\'s "The" cat',
-    ]  # fmt: skip
+        "tensorlens",
+        "map",
+        "--method",
+        "tensor.in_class",
+        "--out-token",
+        "2",
+        "--blocks",
+        "1:3",
+        "--without-heads",
+        "1:0",
+        "--",
+        "gpt2",
+        'It\'s "The" cat',
+    ]
 
 
 def test_words_are_saved_as_they_are_shown(open_tab, tmp_path):

@@ -28,8 +28,16 @@ def run(tmp_path_factory) -> tuple[Path, str]:
     lens.processor.save_pretrained(folder / "model")
     (folder / "data").mkdir()
     (folder / "data" / "animals.csv").write_text(ROWS)
-    arguments = ["judge", folder / "model", "--data", folder / "data", "--out", folder / "runs" / "tiny" / "evidence",
-                 "--methods", "tensor.in_class,tensor.in_class@attn_lrp,control.recency"]  # fmt: skip
+    arguments = [
+        "judge",
+        folder / "model",
+        "--data",
+        folder / "data",
+        "--out",
+        folder / "runs" / "tiny" / "evidence",
+        "--methods",
+        "tensor.in_class,tensor.in_class@attn_lrp,control.recency",
+    ]
     result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     return folder, result.output
@@ -95,11 +103,15 @@ def test_what_the_runs_do_not_hold_stays_on_the_page(monkeypatch):
         "| `y` | 0.950 [0.9, 1.0] | 0.7 [0, 1] | 3 |\n| `z` | 0.100 [0.0, 0.2] | – | 4 |\n| chance | 0.0 | 0.0 |  |"
     )
     assert kept("component", old, new, ("a", "b", "c")).splitlines() == [
-        "**patching**, pearson, mean over 2 sets", "", "| method | a | b | c | ms an item, a |",
-        "| --- | --- | --- | --- | --- |", "| `y` | 0.500 [0.4, 0.6] | 0.950 [0.9, 1.0] | 0.7 [0, 1] | 8 |",
-        "| `x` | 0.900 [0.8, 1.0] | – | – | 7 |", "| `z` | – | 0.100 [0.0, 0.2] | – | – |",
+        "**patching**, pearson, mean over 2 sets",
+        "",
+        "| method | a | b | c | ms an item, a |",
+        "| --- | --- | --- | --- | --- |",
+        "| `y` | 0.500 [0.4, 0.6] | 0.950 [0.9, 1.0] | 0.7 [0, 1] | 8 |",
+        "| `x` | 0.900 [0.8, 1.0] | – | – | 7 |",
+        "| `z` | – | 0.100 [0.0, 0.2] | – | – |",
         "| chance | 0.0 | 0.0 | 0.0 |  |",
-    ]  # fmt: skip
+    ]
     counts = "| model | judge | items |\n| --- | --- | --- |\n"
     mixed = kept(
         "counts", f"{counts}| a | e | 1 |\n| c | e | 2 |", f"{counts}| b | e | 3 |\n| c | e | 4 |", ("a", "b", "c")

@@ -76,9 +76,14 @@ def test_as_a_peer_it_judges_components_as_the_jacobians_member_does(
     lens.model.float()
     methods = ("tensor.in_class@jacobian",)
     found = judge(
-        lens, tmp_path / "data", tmp_path / "run", judges=["patching"], methods=methods, peers=["transformer_lens"],
+        lens,
+        tmp_path / "data",
+        tmp_path / "run",
+        judges=["patching"],
+        methods=methods,
+        peers=["transformer_lens"],
         progress=False,
-    )  # fmt: skip
+    )
     about = found["peers"]["transformer_lens"]
     assert "error" not in about and about["check"].startswith("the model's own logits") and about["n"] > 0
     by_method = found["judges"]["patching"]["measures"]["pearson"]["methods"]

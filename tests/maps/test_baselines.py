@@ -144,11 +144,15 @@ def twin(name):
         scale = 1.0 if paths.scale is None else model.get_parameter(paths.scale).detach()
         found = {measure: torch.zeros(L, L, dtype=torch.float64) for measure in MEASURES}
         for i in range(L):
-            c = torch.stack([
-                sum(at.attention[h, i, j] * (at.values[h, j] @ w_out[h * width : (h + 1) * width])
-                    for h in range(n_heads))
-                for j in range(L)
-            ])  # fmt: skip
+            c = torch.stack(
+                [
+                    sum(
+                        at.attention[h, i, j] * (at.values[h, j] @ w_out[h * width : (h + 1) * width])
+                        for h in range(n_heads)
+                    )
+                    for j in range(L)
+                ]
+            )
             bias = bias_of(model, paths)
             if paths.behind is not None:
                 behind, whole = model.get_submodule(paths.behind), c.sum(0) + bias

@@ -146,7 +146,10 @@ def test_passages_between_a_separator():
     assert [j for group in found for j in group.tokens] == list(range(len(text)))
     assert text[found[1].tokens[0] : found[1].tokens[-1] + 1] == " Two. B\n###"
     for wrong, words in (
-        ({"separator": "@@"}, "does not stand"), ({"separator": ""}, "are {"), ({"mark": "#"}, "are {"), ({}, "are {"),
-    ):  # fmt: skip
+        ({"separator": "@@"}, "does not stand"),
+        ({"separator": ""}, "are {"),
+        ({"mark": "#"}, "are {"),
+        ({}, "are {"),
+    ):
         with pytest.raises(InputError, match=words):
             find_groups(wrong, tuple(text), meta)

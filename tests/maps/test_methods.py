@@ -215,8 +215,16 @@ def test_dense_that_would_not_fit_says_how_large_it_is(monkeypatch):
 
 @pytest.mark.parametrize("name", ["GraniteConfig", "CohereConfig", "Gemma2Config"])
 def test_predictions_are_the_models_own_behind_scales_and_caps(name):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "intermediate_size": 48, "vocab_size": 60, "head_dim": 8, "pad_token_id": 0}  # fmt: skip
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 60,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
     more = {"GraniteConfig": {"logits_scaling": 8.0}, "Gemma2Config": {"final_logit_softcapping": 2.0}}
     config = getattr(transformers, name)(**sizes, **more.get(name, {}))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -13,9 +13,13 @@ def token_map(scores, **meta) -> TokenMap:
     scores = torch.tensor(scores, dtype=torch.float64)
     n_out, n_in = scores.shape
     return TokenMap(
-        scores=scores, out_tokens=tuple(f"o{k}" for k in range(n_out)), in_tokens=tuple(f"i{k}" for k in range(n_in)),
-        method="tensor.in_class", bias_share=torch.zeros(n_out), meta=meta,
-    )  # fmt: skip
+        scores=scores,
+        out_tokens=tuple(f"o{k}" for k in range(n_out)),
+        in_tokens=tuple(f"i{k}" for k in range(n_in)),
+        method="tensor.in_class",
+        bias_share=torch.zeros(n_out),
+        meta=meta,
+    )
 
 
 SINK = [[6.1, 0.1, 2.7, -0.5]]

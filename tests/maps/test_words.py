@@ -18,9 +18,13 @@ def token_map(in_tokens, scores=None, **meta) -> TokenMap:
     scores = torch.arange(2.0 * len(in_tokens)).reshape(2, -1) if scores is None else scores
     out = tuple(f"out{k}" for k in range(len(scores)))
     return TokenMap(
-        scores=scores, out_tokens=out, in_tokens=in_tokens, method="tensor.in_out",
-        bias_share=torch.zeros(len(scores)), meta=meta,
-    )  # fmt: skip
+        scores=scores,
+        out_tokens=out,
+        in_tokens=in_tokens,
+        method="tensor.in_out",
+        bias_share=torch.zeros(len(scores)),
+        meta=meta,
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,13 +32,15 @@ def token_map(in_tokens, scores=None, **meta) -> TokenMap:
     [
         (PARIS, ["The", " Eiffel", " Tower", ",", " isn't", " in", " Paris", "."]),
         (("[CLS]", "world", "##liness", "good", "[SEP]"), ["[CLS]", "worldliness", "good", "[SEP]"]),
-        (("⟨E4⟩⟨BD⟩", "⟨A0⟩", "⟨E5⟩⟨A5⟩", "⟨BD⟩", "⟨20⟩⟨F0⟩⟨9F⟩", "⟨9A⟩", "⟨80⟩", " world"),
-         ["你", "好", " 🚀", " world"]),
+        (
+            ("⟨E4⟩⟨BD⟩", "⟨A0⟩", "⟨E5⟩⟨A5⟩", "⟨BD⟩", "⟨20⟩⟨F0⟩⟨9F⟩", "⟨9A⟩", "⟨80⟩", " world"),
+            ["你", "好", " 🚀", " world"],
+        ),
         (("⟨FF⟩", "⟨FE⟩", " a"), ["⟨FF⟩", " a"]),
         ((" 你好", "世界", " x"), [" 你好", "世界", " x"]),
         ((), []),
     ],
-)  # fmt: skip
+)
 def test_labels_are_joined_where_no_offsets_are_known(tokens, expected):
     assert labels(tokens) == expected
 
@@ -42,16 +48,23 @@ def test_labels_are_joined_where_no_offsets_are_known(tokens, expected):
 @pytest.mark.parametrize(
     ("tokens", "offsets", "text", "expected"),
     [
-        (("[CLS]", "don", "'", "t", "stop", ".", "[SEP]"), [None, [0, 3], [3, 4], [4, 5], [6, 10], [10, 11], None],
-         "don't stop.", ["[CLS]", "don't", "stop", ".", "[SEP]"]),
-        (("⟨E4⟩⟨BD⟩", "⟨A0⟩", "⟨E5⟩⟨A5⟩", "⟨BD⟩", "⟨20⟩⟨F0⟩⟨9F⟩", "⟨9A⟩", "⟨80⟩", " world"),
-         [[0, 1], [0, 1], [1, 2], [1, 2], [2, 4], [3, 4], [3, 4], [4, 10]],
-         "你好 🚀 world", ["你", "好", " 🚀", " world"]),
+        (
+            ("[CLS]", "don", "'", "t", "stop", ".", "[SEP]"),
+            [None, [0, 3], [3, 4], [4, 5], [6, 10], [10, 11], None],
+            "don't stop.",
+            ["[CLS]", "don't", "stop", ".", "[SEP]"],
+        ),
+        (
+            ("⟨E4⟩⟨BD⟩", "⟨A0⟩", "⟨E5⟩⟨A5⟩", "⟨BD⟩", "⟨20⟩⟨F0⟩⟨9F⟩", "⟨9A⟩", "⟨80⟩", " world"),
+            [[0, 1], [0, 1], [1, 2], [1, 2], [2, 4], [3, 4], [3, 4], [4, 10]],
+            "你好 🚀 world",
+            ["你", "好", " 🚀", " world"],
+        ),
         (("👩", "\u200d", "🚀", " x"), [[0, 1], [1, 2], [2, 3], [3, 5]], "👩\u200d🚀 x", ["👩\u200d🚀", " x"]),
         (("a", "b"), [[0, 1], [2, 3]], "a b", ["a", "b"]),
         ((" ab", "c"), [[1, 3], [3, 4]], " abc", [" abc"]),
     ],
-)  # fmt: skip
+)
 def test_offsets_say_where_words_are(tokens, offsets, text, expected):
     assert labels(tokens, offsets=offsets, text=text) == expected
 

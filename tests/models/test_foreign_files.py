@@ -63,8 +63,17 @@ def _gguf(path: Path) -> Path:
     writer.add_token_types([2, 3, 3, *([6] * 256)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    square = {"attn_q": (32, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 32), "ffn_gate": (32, 32),
-              "ffn_up": (32, 32), "ffn_down": (32, 32), "attn_norm": (32,), "ffn_norm": (32,)}  # fmt: skip
+    square = {
+        "attn_q": (32, 32),
+        "attn_k": (32, 32),
+        "attn_v": (32, 32),
+        "attn_output": (32, 32),
+        "ffn_gate": (32, 32),
+        "ffn_up": (32, 32),
+        "ffn_down": (32, 32),
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+    }
     shapes = {"token_embd": (len(tokens), 32), "output": (len(tokens), 32), "output_norm": (32,)}
     shapes |= {f"blk.{n}.{name}": shape for n in range(2) for name, shape in square.items()}
     for name, shape in shapes.items():
@@ -81,9 +90,15 @@ def _onnx(path: Path) -> Path:
     import onnx
 
     draw = np.random.default_rng(0)
-    made = [onnx.numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name) for name, shape in
-            (("backbone.layernorm.weight", (384,)), ("onnx::MatMul_1", (4, 4)), ("onnx::Concat_2", (1, 1, 384)),
-             ("onnx::Reshape_3", (1, 4, 384)))]  # fmt: skip
+    made = [
+        onnx.numpy_helper.from_array(draw.standard_normal(shape).astype(np.float32), name)
+        for name, shape in (
+            ("backbone.layernorm.weight", (384,)),
+            ("onnx::MatMul_1", (4, 4)),
+            ("onnx::Concat_2", (1, 1, 384)),
+            ("onnx::Reshape_3", (1, 4, 384)),
+        )
+    ]
     node = onnx.helper.make_node
     nodes = [
         node("MatMul", ["x", "onnx::MatMul_1"], ["y"], name="/backbone/encoder/layer.0/mlp/fc1/MatMul"),
@@ -97,13 +112,27 @@ def _onnx(path: Path) -> Path:
 def _map(path: Path, suffix: str) -> Path:
     """A saved map with all that its `meta` may hold."""
     found = tl.TokenMap(
-        scores=torch.randn(2, 5), out_tokens=("a", "b"), in_tokens=("c", "d", "e", "f", "g"), method="tensor.in_class",
+        scores=torch.randn(2, 5),
+        out_tokens=("a", "b"),
+        in_tokens=("c", "d", "e", "f", "g"),
+        method="tensor.in_class",
         bias_share=torch.rand(2),
-        meta={"model": "tiny", "target": "x − y", "logit": [1.0, 2.0], "text": "cdefg", "out_positions": [0, 1],
-              "offsets": [[k, k + 1] for k in range(5)], "causal": True, "set_aside": [0], "blocks": [0, 2],
-              "heads": {"0": [1]}, "rules": {"gate": "half"}, "grid": {"rows": 2, "columns": 2, "first": 1},
-              "certificate": {"passed": True, "errors": {"value": 1e-6}}},
-    )  # fmt: skip
+        meta={
+            "model": "tiny",
+            "target": "x − y",
+            "logit": [1.0, 2.0],
+            "text": "cdefg",
+            "out_positions": [0, 1],
+            "offsets": [[k, k + 1] for k in range(5)],
+            "causal": True,
+            "set_aside": [0],
+            "blocks": [0, 2],
+            "heads": {"0": [1]},
+            "rules": {"gate": "half"},
+            "grid": {"rows": 2, "columns": 2, "first": 1},
+            "certificate": {"passed": True, "errors": {"value": 1e-6}},
+        },
+    )
     return found.save(path / f"map{suffix}")
 
 

@@ -175,9 +175,9 @@ class _Sum(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "value"), [(_Sum(), torch.ones(3, 4)), (_Sum(), {"x": torch.ones(1, 3, 4)}),
-                         (torch.nn.Linear(4, 4), torch.ones(3, 4))],
-)  # fmt: skip
+    ("model", "value"),
+    [(_Sum(), torch.ones(3, 4)), (_Sum(), {"x": torch.ones(1, 3, 4)}), (torch.nn.Linear(4, 4), torch.ones(3, 4))],
+)
 def test_a_module_that_does_not_fit_is_told_what_is_needed(model, value):
     with pytest.raises(tl.TensorLensError, match="What is needed: blocks in a list of modules"):
         tl.Lens(model)(value)

@@ -83,7 +83,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "token-wise without its factor": ("bert", replaced(pull, "_token_wise", lambda _: lambda *a: a[3].copy_(a[1]))),
     "block before it": ("gpt2", off_by_one),
     "block left out": ("llama", skipped_block),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "neox-parallel"])

@@ -42,10 +42,17 @@ def gap(lens: tl.Lens, found: Tensor) -> float:
 
 
 CASES = [
-    ("gpt2", "eager", {}), ("gpt2", "sdpa", {}), ("llama", "sdpa", {}), ("llama", "eager", {"gate": "half"}),
-    ("qwen2", "sdpa", {}), ("phi", "eager", {}), ("neox-parallel", "sdpa", {}), ("olmo2", "eager", {}),
-    ("bert", "eager", {}), ("bert-mlm", "sdpa", {}),
-]  # fmt: skip
+    ("gpt2", "eager", {}),
+    ("gpt2", "sdpa", {}),
+    ("llama", "sdpa", {}),
+    ("llama", "eager", {"gate": "half"}),
+    ("qwen2", "sdpa", {}),
+    ("phi", "eager", {}),
+    ("neox-parallel", "sdpa", {}),
+    ("olmo2", "eager", {}),
+    ("bert", "eager", {}),
+    ("bert-mlm", "sdpa", {}),
+]
 
 
 @pytest.mark.parametrize(("name", "attention", "rules"), CASES)

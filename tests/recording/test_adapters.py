@@ -119,9 +119,13 @@ def test_experts_implementations_give_one_operator(model_type: str, implementati
 
 @pytest.mark.parametrize(
     ("model_type", "kernel"),
-    [("mamba", "selective_scan"), ("mamba2", "chunk_scan"), ("qwen3_next", "gated_delta_rule"),
-     ("kimi_linear", "kimi_delta")],
-)  # fmt: skip
+    [
+        ("mamba", "selective_scan"),
+        ("mamba2", "chunk_scan"),
+        ("qwen3_next", "gated_delta_rule"),
+        ("kimi_linear", "kimi_delta"),
+    ],
+)
 def test_roles_in_recurrences(model_type: str, kernel: str):
     lens, arguments = lens_on("causal", model_type)
     certificate = lens(arguments).certificate()
@@ -166,8 +170,15 @@ def test_streams_of_unequal_width_are_refused():
     encoder = hf.BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=40
     )
-    decoder = hf.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-                            vocab_size=40, is_decoder=True, add_cross_attention=True)  # fmt: skip
+    decoder = hf.BertConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        vocab_size=40,
+        is_decoder=True,
+        add_cross_attention=True,
+    )
     model = hf.EncoderDecoderModel(hf.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)).eval()
     ids = torch.tensor([[3, 4, 5]])
     with pytest.raises(tl.AnatomyError, match="16 channels"):
@@ -188,13 +199,21 @@ def test_side_channels_are_part_of_T_and_their_ranges_are_refused(model_type: st
 
 # Images beside text --------------------------------------------------------------------------------------------------
 
-_TEXT = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24,
-             vocab_size=60, max_position_embeddings=64)  # fmt: skip
+_TEXT = dict(
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    vocab_size=60,
+    max_position_embeddings=64,
+)
 
 
 def _llava() -> tuple[nn.Module, dict[str, Tensor]]:
-    vision = hf.CLIPVisionConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
-                                 image_size=8, patch_size=4)  # fmt: skip
+    vision = hf.CLIPVisionConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+    )
     config = hf.LlavaConfig(
         vision_config=vision,
         text_config=hf.LlamaConfig(**_TEXT),
@@ -208,11 +227,15 @@ def _llava() -> tuple[nn.Module, dict[str, Tensor]]:
 def _qwen2_vl() -> tuple[nn.Module, dict[str, Tensor]]:
     vision = dict(depth=2, embed_dim=16, hidden_size=16, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2)
     text = dict(_TEXT, rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4})
-    config = hf.Qwen2VLConfig(vision_config=vision, text_config=text, image_token_id=50, vision_start_token_id=51,
-                              vision_end_token_id=52)  # fmt: skip
+    config = hf.Qwen2VLConfig(
+        vision_config=vision, text_config=text, image_token_id=50, vision_start_token_id=51, vision_end_token_id=52
+    )
     ids = torch.tensor([[5, 51, 50, 50, 50, 50, 52, 7]])
-    pixels = {"pixel_values": torch.randn(16, 3 * 2 * 16), "image_grid_thw": torch.tensor([[1, 4, 4]]),
-              "mm_token_type_ids": (ids == 50).long()}  # fmt: skip
+    pixels = {
+        "pixel_values": torch.randn(16, 3 * 2 * 16),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 50).long(),
+    }
     return hf.Qwen2VLForConditionalGeneration(config), {"input_ids": ids} | pixels
 
 

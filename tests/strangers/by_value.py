@@ -71,9 +71,15 @@ class Watch:
     """One run of a model, with what its modules passed, and the first place where the state entered."""
 
     def __init__(
-        self, model: nn.Module, call: Callable[[nn.Module], Any], first: Tensor, last: Tensor, *, leaf: bool,
+        self,
+        model: nn.Module,
+        call: Callable[[nn.Module], Any],
+        first: Tensor,
+        last: Tensor,
+        *,
+        leaf: bool,
         from_early: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.first, self.last, self.leaf, self.from_early = first, last, leaf, from_early
         self.x: Tensor | None = None
         self.old: Tensor | None = None

@@ -108,72 +108,103 @@ def latents(channels: int = 4) -> dict[str, Any]:
 
 DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "sample_size": 12}
 
-FOREIGNERS = [
-    Foreigner(package="x_transformers", name=f"x-transformers {name}", build=build, inputs=lambda: {"x": ids()})
-    for name, build in {
-        "decoder": x_transformer("Decoder"),
-        "encoder": x_transformer("Encoder"),
-        "decoder, rotary, RMSNorm, SwiGLU": x_transformer(
-            "Decoder", rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True, ff_swish=True
+FOREIGNERS = (
+    [
+        Foreigner(package="x_transformers", name=f"x-transformers {name}", build=build, inputs=lambda: {"x": ids()})
+        for name, build in {
+            "decoder": x_transformer("Decoder"),
+            "encoder": x_transformer("Encoder"),
+            "decoder, rotary, RMSNorm, SwiGLU": x_transformer(
+                "Decoder", rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True, ff_swish=True
+            ),
+            "decoder, soft-clamped scores": x_transformer("Decoder", attn_softclamp_logits=True),
+            "decoder, ALiBi, one set of keys": x_transformer("Decoder", alibi_pos_bias=True, attn_one_kv_head=True),
+            "encoder, gated residual": x_transformer("Encoder", gate_residual=True),
+            "encoder, post-norm, squared ReLU": x_transformer("Encoder", pre_norm=False, ff_relu_squared=True),
+            "decoder, sandwich norm, qk-norm": x_transformer("Decoder", sandwich_norm=True, attn_qk_norm=True),
+            "decoder, macaron": x_transformer("Decoder", macaron=True),
+            "encoder, talking heads": x_transformer(
+                "Encoder", attn_pre_talking_heads=True, attn_post_talking_heads=True
+            ),
+        }.items()
+    ]
+    + [
+        Foreigner(package="vit_pytorch", name=f"vit-pytorch {name}", build=build, inputs=lambda: {"img": PICTURE})
+        for name, build in {
+            "ViT": vit_pytorch("vit", "ViT"),
+            "SimpleViT": vit_pytorch("simple_vit", "SimpleViT"),
+            "DeepViT": vit_pytorch("deepvit", "DeepViT"),
+            "CaiT": vit_pytorch("cait", "CaiT", cls_depth=2),
+            "ViT for small data": vit_pytorch("vit_for_small_dataset", "ViT"),
+            "parallel ViT": vit_pytorch("parallel_vit", "ViT"),
+            "ViT with registers": vit_pytorch("simple_vit_with_register_tokens", "SimpleViT"),
+        }.items()
+    ]
+    + [
+        Foreigner(package="open_clip", name="open_clip vision", build=clip_picture, inputs=lambda: {"x": PICTURE}),
+        Foreigner(package="open_clip", name="open_clip text", build=clip_text, inputs=lambda: {"text": ids()}),
+        Foreigner(package="esm", name="fair-esm ESM-2", build=esm2, inputs=lambda: {"tokens": ids()}),
+        Foreigner(
+            package="sentence_transformers",
+            name="sentence-transformers BERT and pooling",
+            build=sentence_transformer,
+            inputs=lambda: {"input": {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}},
         ),
-        "decoder, soft-clamped scores": x_transformer("Decoder", attn_softclamp_logits=True),
-        "decoder, ALiBi, one set of keys": x_transformer("Decoder", alibi_pos_bias=True, attn_one_kv_head=True),
-        "encoder, gated residual": x_transformer("Encoder", gate_residual=True),
-        "encoder, post-norm, squared ReLU": x_transformer("Encoder", pre_norm=False, ff_relu_squared=True),
-        "decoder, sandwich norm, qk-norm": x_transformer("Decoder", sandwich_norm=True, attn_qk_norm=True),
-        "decoder, macaron": x_transformer("Decoder", macaron=True),
-        "encoder, talking heads": x_transformer("Encoder", attn_pre_talking_heads=True, attn_post_talking_heads=True),
-    }.items()
-] + [
-    Foreigner(package="vit_pytorch", name=f"vit-pytorch {name}", build=build, inputs=lambda: {"img": PICTURE})
-    for name, build in {
-        "ViT": vit_pytorch("vit", "ViT"),
-        "SimpleViT": vit_pytorch("simple_vit", "SimpleViT"),
-        "DeepViT": vit_pytorch("deepvit", "DeepViT"),
-        "CaiT": vit_pytorch("cait", "CaiT", cls_depth=2),
-        "ViT for small data": vit_pytorch("vit_for_small_dataset", "ViT"),
-        "parallel ViT": vit_pytorch("parallel_vit", "ViT"),
-        "ViT with registers": vit_pytorch("simple_vit_with_register_tokens", "SimpleViT"),
-    }.items()
-] + [
-    Foreigner(package="open_clip", name="open_clip vision", build=clip_picture, inputs=lambda: {"x": PICTURE}),
-    Foreigner(package="open_clip", name="open_clip text", build=clip_text, inputs=lambda: {"text": ids()}),
-    Foreigner(package="esm", name="fair-esm ESM-2", build=esm2, inputs=lambda: {"tokens": ids()}),
-    Foreigner(
-        package="sentence_transformers", name="sentence-transformers BERT and pooling", build=sentence_transformer,
-        inputs=lambda: {"input": {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}},
-    ),
-    Foreigner(
-        package="diffusers", name="diffusers DiT",
-        build=diffusion("DiTTransformer2DModel", **DIT, patch_size=2, out_channels=8, num_embeds_ada_norm=1000),
-        inputs=lambda: latents() | {"class_labels": torch.tensor([1])},
-    ),
-    Foreigner(
-        package="diffusers", name="diffusers PixArt",
-        build=diffusion(
-            "PixArtTransformer2DModel", **DIT, patch_size=2, out_channels=8, cross_attention_dim=16,
-            caption_channels=20, norm_type="ada_norm_single",
+        Foreigner(
+            package="diffusers",
+            name="diffusers DiT",
+            build=diffusion("DiTTransformer2DModel", **DIT, patch_size=2, out_channels=8, num_embeds_ada_norm=1000),
+            inputs=lambda: latents() | {"class_labels": torch.tensor([1])},
         ),
-        inputs=lambda: latents() | {
-            "encoder_hidden_states": randn(1, 5, 20, seed=6),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    ),
-    Foreigner(
-        package="diffusers", name="diffusers Transformer2D",
-        build=diffusion("Transformer2DModel", **DIT, norm_num_groups=2, cross_attention_dim=20),
-        inputs=lambda: {
-            "hidden_states": randn(1, 4, 12, 12, seed=4), "encoder_hidden_states": randn(1, 5, 20, seed=6),
-        },
-    ),
-    Foreigner(
-        package="diffusers", name="diffusers SD3",
-        build=diffusion(
-            "SD3Transformer2DModel", **DIT, patch_size=2, out_channels=4, joint_attention_dim=20,
-            caption_projection_dim=16, pooled_projection_dim=10, pos_embed_max_size=8,
+        Foreigner(
+            package="diffusers",
+            name="diffusers PixArt",
+            build=diffusion(
+                "PixArtTransformer2DModel",
+                **DIT,
+                patch_size=2,
+                out_channels=8,
+                cross_attention_dim=16,
+                caption_channels=20,
+                norm_type="ada_norm_single",
+            ),
+            inputs=lambda: (
+                latents()
+                | {
+                    "encoder_hidden_states": randn(1, 5, 20, seed=6),
+                    "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+                }
+            ),
         ),
-        inputs=lambda: latents() | {
-            "encoder_hidden_states": randn(1, 5, 20, seed=6), "pooled_projections": randn(1, 10, seed=7),
-        },
-    ),
-]  # fmt: skip
+        Foreigner(
+            package="diffusers",
+            name="diffusers Transformer2D",
+            build=diffusion("Transformer2DModel", **DIT, norm_num_groups=2, cross_attention_dim=20),
+            inputs=lambda: {
+                "hidden_states": randn(1, 4, 12, 12, seed=4),
+                "encoder_hidden_states": randn(1, 5, 20, seed=6),
+            },
+        ),
+        Foreigner(
+            package="diffusers",
+            name="diffusers SD3",
+            build=diffusion(
+                "SD3Transformer2DModel",
+                **DIT,
+                patch_size=2,
+                out_channels=4,
+                joint_attention_dim=20,
+                caption_projection_dim=16,
+                pooled_projection_dim=10,
+                pos_embed_max_size=8,
+            ),
+            inputs=lambda: (
+                latents()
+                | {
+                    "encoder_hidden_states": randn(1, 5, 20, seed=6),
+                    "pooled_projections": randn(1, 10, seed=7),
+                }
+            ),
+        ),
+    ]
+)

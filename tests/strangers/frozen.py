@@ -21,23 +21,84 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 ACTIVATIONS = {
-    "gelu", "silu", "relu", "tanh", "sigmoid", "softplus", "exp", "elu", "mish", "hardswish", "hardsigmoid", "relu6",
-    "leaky_relu", "ndtr", "special_ndtr", "threshold", "logsigmoid", "softsign", "hardtanh", "celu", "selu", "erf",
-    "cos", "_threshold", "round", "log_sigmoid", "softshrink", "tanhshrink", "sin", "atan", "erfinv", "expm1", "sinc",
-    "special_sinc", "log1p", "fmod", "frac", "remainder", "__mod__", "trunc",
-}  # fmt: skip
+    "gelu",
+    "silu",
+    "relu",
+    "tanh",
+    "sigmoid",
+    "softplus",
+    "exp",
+    "elu",
+    "mish",
+    "hardswish",
+    "hardsigmoid",
+    "relu6",
+    "leaky_relu",
+    "ndtr",
+    "special_ndtr",
+    "threshold",
+    "logsigmoid",
+    "softsign",
+    "hardtanh",
+    "celu",
+    "selu",
+    "erf",
+    "cos",
+    "_threshold",
+    "round",
+    "log_sigmoid",
+    "softshrink",
+    "tanhshrink",
+    "sin",
+    "atan",
+    "erfinv",
+    "expm1",
+    "sinc",
+    "special_sinc",
+    "log1p",
+    "fmod",
+    "frac",
+    "remainder",
+    "__mod__",
+    "trunc",
+}
 STATISTICS = {"rsqrt", "sqrt", "var", "std", "var_mean", "norm", "linalg_vector_norm", "linalg_norm", "reciprocal"}
 MIXERS = {"softmax"}
 MATRIX_PRODUCTS = {"matmul", "__matmul__", "bmm", "mm"}
 SHAPES = {
-    "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "__getitem__",
-    "interpolate", "expand", "expand_as", "unsqueeze", "squeeze", "contiguous",
-}  # fmt: skip
+    "chunk",
+    "split",
+    "unbind",
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "transpose",
+    "permute",
+    "__getitem__",
+    "interpolate",
+    "expand",
+    "expand_as",
+    "unsqueeze",
+    "squeeze",
+    "contiguous",
+}
 """After which what came out of an activation still did."""
 ARITHMETIC = {
-    "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "neg", "div",
+    "add",
+    "__add__",
+    "__radd__",
+    "sub",
+    "__sub__",
+    "rsub",
+    "__rsub__",
+    "mul",
+    "__mul__",
+    "__rmul__",
+    "neg",
+    "div",
     "__truediv__",
-}  # fmt: skip
+}
 
 
 class Frozen(TorchFunctionMode):
@@ -150,9 +211,15 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | N
 
 
 def batch_norm(
-    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
     shape = [1, -1] + [1] * (x.dim() - 2)
     if training or mean is None or var is None:
         y = _standardised(x, tuple(axis for axis in range(x.dim()) if axis != 1), eps)
@@ -171,14 +238,20 @@ def group_norm(
 
 def instance_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return group_norm(x, x.shape[1], weight, bias, eps)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     if k.shape[-3:-2] != q.shape[-3:-2] and q.dim() > 3:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
@@ -192,9 +265,22 @@ def attention(
 def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """What `nn.MultiheadAttention` computes, of (token, batch, channel), or (token, channel)."""
     names = (
-        "embed_dim", "n_heads", "w_in", "b_in", "bias_k", "bias_v", "zero", "dropout", "w_out", "b_out", "training",
-        "key_padding_mask", "need_weights", "attn_mask", "separate",
-    )  # fmt: skip
+        "embed_dim",
+        "n_heads",
+        "w_in",
+        "b_in",
+        "bias_k",
+        "bias_v",
+        "zero",
+        "dropout",
+        "w_out",
+        "b_out",
+        "training",
+        "key_padding_mask",
+        "need_weights",
+        "attn_mask",
+        "separate",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     if query.dim() == 2:
         padding = given.get("key_padding_mask")
@@ -228,9 +314,16 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def lstm(
-    x: Tensor, start: Any, flat: Any, has_biases: bool, n_layers: int, dropout: float, training: bool, both_ways: bool,
+    x: Tensor,
+    start: Any,
+    flat: Any,
+    has_biases: bool,
+    n_layers: int,
+    dropout: float,
+    training: bool,
+    both_ways: bool,
     batch_first: bool,
-) -> Any:  # fmt: skip
+) -> Any:
     """What `nn.LSTM` computes, with its three gates held: c' = f⊙c + i⊙tanh(g), h' = o⊙tanh(c')."""
     x, n_ways, size = x.transpose(0, 1) if batch_first else x, 1 + both_ways, 4 if has_biases else 2
     for layer in range(n_layers):

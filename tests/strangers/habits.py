@@ -58,36 +58,61 @@ class PlainWithActivation(Plain):
 
 def llama() -> nn.Module:
     config = hf.LlamaConfig(
-        vocab_size=WORDS, hidden_size=D, intermediate_size=HIDDEN, num_hidden_layers=DEPTH, num_attention_heads=H,
-        num_key_value_heads=2, max_position_embeddings=2 * LENGTH, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=D,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=H,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * LENGTH,
+        attn_implementation="eager",
+    )
     return hf.LlamaModel(config)
 
 
 def bert() -> nn.Module:
     config = hf.BertConfig(
-        vocab_size=WORDS, hidden_size=D, intermediate_size=HIDDEN, num_hidden_layers=DEPTH, num_attention_heads=H,
-        max_position_embeddings=2 * LENGTH, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=D,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=H,
+        max_position_embeddings=2 * LENGTH,
+        attn_implementation="eager",
+    )
     return hf.BertModel(config, add_pooling_layer=False)
 
 
 KINDS = {
     "hand-written": Kind(
-        name="hand-written", build=PlainWithActivation, places=Places(), mlp="blocks.1.mlp", norm="blocks.1.ln_1",
-        linear="blocks.1.mlp.down", activation="blocks.1.mlp.activation",
+        name="hand-written",
+        build=PlainWithActivation,
+        places=Places(),
+        mlp="blocks.1.mlp",
+        norm="blocks.1.ln_1",
+        linear="blocks.1.mlp.down",
+        activation="blocks.1.mlp.activation",
     ),
     "Llama": Kind(
-        name="Llama", build=llama, places=Places(blocks="layers", end="norm"), mlp="layers.1.mlp",
-        norm="layers.1.input_layernorm", linear="layers.1.mlp.down_proj", activation="layers.1.mlp.act_fn",
+        name="Llama",
+        build=llama,
+        places=Places(blocks="layers", end="norm"),
+        mlp="layers.1.mlp",
+        norm="layers.1.input_layernorm",
+        linear="layers.1.mlp.down_proj",
+        activation="layers.1.mlp.act_fn",
         tolerance=1e-5,
     ),
     "BERT": Kind(
-        name="BERT", build=bert, places=Places(blocks="encoder.layer", end=f"encoder.layer.{DEPTH - 1}"),
-        mlp="encoder.layer.1.intermediate", norm="encoder.layer.1.output.LayerNorm",
-        linear="encoder.layer.1.output.dense", activation="encoder.layer.1.intermediate.intermediate_act_fn",
+        name="BERT",
+        build=bert,
+        places=Places(blocks="encoder.layer", end=f"encoder.layer.{DEPTH - 1}"),
+        mlp="encoder.layer.1.intermediate",
+        norm="encoder.layer.1.output.LayerNorm",
+        linear="encoder.layer.1.output.dense",
+        activation="encoder.layer.1.intermediate.intermediate_act_fn",
     ),
-}  # fmt: skip
+}
 
 
 def replace(model: nn.Module, path: str, new: nn.Module) -> None:

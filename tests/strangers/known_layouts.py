@@ -19,7 +19,7 @@ from strangers.models import (
     torch_decoder,
     torch_encoder,
     torch_transformer,
-)  # fmt: skip
+)
 from strangers.oracle import Places, randn
 from torch import Tensor, nn
 

@@ -302,17 +302,23 @@ STRANGERS = [
     Stranger(name="end: by weights of a gate", build=Halting, has_ranges=False, places=BEGIN),
     Stranger(name="end: a norm in the head", build=NormInHead, places=Places(end="head.0")),
     Stranger(
-        name="beginning: residuals outside of modules", build=OuterResiduals, has_ranges=False,
+        name="beginning: residuals outside of modules",
+        build=OuterResiduals,
+        has_ranges=False,
         places=Places(blocks=(), start="begin"),
     ),
     Stranger(
-        name="beginning: recurrent cells outside of modules", build=OuterGates, has_ranges=False,
+        name="beginning: recurrent cells outside of modules",
+        build=OuterGates,
+        has_ranges=False,
         places=Places(blocks=(), start="begin"),
     ),
     Stranger(name="beginning: both ways", build=BothWays, has_ranges=False, places=BEGIN),
     Stranger(name="state: behind a mask", build=MaskedModel, twin=plainly(lambda: Plain(PlainFeeding, DEPTH))),
     Stranger(
-        name="state: behind positions", build=lambda: PositionsInBlocks(True), has_ranges=False,
+        name="state: behind positions",
+        build=lambda: PositionsInBlocks(True),
+        has_ranges=False,
         twin=plainly(lambda: PositionsInBlocks(False)),
     ),
     Stranger(name="layers: attention adapted", build=adapted("attn.qkv", "attn.proj")),
@@ -327,4 +333,4 @@ STRANGERS = [
     feeding("a live bound", lambda x: x.clamp(max=x.mean())),
     feeding("a remainder", lambda x: x % 1.0),
     feeding("a fraction", lambda x: torch.fmod(x, 0.7)),
-]  # fmt: skip
+]

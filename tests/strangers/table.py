@@ -24,9 +24,12 @@ from tensorlens.studies.family_study.table import STRANGERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = {
-    "x_transformers": "x-transformers", "vit_pytorch": "vit-pytorch", "open_clip": "open_clip_torch", "esm": "fair-esm",
+    "x_transformers": "x-transformers",
+    "vit_pytorch": "vit-pytorch",
+    "open_clip": "open_clip_torch",
+    "esm": "fair-esm",
     "sentence_transformers": "sentence-transformers",
-}  # fmt: skip
+}
 """Distributions that are called otherwise than what is imported of them."""
 
 INTRODUCTION = """
@@ -66,10 +69,15 @@ def cases() -> Iterator[Case]:
     for one in foreign.FOREIGNERS:
         yield Case(one.package, one.name, lambda one=one: foreign.judge_foreigner(one))
     groups = {
-        "put together otherwise": known_layouts, "code around blocks": odd_structures, "unusual steps": odd_operations,
-        "hooks and heads": odd_hooks, "streams and writes": odd_streams, "beginning, end and state": odd_arrangements,
-        "roundings": odd_types, "written to mislead": adversary,
-    }  # fmt: skip
+        "put together otherwise": known_layouts,
+        "code around blocks": odd_structures,
+        "unusual steps": odd_operations,
+        "hooks and heads": odd_hooks,
+        "streams and writes": odd_streams,
+        "beginning, end and state": odd_arrangements,
+        "roundings": odd_types,
+        "written to mislead": adversary,
+    }
     for group, module in groups.items():
         yield from (Case(f"by hand: {group}", one.name, lambda one=one: judge(one)) for one in module.STRANGERS)
 

@@ -190,10 +190,12 @@ LINEAR: dict[str, Inner] = {
 
 FROZEN: dict[str, tuple[Inner, Inner]] = {
     "factor written over": (
-        lambda z, g: factor_written_over(z, g), lambda z, g: (z * g.detach() + z.detach() * g) / 2 + z + 1
+        lambda z, g: factor_written_over(z, g),
+        lambda z, g: (z * g.detach() + z.detach() * g) / 2 + z + 1,
     ),
     "parts written to": (
-        lambda z, g: torch.cat([part.mul_(2) for part in (1.0 * z).chunk(2, -1)], -1), lambda z, g: 2 * z
+        lambda z, g: torch.cat([part.mul_(2) for part in (1.0 * z).chunk(2, -1)], -1),
+        lambda z, g: 2 * z,
     ),
     "as often as it goes": (lambda z, g: z * (z // 0.3), lambda z, g: z * (z / 0.3).floor()),
     "summed over a part of its source": (
@@ -205,7 +207,8 @@ FROZEN: dict[str, tuple[Inner, Inner]] = {
         lambda z, g: torch.cat([z[..., :4] + g[..., :4], z[..., 4:]], -1),
     ),
     "rows of a live table": (
-        lambda z, g: F.embedding(torch.tensor([[3, 1, 0, 2]]), z[0], padding_idx=1), lambda z, g: z[:, [3, 1, 0, 2]]
+        lambda z, g: F.embedding(torch.tensor([[3, 1, 0, 2]]), z[0], padding_idx=1),
+        lambda z, g: z[:, [3, 1, 0, 2]],
     ),
     "looked up where the other says": (
         lambda z, g: F.grid_sample(z[:, None], torch.stack([g, z], -1).tanh(), align_corners=False)[:, 0],
@@ -214,18 +217,20 @@ FROZEN: dict[str, tuple[Inner, Inner]] = {
     "bilinear": (lambda z, g: F.bilinear(z, g, BILINEAR, W), lambda z, g: F.bilinear(z.detach(), g, BILINEAR, W)),
     "squared ReLU": (lambda z, g: F.relu(z) ** 2, lambda z, g: F.relu(z).detach() * F.relu(z)),
     "added product": (
-        lambda z, g: torch.addcmul(z, g, torch.sigmoid(z)), lambda z, g: z + g * torch.sigmoid(z).detach()
+        lambda z, g: torch.addcmul(z, g, torch.sigmoid(z)),
+        lambda z, g: z + g * torch.sigmoid(z).detach(),
     ),
     "quotient": (lambda z, g: z / (1 + g.abs()), lambda z, g: z / (1 + g.abs()).detach()),
     "unit length": (
-        lambda z, g: z / z.norm(dim=-1, keepdim=True), lambda z, g: z / z.norm(dim=-1, keepdim=True).detach()
+        lambda z, g: z / z.norm(dim=-1, keepdim=True),
+        lambda z, g: z / z.norm(dim=-1, keepdim=True).detach(),
     ),
     "bounded": (lambda z, g: torch.tanh(z) * W, lambda z, g: (torch.tanh(z) / z).detach() * z * W),
     "half of the channels gate": (
         lambda z, g: torch.cat([F.glu(z, -1)] * 2, -1),
         lambda z, g: torch.cat([z[..., :8] * z[..., 8:].sigmoid().detach()] * 2, -1),
     ),
-}  # fmt: skip
+}
 """What the paper's member holds of them, written out."""
 
 

@@ -17,9 +17,13 @@ import tensorlens as tl
 
 HOOKS = [name for name in HABITS if "hook on a block" in name]
 SAMPLE = {
-    ("hand-written", "hook on a block: scale"), ("BERT", "hook on a feed-forward"), ("hand-written", "norm replaced"),
-    ("hand-written", "activation replaced"), ("Llama", "LoRA in place"), ("hand-written", "weights swapped by data"),
-}  # fmt: skip
+    ("hand-written", "hook on a block: scale"),
+    ("BERT", "hook on a feed-forward"),
+    ("hand-written", "norm replaced"),
+    ("hand-written", "activation replaced"),
+    ("Llama", "LoRA in place"),
+    ("hand-written", "weights swapped by data"),
+}
 
 
 def pairs(habits: list[str]) -> list[Any]:

@@ -33,7 +33,7 @@ def test_options_by_record_and_by_name_are_the_same_run(tmp_path):
     two = perturbation(lens_on(), TEXTS[:2], tmp_path, progress=False, options=record)
     three = perturbation(
         lens_on(), TEXTS[:2], tmp_path, progress=False, options=PerturbationOptions(seed=3), methods=["tensor.in_out"]
-    )  # fmt: skip
+    )
     assert one == two == three
     assert isinstance(one, StudyResult)
     assert one["n_samples"] == one.summary["n_samples"] == 2
@@ -41,8 +41,10 @@ def test_options_by_record_and_by_name_are_the_same_run(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["methods"] == ["tensor.in_out"]
 
 
-@pytest.mark.parametrize(("study", "record"), [(perturbation, FidelityOptions()), (relations, PerturbationOptions()),
-                                               (fidelity, RelationOptions())])  # fmt: skip
+@pytest.mark.parametrize(
+    ("study", "record"),
+    [(perturbation, FidelityOptions()), (relations, PerturbationOptions()), (fidelity, RelationOptions())],
+)
 def test_wrong_options_are_refused_before_anything_is_done(tmp_path, unchecked, study, record):
     with pytest.raises(InputError, match="got 'sede'. Did you mean 'seed'"):
         study(lens_on(), TEXTS, tmp_path / "run", sede=1)

@@ -64,8 +64,16 @@ def _parquet(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def _pairs(path: Path) -> None:
-    _csv(path, [{"clean": "the cat and a mat saw the cat", "corrupted": "the cat and a mat saw the red",
-                 "corrupted_hard": "the cat and a mat saw the mat"}])  # fmt: skip
+    _csv(
+        path,
+        [
+            {
+                "clean": "the cat and a mat saw the cat",
+                "corrupted": "the cat and a mat saw the red",
+                "corrupted_hard": "the cat and a mat saw the mat",
+            }
+        ],
+    )
 
 
 def _relation(path: Path) -> None:
@@ -82,8 +90,14 @@ def _program(path: Path) -> None:
     """A program of one block that does nothing, with its outputs."""
     width, draw = 4, np.random.default_rng(0)
     weights = {"token_embed/embeddings": draw.standard_normal((3, width)), "pos_embed/embeddings": np.zeros((5, width))}
-    shapes = {"attn/query": (width, 2), "attn/key": (width, 2), "attn/value": (width, 2), "attn/linear": (2, width),
-              "mlp/linear_1": (width, 1), "mlp/linear_2": (1, width)}  # fmt: skip
+    shapes = {
+        "attn/query": (width, 2),
+        "attn/key": (width, 2),
+        "attn/value": (width, 2),
+        "attn/linear": (2, width),
+        "mlp/linear_1": (width, 1),
+        "mlp/linear_2": (1, width),
+    }
     for name, shape in shapes.items():
         weights |= {
             f"transformer/layer_0/{name}/w": np.zeros(shape),
@@ -91,11 +105,20 @@ def _program(path: Path) -> None:
         }
     np.savez(path.with_suffix(".npz"), **weights)
     about = {
-        "program": "hist", "heads": 1, "layers": 1, "encoding": {"BOS": 0, "a": 1, "b": 2},
-        "residual_labels": ["one", "tokens:a", "hist_1:1", "hist_1:2"], "output_is_categorical": True,
-        "examples": [{"tokens": ["BOS", "a", "b"], "decoded": ["BOS", 1, 1],
-                      "transformer_output": weights["token_embed/embeddings"][[0, 1, 2]].tolist()}],
-    }  # fmt: skip
+        "program": "hist",
+        "heads": 1,
+        "layers": 1,
+        "encoding": {"BOS": 0, "a": 1, "b": 2},
+        "residual_labels": ["one", "tokens:a", "hist_1:1", "hist_1:2"],
+        "output_is_categorical": True,
+        "examples": [
+            {
+                "tokens": ["BOS", "a", "b"],
+                "decoded": ["BOS", 1, 1],
+                "transformer_output": weights["token_embed/embeddings"][[0, 1, 2]].tolist(),
+            }
+        ],
+    }
     path.with_suffix(".json").write_text(json.dumps(about))
 
 
@@ -149,9 +172,17 @@ FORMATS = {
     "run": (_run, "config.json", _read_run, (*WORDS, deep)),
     "lines of a run": (_run, "samples.jsonl", _read_run, (lines, *TEXT, deep)),
     "summary of a run": (_run, "summary.json", _read_run, (*WORDS, deep)),
-}  # fmt: skip
-NAMES_PROBLEMS = {"relation", "evidence", "evidence lines", "pairs", "needles", "program", "weights of a program",
-                  "lines of a run"}  # fmt: skip
+}
+NAMES_PROBLEMS = {
+    "relation",
+    "evidence",
+    "evidence lines",
+    "pairs",
+    "needles",
+    "program",
+    "weights of a program",
+    "lines of a run",
+}
 """What is wrong in these is told beside what could be used, and raised only where nothing could."""
 
 

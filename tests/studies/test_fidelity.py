@@ -19,7 +19,7 @@ from tensorlens.studies.fidelity_study.measures import (
     jacobian_times,
     random_directions,
     token_directions,
-)  # fmt: skip
+)
 from tensorlens.studies.fidelity_study.report import error_table, norm_table
 from tensorlens.studies.plain_states import plain_states, true_function
 

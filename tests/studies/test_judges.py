@@ -196,9 +196,15 @@ def test_single_tokens_compare_with_the_true_change(tmp_path):
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2" / "valid.txt").write_text(text + "\n")
     found = judge(
-        lens_on("llama"), tmp_path, tmp_path / "run", judges="single_tokens", n_tokens=8, limit=3, methods=FEW,
+        lens_on("llama"),
+        tmp_path,
+        tmp_path / "run",
+        judges="single_tokens",
+        n_tokens=8,
+        limit=3,
+        methods=FEW,
         progress=False,
-    )  # fmt: skip
+    )
     row = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     lens = lens_on("llama")
     ids = lens.processor(" ".join((WORDS * 6)[:8]))["input_ids"]
@@ -270,9 +276,12 @@ def test_a_peer_of_components_is_asked_about_pairs_alone(tmp_path, monkeypatch):
     ]
     (tmp_path / "data" / "pairs" / "ioi.csv").write_text("\n".join(["clean,corrupted,corrupted_hard", *rows]))
     found = judged(
-        tmp_path, folder=tmp_path / "data", judges=["evidence", "patching"], methods=("tensor.in_class",),
+        tmp_path,
+        folder=tmp_path / "data",
+        judges=["evidence", "patching"],
+        methods=("tensor.in_class",),
         peers=["transformer_lens"],
-    )  # fmt: skip
+    )
     questions = tmp_path / "run" / "peers" / "transformer_lens.questions.jsonl"
     asked = [json.loads(line) for line in questions.read_text().splitlines()]
     assert asked and all({"corrupted", "weights", "labels"} <= set(one) and "target" not in one for one in asked)
@@ -289,9 +298,15 @@ def test_perturbation_judges_every_member_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(perturbed, "N_TOKENS", 8)
     names = ("tensor.in_class", "tensor.in_class@attn_lrp", "control.recency", "control.word_overlap")
     run = partial(
-        judge, lens_on("llama"), tmp_path, tmp_path / "run", judges="perturbation", limit=3, methods=names,
+        judge,
+        lens_on("llama"),
+        tmp_path,
+        tmp_path / "run",
+        judges="perturbation",
+        limit=3,
+        methods=names,
         progress=False,
-    )  # fmt: skip
+    )
     result = run()
     areas = result["perturbation"]
     assert set(areas) == set(names[:3]) and all(one["n"] == 3 for one in areas.values())
@@ -316,9 +331,14 @@ def test_a_compiled_block_reads_what_it_is_told_to():
     weights = {f"{name}/w": np.zeros(shape) for name, shape in zeros.items()}
     weights |= {f"{name}/b": np.zeros(width) for name in zeros}
     mlp = "transformer/layer_0/mlp/linear"
-    weights |= {f"{mlp}_1/w": np.zeros((width, 1)), f"{mlp}_1/b": np.zeros(1), f"{mlp}_2/w": np.zeros((1, width)),
-                f"{mlp}_2/b": np.zeros(width), "token_embed/embeddings": np.eye(3, width),
-                "pos_embed/embeddings": np.zeros((5, width))}  # fmt: skip
+    weights |= {
+        f"{mlp}_1/w": np.zeros((width, 1)),
+        f"{mlp}_1/b": np.zeros(1),
+        f"{mlp}_2/w": np.zeros((1, width)),
+        f"{mlp}_2/b": np.zeros(width),
+        "token_embed/embeddings": np.eye(3, width),
+        "pos_embed/embeddings": np.zeros((5, width)),
+    }
     weights["transformer/layer_0/attn/query/b"][0] = one
     weights["transformer/layer_0/attn/key/w"][0, 0] = one  # token 0 is looked at
     weights["transformer/layer_0/attn/value/w"] = np.eye(width)

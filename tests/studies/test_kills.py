@@ -15,9 +15,13 @@ from killed_studies import STUDIES, child
 ENDED_BY_KILL = -signal.SIGKILL
 RESULTS = ("summary.json", "samples.jsonl")
 PRELOADED = [
-    "tensorlens.studies", "tokenizers", "matplotlib.figure", "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt_neox.modeling_gpt_neox", "transformers.models.llama.modeling_llama",
-]  # fmt: skip
+    "tensorlens.studies",
+    "tokenizers",
+    "matplotlib.figure",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
+]
 """Imported once by the server that forks the processes, else every process would spend its time on it."""
 
 

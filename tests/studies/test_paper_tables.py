@@ -19,8 +19,15 @@ from tensorlens.maps.methods import METHODS
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "paper"
 TABLES = json.loads((FOLDER / "paper.json").read_text("utf-8"))
-TINY = {"bert": "bert-classifier", "roberta": "roberta", "modernbert": "modernbert", "gemma3": "gemma3",
-        "pythia": "neox-parallel", "pico": "llama", "phi": "phi"}  # fmt: skip
+TINY = {
+    "bert": "bert-classifier",
+    "roberta": "roberta",
+    "modernbert": "modernbert",
+    "gemma3": "gemma3",
+    "pythia": "neox-parallel",
+    "pico": "llama",
+    "phi": "phi",
+}
 """A tiny model of the same class, or of the same blocks where the zoo has it without its head."""
 
 
@@ -37,9 +44,17 @@ def test_tables_of_texts(tmp_path, name):
     kind = TINY[name] if TINY[name] in zoo.ZOO else "bert"
     lens = tl.Lens(zoo.build(kind, dtype=torch.float32), tokenizer(wrapped=not zoo.ZOO[kind].causal), name=name)
     said = paper().run(
-        TABLES["perturbation"][name], lens, TEXTS, tmp_path, TABLES["options"], limit=2, cut="each", progress=False,
-        methods=["tensor.in_out", "mean.attn"], n_tokens=8,
-    )  # fmt: skip
+        TABLES["perturbation"][name],
+        lens,
+        TEXTS,
+        tmp_path,
+        TABLES["options"],
+        limit=2,
+        cut="each",
+        progress=False,
+        methods=["tensor.in_out", "mean.attn"],
+        n_tokens=8,
+    )
     expected = TABLES["perturbation"][name]["paper"]["hs_mse"].get("mean.attn", "–")
     row = next(line for line in said.splitlines() if line.startswith("| mean.attn"))
     assert f"| {expected} |" in row and "[" in row
@@ -50,9 +65,15 @@ def test_tables_of_texts(tmp_path, name):
 def test_tables_of_pictures(tmp_path, name):
     pictures = write_pictures(tmp_path / "pictures")
     said = paper().run(
-        TABLES["perturbation"][name], vision_lens("deit"), pictures, tmp_path / "run", TABLES["options"], limit=2,
-        methods=["tensor.in_out", "mean.attn"], progress=False,
-    )  # fmt: skip
+        TABLES["perturbation"][name],
+        vision_lens("deit"),
+        pictures,
+        tmp_path / "run",
+        TABLES["options"],
+        limit=2,
+        methods=["tensor.in_out", "mean.attn"],
+        progress=False,
+    )
     assert "tensor.in_out" in said and "hs_mse" in said
 
 

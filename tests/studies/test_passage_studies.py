@@ -102,7 +102,9 @@ def test_injected_documents_are_where_their_groups_say(studies, tmp_path):
         holding = [k for k, (_, start, stop) in enumerate(passages) if item.word in text[start:stop]]
         assert holding == [item.injected] and item.source != item.injected
         assert [text[start:stop].startswith(f"Document {k + 1}: ") for k, (_, start, stop) in enumerate(passages)]
-    rows = [{"obeyed": k < 2, "order": k % 2, "injected": k, "methods": {"m": {"scores": [2.0, 1.0], "seconds": 0.1}}}
-            for k in range(3)]  # fmt: skip
+    rows = [
+        {"obeyed": k < 2, "order": k % 2, "injected": k, "methods": {"m": {"scores": [2.0, 1.0], "seconds": 0.1}}}
+        for k in range(3)
+    ]
     said = studies.injections.table(rows)
     assert "obeyed: 2 of 3" in said and "wording 1: 1 of 1" in said and "| m | 2 | 0.50 | 1.50 | 0.10 |" in said

@@ -75,8 +75,11 @@ def test_an_encoder_with_texts_of_every_length(tmp_path):
 def test_a_decoder_under_both_presets_and_two_replacements(tmp_path):
     result = study(tmp_path, "gpt2", presets=("strict", "paper-like"), replacements=("token", "attention"))
     assert set(result.summary["conditions"]) == {
-        "strict, token", "strict, attention", "paper-like, token", "paper-like, attention",
-    }  # fmt: skip
+        "strict, token",
+        "strict, attention",
+        "paper-like, token",
+        "paper-like, attention",
+    }
     assert result.summary["n_skipped"] == 1  # one token, which is the last
     found = result.summary["conditions"]["paper-like, token"]["most"]
     assert set(found) == {"hs_mse", "abs_aopc"} and "tensor.in_class" in found["abs_aopc"]["methods"]
@@ -150,13 +153,20 @@ def test_a_method_that_fails_on_one_sample_loses_that_cell_only(tmp_path, monkey
 
 def test_wrong_choices_are_named(tmp_path):
     for options, message in (
-        ({"methods": ["tensor.nrom"]}, "methods"), ({"replacements": ["black"]}, "replacements"),
-        ({"presets": ["lax"], "name": "gpt2"}, "presets"), ({"min_tokens": 99}, "min_tokens"),
-        ({"methods": ["tensor.nrom"]}, "Did you mean 'tensor.norm'"), ({"methods": []}, "methods.*none"),
-        ({"presets": "paperlike"}, "Did you mean 'paper-like'"), ({"limit": 0}, "`limit` of at least 1; got 0"),
-        ({"n_random": 0}, "n_random"), ({"norm_probes": -3}, "norm_probes"), ({"grid": (0.0, 0.1, math.nan)}, "grid"),
-        ({"n_tokens": 2, "cut": "windows"}, "above the 2 special tokens"), ({"data": 3}, "Pass a list"),
-    ):  # fmt: skip
+        ({"methods": ["tensor.nrom"]}, "methods"),
+        ({"replacements": ["black"]}, "replacements"),
+        ({"presets": ["lax"], "name": "gpt2"}, "presets"),
+        ({"min_tokens": 99}, "min_tokens"),
+        ({"methods": ["tensor.nrom"]}, "Did you mean 'tensor.norm'"),
+        ({"methods": []}, "methods.*none"),
+        ({"presets": "paperlike"}, "Did you mean 'paper-like'"),
+        ({"limit": 0}, "`limit` of at least 1; got 0"),
+        ({"n_random": 0}, "n_random"),
+        ({"norm_probes": -3}, "norm_probes"),
+        ({"grid": (0.0, 0.1, math.nan)}, "grid"),
+        ({"n_tokens": 2, "cut": "windows"}, "above the 2 special tokens"),
+        ({"data": 3}, "Pass a list"),
+    ):
         with pytest.raises(InputError, match=message):
             study(tmp_path / "x", **options)
     study(tmp_path / "run", limit=2)
@@ -224,12 +234,18 @@ def test_without_matplotlib_the_report_says_how_to_get_the_curves(tmp_path, monk
 def test_a_method_that_is_better_on_every_sample_is_better_for_sure():
     noise = np.random.default_rng(0).random(40)
     records = [
-        {"index": i, "n_tokens": 9, "conditions": {"token": {
-            "tensor.norm": {"most": {"hs_mse": [0.0, value + 0.1]}},
-            "rollout.attn": {"most": {"hs_mse": [0.0, value]}},
-        }}}
+        {
+            "index": i,
+            "n_tokens": 9,
+            "conditions": {
+                "token": {
+                    "tensor.norm": {"most": {"hs_mse": [0.0, value + 0.1]}},
+                    "rollout.attn": {"most": {"hs_mse": [0.0, value]}},
+                }
+            },
+        }
         for i, value in enumerate(noise)
-    ]  # fmt: skip
+    ]
     summary = summarise(records, {"methods": ["tensor.norm", "rollout.attn"], "grid": [0.0, 0.3], "seed": 0})
     found = summary["conditions"]["token"]["most"]["hs_mse"]
     assert found["tensor_against_baseline"]["probability"] == 1.0

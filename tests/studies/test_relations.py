@@ -22,7 +22,7 @@ from tensorlens.studies.relation_study.decoding import (
     run_prompts,
     tensor_predictors,
     tune_scale,
-)  # fmt: skip
+)
 from tensorlens.studies.relation_study.lre import EMBEDDING, expand
 from tensorlens.studies.relation_study.report import category_table, survival
 from tensorlens.studies.relation_study.summary import share, with_interval
@@ -182,9 +182,15 @@ def test_training_and_test_prompts_hold_m_less_one_examples_and_align():
 
 @pytest.mark.parametrize(
     ("said", "expected", "matches"),
-    [(" Par", "Paris", True), ("paris", "Paris ", True), (" ", "Paris", False), ("", "Paris", False),
-     ("aris", "Paris", False), ("Paris!", "Paris", False)],
-)  # fmt: skip
+    [
+        (" Par", "Paris", True),
+        ("paris", "Paris ", True),
+        (" ", "Paris", False),
+        ("", "Paris", False),
+        ("aris", "Paris", False),
+        ("Paris!", "Paris", False),
+    ],
+)
 def test_prefix_match(said, expected, matches):
     assert prompts.is_prefix_match(said, expected) is matches
 
@@ -354,8 +360,12 @@ def test_run_scores_every_method_and_goes_on_where_it_stopped(tmp_path):
     assert "facts of one token length" in summary["left_out"]["factual/small"]
     assert any(problem["is_fatal"] and problem["path"] == "commonsense/bad.json" for problem in summary["problems"])
     methods = summary["relations"]["commonsense/fruit"]["methods"]
-    variants = [f"{family}.{variant}@{start}" for family in ("tensor.full", "tensor.subject", "lre") for start in (0, 2)
-                for variant in ("beta1", "fixed", "tuned", "bias")]  # fmt: skip
+    variants = [
+        f"{family}.{variant}@{start}"
+        for family in ("tensor.full", "tensor.subject", "lre")
+        for start in (0, 2)
+        for variant in ("beta1", "fixed", "tuned", "bias")
+    ]
     assert {*variants, "lre.fixed@embedding", "lre.tuned@chosen", "control.mean_output"} <= set(methods)
     assert "commonsense" in category_table(summary)
     assert "1 of 2" in survival(summary)

@@ -45,8 +45,11 @@ def files(folder: Path) -> tuple[bytes, bytes]:
 def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     run = finish(tmp_path / "deep" / "run")
     assert sorted(path.name for path in run.folder.iterdir()) == [
-        "config.json", "samples.jsonl", "sessions.jsonl", "summary.json",
-    ]  # fmt: skip
+        "config.json",
+        "samples.jsonl",
+        "sessions.jsonl",
+        "summary.json",
+    ]
     assert run.config["settings"] == SETTINGS
     assert set(run.config["origin"]) >= {"commit", "python", "device"}
     assert [record["index"] for record in run.records()] == list(range(20))

@@ -84,9 +84,14 @@ def test_where_positions_are_counted_from_the_mask_hiding_is_deleting_and_refuse
 def test_a_decoder_that_classifies_is_read_at_its_last_token_whatever_that_is(padding):
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=3,
         pad_token_id=padding,
-    )  # fmt: skip
+    )
     model = hf.LlamaForSequenceClassification(config).eval()
     ids = torch.tensor([[5, 6, 7, 3], [5, 6, 3, 3]])
     found = PlainModel(tl.Lens(model)).run({"input_ids": ids}, -1)
@@ -96,9 +101,14 @@ def test_a_decoder_that_classifies_is_read_at_its_last_token_whatever_that_is(pa
 
 def test_a_model_that_pads_by_itself_keeps_its_padding():
     config = hf.LongformerConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        attention_window=8, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_window=8,
+        pad_token_id=0,
+    )
     lens = tl.Lens(hf.LongformerForSequenceClassification(config).eval(), lens_on("bert").processor)
     assert PlainModel(lens).run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}, 0).states.isfinite().all()
 

@@ -8,9 +8,13 @@ import pytest
 from tensorlens.views.answer_text import answer_text
 
 META = {
-    "text": "One. Two é👩‍🚀. Yes. No.", "answer": " Yes. No.", "offsets": [[0, 4], [4, 14], [14, 23], None],
-    "answer_parts": [[0, 5], [5, 9]], "logit": [2.0, 4.0], "against": " Perhaps.",
-}  # fmt: skip
+    "text": "One. Two é👩‍🚀. Yes. No.",
+    "answer": " Yes. No.",
+    "offsets": [[0, 4], [4, 14], [14, 23], None],
+    "answer_parts": [[0, 5], [5, 9]],
+    "logit": [2.0, 4.0],
+    "against": " Perhaps.",
+}
 BIAS = np.array([0.5, 0.25])
 
 
@@ -39,11 +43,22 @@ def test_rows_that_sum_to_nothing_have_no_values():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"text": None}, {"text": 3}, {"answer": ""}, {"answer": "other"}, {"offsets": None}, {"offsets": [[0, 4]]},
-        {"offsets": [[0, 4], [4, 99], None, None]}, {"offsets": [[2, 1], None, None, None]}, {"answer_parts": None},
-        {"offsets": [[0.5, 1], None, None, None]}, {"offsets": [[True, 2], None, None, None]}, {"offsets": "abcd"},
-        {"answer_parts": [[0, 5], [5, 10]]}, {"answer_parts": [[-1, 5], None]}, {"answer_parts": [[0, 5, 6], None]},
+        {"text": None},
+        {"text": 3},
+        {"answer": ""},
+        {"answer": "other"},
+        {"offsets": None},
+        {"offsets": [[0, 4]]},
+        {"offsets": [[0, 4], [4, 99], None, None]},
+        {"offsets": [[2, 1], None, None, None]},
+        {"answer_parts": None},
+        {"offsets": [[0.5, 1], None, None, None]},
+        {"offsets": [[True, 2], None, None, None]},
+        {"offsets": "abcd"},
+        {"answer_parts": [[0, 5], [5, 10]]},
+        {"answer_parts": [[-1, 5], None]},
+        {"answer_parts": [[0, 5, 6], None]},
     ],
-)  # fmt: skip
+)
 def test_a_file_that_says_it_wrongly_is_shown_as_a_map_alone(wrong):
     assert answer_text(META | wrong, 2, 4, BIAS) is None

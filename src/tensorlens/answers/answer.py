@@ -78,10 +78,17 @@ class Answer:
 
     @own_modes
     def map(
-        self, groups: Groups | None = None, rows: Groups = ANSWER, target: TargetKind = "centred", *,
-        against: str | Sequence[int] | None = None, through: bool = False, answer_columns: bool = False,
-        set_aside: Sequence[int] = (), engine: Engine | None = None,
-    ) -> TokenMap:  # fmt: skip
+        self,
+        groups: Groups | None = None,
+        rows: Groups = ANSWER,
+        target: TargetKind = "centred",
+        *,
+        against: str | Sequence[int] | None = None,
+        through: bool = False,
+        answer_columns: bool = False,
+        set_aside: Sequence[int] = (),
+        engine: Engine | None = None,
+    ) -> TokenMap:
         r"""What the prompt carries of the answer: rows are parts of the answer, columns groups of the prompt.
 
         $R_{q,k} = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, so that a row and the bias sum to what it explains: the targets
@@ -228,9 +235,15 @@ _TITLES: dict[TargetKind, str] = {
 
 
 def make_answer(
-    lens: Speaker, prompt: Any, answer: Any, *, logprobs: Sequence[float] | None, max_new_tokens: int,
-    seed: int | None, options: dict[str, Any],
-) -> Answer:  # fmt: skip
+    lens: Speaker,
+    prompt: Any,
+    answer: Any,
+    *,
+    logprobs: Sequence[float] | None,
+    max_new_tokens: int,
+    seed: int | None,
+    options: dict[str, Any],
+) -> Answer:
     """See `Lens.answer`."""
     if answer is None and logprobs is not None:
         raise InputError("`logprobs` belong to an answer that was given. Pass it as `answer`.")
@@ -289,6 +302,10 @@ def _made(
     scores: Tensor, bias_share: Tensor, parts: Sequence[Group], columns: Sequence[Group], meta: dict[str, Any]
 ) -> TokenMap:
     return TokenMap(
-        scores=scores, out_tokens=tuple(part.label for part in parts),
-        in_tokens=tuple(group.label for group in columns), method="tensor.in_class", bias_share=bias_share, meta=meta,
-    )  # fmt: skip
+        scores=scores,
+        out_tokens=tuple(part.label for part in parts),
+        in_tokens=tuple(group.label for group in columns),
+        method="tensor.in_class",
+        bias_share=bias_share,
+        meta=meta,
+    )

@@ -91,7 +91,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
 
 def _serve(
     listener: socket.socket, library: Library, host: str, token: str | None, limits: Limits, *, opens_browser: bool
-) -> None:  # fmt: skip
+) -> None:
     import uvicorn
 
     from tensorlens.app.explorer.connections import configuration

@@ -52,9 +52,15 @@ def judge(
 
     with one_voice():
         options = JudgeOptions(
-            judges=chosen, methods=listed(methods) or None, peers=listed(peers), peer_python=peer_python,
-            peer_limit=peer_limit, limit=limit, lengths=n_tokens, seed=seed,
-        )  # fmt: skip
+            judges=chosen,
+            methods=listed(methods) or None,
+            peers=listed(peers),
+            peer_python=peer_python,
+            peer_limit=peer_limit,
+            limit=limit,
+            lengths=n_tokens,
+            seed=seed,
+        )
         result = run_judges(reading.lens(model, device=Processes.device()), data, out, options=options)
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else _print(result)

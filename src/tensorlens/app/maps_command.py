@@ -60,13 +60,26 @@ def maps(
 
     rows = RowFile(data, column)
     mapper = Mapper(
-        model, method, column=rows.column, target=wanted, batch_size=batch_size, on_error=on_error,  # type: ignore[arg-type]
-        truncate=truncate, **reading.loading(),
-    )  # fmt: skip
+        model,
+        method,
+        column=rows.column,
+        target=wanted,
+        batch_size=batch_size,
+        on_error=on_error,  # type: ignore[arg-type]
+        truncate=truncate,
+        **reading.loading(),
+    )
     asked = {
-        "method": method, "target": wanted, "data": rows.digest, "column": rows.column, "batch_size": batch_size,
-        "limit": limit, "on_error": on_error, "truncate": truncate, "part_rows": part_rows,
-    }  # fmt: skip
+        "method": method,
+        "target": wanted,
+        "data": rows.digest,
+        "column": rows.column,
+        "batch_size": batch_size,
+        "limit": limit,
+        "on_error": on_error,
+        "truncate": truncate,
+        "part_rows": part_rows,
+    }
     table = MapTable(out, model_settings(mapper.lens()) | asked)
     started = time.perf_counter()
     n_new = 0

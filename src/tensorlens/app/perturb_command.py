@@ -83,10 +83,21 @@ def perturb(
 
     with one_voice():
         chosen = PerturbationOptions(
-            methods=names, limit=limit, presets=preset or ("strict",), replacements=replacement or None,
-            grid=fractions or GRID, n_tokens=tokens, min_tokens=min_tokens, cut="windows" if windows else "each",
-            column=column, split=split, absolute=absolute, seed=seed, norm_probes=norm_probes, batch_size=batch_size,
-        )  # fmt: skip
+            methods=names,
+            limit=limit,
+            presets=preset or ("strict",),
+            replacements=replacement or None,
+            grid=fractions or GRID,
+            n_tokens=tokens,
+            min_tokens=min_tokens,
+            cut="windows" if windows else "each",
+            column=column,
+            split=split,
+            absolute=absolute,
+            seed=seed,
+            norm_probes=norm_probes,
+            batch_size=batch_size,
+        )
         result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=chosen)
         result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:

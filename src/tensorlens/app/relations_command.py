@@ -43,9 +43,15 @@ def relations(
 
     with one_voice():
         chosen = RelationOptions(
-            n_train=examples, n_splits=splits, seed=seed, max_test=max_test, starts=first_blocks, with_lre=lre,
-            limit=limit, categories=category or None,
-        )  # fmt: skip
+            n_train=examples,
+            n_splits=splits,
+            seed=seed,
+            max_test=max_test,
+            starts=first_blocks,
+            with_lre=lre,
+            limit=limit,
+            categories=category or None,
+        )
         lens = reading.lens(model, final_norm=False, device=Processes.device())
         result = run_relations(lens, data, out, options=chosen)
     summary = result.summary

@@ -167,9 +167,11 @@ class TokenMap:
         found = find_groups(groups, self.in_tokens, self.meta)
         name = groups if isinstance(groups, str) else "by the user"
         return replace(
-            self, scores=group_sums(self.scores, found), in_tokens=tuple(group.label for group in found),
+            self,
+            scores=group_sums(self.scores, found),
+            in_tokens=tuple(group.label for group in found),
             meta=grouped_meta(self.meta, found, name, sink_columns(self.scores, self.meta)),
-        )  # fmt: skip
+        )
 
     def top(self, k: int = 10, out_token: int = -1) -> list[Top]:
         """The `k` inputs with the largest absolute score for one output, strongest first; NaN comes last.

@@ -210,9 +210,11 @@ def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None
     found = [
         call.module
         for call in evidence.calls[: first.number]
-        if isinstance(call.module, nn.Embedding) and call.given and len(call.given[0].shape) > 2
+        if isinstance(call.module, nn.Embedding)
+        and call.given
+        and len(call.given[0].shape) > 2
         and evidence.reaches({call.given[0].node}, entering(first).node)
-    ]  # fmt: skip
+    ]
     return max(found, key=lambda layer: layer.num_embeddings, default=None)
 
 
@@ -352,9 +354,13 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
         of_encoder = blocks_in(model.get_submodule(encoder_stack))
         of_decoder = blocks_in(model.get_submodule(decoder_stack))
         return Anatomy(
-            **common, stack=decoder_stack, blocks=of_encoder + of_decoder, encoder=encoder, encoder_blocks=of_encoder,
+            **common,
+            stack=decoder_stack,
+            blocks=of_encoder + of_decoder,
+            encoder=encoder,
+            encoder_blocks=of_encoder,
             other_stacks=tuple(stack for stack in stacks(model) if stack != decoder_stack),
-        )  # fmt: skip
+        )
     found = stacks(model)
     if not found:
         return _of_attributes(common)

@@ -18,9 +18,8 @@ def reading_axis(state: Seen, calls: Iterable[ModuleCall], evidence: Evidence) -
     readers = [
         call
         for call in calls
-        if not call.children and call.taken
-        and evidence.reaches({state.node}, call.taken[0].node, since=state.node)
-    ]  # fmt: skip
+        if not call.children and call.taken and evidence.reaches({state.node}, call.taken[0].node, since=state.node)
+    ]
     return _first_axis(state, [(call.taken[0].shape, *_weights_of(call.module, "in")) for call in readers])
 
 

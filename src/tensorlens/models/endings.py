@@ -45,9 +45,11 @@ def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> En
         if holder is not None and holder.given:
             is_all = holder is evidence.root
             return Ending(
-                body_end=body, state=holder.given[0], has_head=not is_all,
+                body_end=body,
+                state=holder.given[0],
+                has_head=not is_all,
                 head_linear=None if is_all else _last_linear(holder.given[0], evidence),
-            )  # fmt: skip
+            )
     body_end, state, has_head = _follow(last, state, evidence)
     linear = _last_linear(state, evidence) if has_head else None
     return Ending(body_end=body_end, state=state, has_head=has_head, head_linear=linear)

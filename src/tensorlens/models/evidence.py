@@ -189,9 +189,14 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evide
     found = main_tensor(output)
     found = next(tensors_in(output), None) if found is None else found
     return Evidence(
-        calls=tuple(calls.made), parents=tuple(flow.parents), origins=tuple(flow.origins), ends=dict(flow.ends),
-        output=None if found is None else flow.see(found), is_flow_known=flow.seen, n_inputs=n_inputs,
-    )  # fmt: skip
+        calls=tuple(calls.made),
+        parents=tuple(flow.parents),
+        origins=tuple(flow.origins),
+        ends=dict(flow.ends),
+        output=None if found is None else flow.see(found),
+        is_flow_known=flow.seen,
+        n_inputs=n_inputs,
+    )
 
 
 def copy_containers(value: Any) -> Any:

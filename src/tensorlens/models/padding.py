@@ -57,9 +57,11 @@ def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
         aligned = [
             name
             for name, value in arguments.items()
-            if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == mask.shape
+            if isinstance(value, Tensor)
+            and value.dim() >= 2
+            and value.shape[:2] == mask.shape
             and name.startswith("decoder_") == bool(prefix)
-        ]  # fmt: skip
+        ]
         arguments |= {name: arguments[name][:, kept] for name in aligned}
         if not has_positions and len(places) == kept.stop - kept.start:
             del arguments[f"{prefix}attention_mask"]

@@ -45,9 +45,15 @@ class Spectrum:
 
 @own_modes
 def spectrum(
-    T: TensorOperator, out_token: int | None = None, in_token: int | None = None, *, k: int = 16, seed: int = 0,
-    tolerance: float = 1e-4, most: int = 100,
-) -> Spectrum:  # fmt: skip
+    T: TensorOperator,
+    out_token: int | None = None,
+    in_token: int | None = None,
+    *,
+    k: int = 16,
+    seed: int = 0,
+    tolerance: float = 1e-4,
+    most: int = 100,
+) -> Spectrum:
     r"""Leading singular triplets of $T_{ij}$, or of the whole T if no token is named.
 
     Args:
@@ -72,8 +78,11 @@ def spectrum(
     found = _iterate(
         lambda x: T.apply(x.T.reshape(-1, n_in, d_in)).reshape(x.shape[1], -1).T,
         lambda u: T.adjoint(u.T.reshape(-1, n_out, d_out)).reshape(u.shape[1], -1).T,
-        _start(T, n_in * d_in, k, seed), k, tolerance, most,
-    )  # fmt: skip
+        _start(T, n_in * d_in, k, seed),
+        k,
+        tolerance,
+        most,
+    )
     values, outs, ins, total = found
     return Spectrum(
         values=values,

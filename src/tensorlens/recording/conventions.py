@@ -77,9 +77,12 @@ class Rules:
     def jacobian(cls, *, include_final_norm: bool = True) -> Rules:
         """The model's own derivative: T = J and B = F(X) - J X."""
         return cls(
-            attention="taylor", gate="taylor", norm="taylor", activation="taylor",
+            attention="taylor",
+            gate="taylor",
+            norm="taylor",
+            activation="taylor",
             include_final_norm=include_final_norm,
-        )  # fmt: skip
+        )
 
     @property
     def name(self) -> str | None:

@@ -130,7 +130,12 @@ def _schema() -> Any:
 
     return pa.schema(
         {
-            "id": pa.int64(), "tokens": pa.list_(pa.string()), "scores": pa.list_(pa.float32()), "target": pa.string(),
-            "logit": pa.float64(), "bias_share": pa.float64(), "prediction": pa.string(),
+            "id": pa.int64(),
+            "tokens": pa.list_(pa.string()),
+            "scores": pa.list_(pa.float32()),
+            "target": pa.string(),
+            "logit": pa.float64(),
+            "bias_share": pa.float64(),
+            "prediction": pa.string(),
         }
-    )  # fmt: skip
+    )

@@ -106,9 +106,11 @@ class Run:
         self.work_in_groups(groups, lambda group: [measure(index) for index in group], progress)
 
     def work_in_groups(
-        self, groups: Sequence[Sequence[int]], measure: Callable[[Sequence[int]], list[Record]],
+        self,
+        groups: Sequence[Sequence[int]],
+        measure: Callable[[Sequence[int]], list[Record]],
         progress: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Measure this process's share of groups of samples that belong together, such as those of one batch.
 
         A group of which a line is missing is measured as a whole, so that a sample always has the same company.
@@ -146,9 +148,11 @@ class Run:
         return self.summary or {}
 
     def finish(
-        self, n_samples: int, summarise: Callable[[list[Record]], dict[str, Any]],
+        self,
+        n_samples: int,
+        summarise: Callable[[list[Record]], dict[str, Any]],
         write_report: Callable[[Run, dict[str, Any]], None],
-    ) -> StudyResult:  # fmt: skip
+    ) -> StudyResult:
         """What a study returns: the summary of all samples, with its report, which the first process writes."""
         summary = self.complete(n_samples, summarise)
         if self.processes.is_first:

@@ -22,8 +22,16 @@ from tensorlens.views.labels import shorten
 
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
 _NOT_IN_CAPTION = {
-    "grid", "image", "standard_error", "out_positions", "offsets", "causal", "set_aside", "sums_to", "answer_parts",
-}  # fmt: skip
+    "grid",
+    "image",
+    "standard_error",
+    "out_positions",
+    "offsets",
+    "causal",
+    "set_aside",
+    "sums_to",
+    "answer_parts",
+}
 _MOST_LISTED = 12
 _MOST_CHARACTERS = 300
 _FIRST_IN_CAPTION = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")

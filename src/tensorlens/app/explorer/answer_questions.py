@@ -76,11 +76,16 @@ def read_answer_ask(document: Any, limits: Limits) -> AnswerAsk:
     groups, rows = _one_of(document, "groups", GROUPS), _one_of(document, "rows", ROWS)
     return AnswerAsk(
         spoken=Spoken(
-            model=subject.model, prompt=subject.text, is_chat=document.get("is_chat") is True, answer=answer,
+            model=subject.model,
+            prompt=subject.text,
+            is_chat=document.get("is_chat") is True,
+            answer=answer,
             max_new_tokens=n,
         ),
-        against=against, groups=groups, rows=rows if against is None else "answer",
-    )  # fmt: skip
+        against=against,
+        groups=groups,
+        rows=rows if against is None else "answer",
+    )
 
 
 def _text(document: Mapping[str, Any], name: str, limits: Limits) -> str | None:

@@ -18,9 +18,14 @@ def configuration(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
         bounds = limits
 
     return uvicorn.Config(
-        app, http=Connection, access_log=False, server_header=False, timeout_keep_alive=10,
-        h11_max_incomplete_event_size=64 * 1024, **({"timeout_graceful_shutdown": 3, "log_level": "warning"} | more),
-    )  # fmt: skip
+        app,
+        http=Connection,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=10,
+        h11_max_incomplete_event_size=64 * 1024,
+        **({"timeout_graceful_shutdown": 3, "log_level": "warning"} | more),
+    )
 
 
 class BoundedConnection(H11Protocol):

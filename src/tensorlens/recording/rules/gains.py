@@ -137,8 +137,26 @@ ODD_ACTIVATIONS = frozenset(
 STEPS = frozenset(["round", "trunc", "floor", "ceil", "hardtanh", "relu6"])
 """Those of them that decisions are taken by (`x.round() == 1`): z times its gain may miss the value by a rounding."""
 
-FACTORS = frozenset([
-    "sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid", "softplus", "exp", "exp2", "cos", "cosh", "acos",
-    "arccos", "erfc", "ndtr", "log_ndtr", "sinc", "i0", "i0e", "erfcx",
-])  # fmt: skip
+FACTORS = frozenset(
+    [
+        "sigmoid",
+        "hardsigmoid",
+        "logsigmoid",
+        "log_sigmoid",
+        "softplus",
+        "exp",
+        "exp2",
+        "cos",
+        "cosh",
+        "acos",
+        "arccos",
+        "erfc",
+        "ndtr",
+        "log_ndtr",
+        "sinc",
+        "i0",
+        "i0e",
+        "erfcx",
+    ]
+)
 """Torch functions with φ(0) ≠ 0, whose gain is taken by `secant`; in products they gate."""

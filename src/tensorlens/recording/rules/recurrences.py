@@ -44,9 +44,12 @@ def with_kernels(run: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward
     replaced = {name: _holding(run, name, function.__globals__[name]) for name in names}
     copy = FunctionType(
-        function.__code__, {**function.__globals__, **replaced}, function.__name__, function.__defaults__,
+        function.__code__,
+        {**function.__globals__, **replaced},
+        function.__name__,
+        function.__defaults__,
         function.__closure__,
-    )  # fmt: skip
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return MethodType(copy, forward.__self__)
 
@@ -84,10 +87,19 @@ def _holding(run: Any, name: str, function: Callable[..., Any]) -> Callable[...,
 # The table ------------------------------------------------------------------------------------------------------------
 
 kernel("mamba_selective_scan", "selective_scan_fn", "mamba_inner_fn", hold="delta A B C D z gate dt delta_bias")
-kernel("mamba2_chunk_scan", "mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined",
-       "mamba2_split_conv1d_scan_combined", hold="dt A B C D z dt_bias")  # fmt: skip
 kernel(
-    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "chunk_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule", "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
+    "mamba2_split_conv1d_scan_combined",
+    hold="dt A B C D z dt_bias",
+)
+kernel(
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
     hold="query key q k g beta A_log dt_bias",
-)  # fmt: skip
+)

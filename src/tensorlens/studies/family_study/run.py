@@ -195,9 +195,12 @@ _BEGUN = "begun"
 
 
 def sweep(
-    table: Iterable[Case], *, workers: int = 2, limit_seconds: float = 120.0,
+    table: Iterable[Case],
+    *,
+    workers: int = 2,
+    limit_seconds: float = 120.0,
     work: Callable[[Case], FamilyRecord] = examine,
-) -> Iterator[FamilyRecord]:  # fmt: skip
+) -> Iterator[FamilyRecord]:
     """Examine cases in parallel processes, one process each; records come as they are finished.
 
     A case that runs out of time or takes its process down is recorded as refused, with that reason. Its time begins

@@ -18,8 +18,11 @@ def norm_table(summary: dict[str, Any]) -> str:
     norms = summary["norms"]
     true = math.log10(max(norms["measured"], 1e-300))
     rows = [{"what": "measured ‖T‖₂", "log10": f"{true:.2f}", "times the measured": "1"}]
-    labels = {"log10_measured": "product, measured gates and attention", "log10_weights": "product, from weights",
-              "log10_printed": "product as printed"}  # fmt: skip
+    labels = {
+        "log10_measured": "product, measured gates and attention",
+        "log10_weights": "product, from weights",
+        "log10_printed": "product as printed",
+    }
     for name, label in labels.items():
         if norms[name] is not None:
             rows.append(

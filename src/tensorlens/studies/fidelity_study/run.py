@@ -71,9 +71,14 @@ class FidelityOptions:
 
 @own_modes
 def fidelity(
-    lens: Lens, inputs: Any, out: str | Path, *, options: FidelityOptions | None = None, progress: bool | None = None,
+    lens: Lens,
+    inputs: Any,
+    out: str | Path,
+    *,
+    options: FidelityOptions | None = None,
+    progress: bool | None = None,
     **changes: Any,
-) -> StudyResult:  # fmt: skip
+) -> StudyResult:
     """Measure how far tensor and Jacobian are from the model around inputs, and what the bounds allow; write a run.
 
     Args:

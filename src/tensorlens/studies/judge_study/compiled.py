@@ -181,7 +181,7 @@ def compiled_programs(folder: Path, *, limit: int | None = None) -> Judge:
         items += found[:limit]
     return Judge(
         name="tracr", question="word", measures=MEASURES, items=tuple(items), problems=tuple(problems), models=models
-    )  # fmt: skip
+    )
 
 
 def _items(program: str, sizes: dict[str, Any]) -> list[Item]:
@@ -195,12 +195,20 @@ def _items(program: str, sizes: dict[str, Any]) -> list[Item]:
                 continue  # nothing to tell apart
             found.append(
                 Item(
-                    judge="tracr", set=program, name=f"{program}:{row}:{i}", ids=tuple(_ids(example, sizes)),
-                    target=target, units=tuple((k + 1,) for k in range(len(tokens))),
-                    labels=tuple(str(token) for token in tokens), model=program, out_token=i + 1, right="always",
-                    truth=tuple(float(k in reads) for k in range(len(tokens))), overlap=str(tokens[i]),
+                    judge="tracr",
+                    set=program,
+                    name=f"{program}:{row}:{i}",
+                    ids=tuple(_ids(example, sizes)),
+                    target=target,
+                    units=tuple((k + 1,) for k in range(len(tokens))),
+                    labels=tuple(str(token) for token in tokens),
+                    model=program,
+                    out_token=i + 1,
+                    right="always",
+                    truth=tuple(float(k in reads) for k in range(len(tokens))),
+                    overlap=str(tokens[i]),
                 )
-            )  # fmt: skip
+            )
     return found
 
 

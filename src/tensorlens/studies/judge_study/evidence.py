@@ -63,6 +63,14 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     if len(units) < 2:
         raise InputError("A prefix of one word leaves nothing to decide.")
     return Item(
-        judge="evidence", set=name, name=f"{name}:{row}", ids=prompt.ids, target=good if bad is None else (good, bad),
-        units=units, labels=labels, truth=truth, right="first" if bad is None else "contrast", overlap=target,
-    )  # fmt: skip
+        judge="evidence",
+        set=name,
+        name=f"{name}:{row}",
+        ids=prompt.ids,
+        target=good if bad is None else (good, bad),
+        units=units,
+        labels=labels,
+        truth=truth,
+        right="first" if bad is None else "contrast",
+        overlap=target,
+    )

@@ -115,14 +115,12 @@ MEASURES: dict[str, Measure] = {
     "reciprocal_rank_by_magnitude": Measure(compute=by_magnitude(reciprocal_rank), random=_no_sense(reciprocal_rank)),
     "top_1": Measure(compute=top_one, random=_no_sense(top_one)),
     "recall_at_5": Measure(compute=recall_at(5), random=_no_sense(recall_at(5))),
-    "outside": Measure(
-        compute=outside, random=lambda truth: sum(one <= 0 for one in truth) / len(truth), perfect=0.0
-    ),
+    "outside": Measure(compute=outside, random=lambda truth: sum(one <= 0 for one in truth) / len(truth), perfect=0.0),
     "spearman": Measure(compute=spearman, random=lambda truth: 0.0),
     "spearman_by_magnitude": Measure(
         compute=lambda scores, truth: spearman([None if s is None else abs(s) for s in scores], np.abs(truth).tolist()),
         random=lambda truth: 0.0,
     ),
     "pearson": Measure(compute=pearson, random=lambda truth: 0.0),
-}  # fmt: skip
+}
 """Every measure by name."""

@@ -48,9 +48,11 @@ class Measurement:
                 item = items[k]
                 if item.truth is None:
                     item = replace(item, truth=tuple(self._effects(lens, item, targets[k], logits[k])))
-                records[k] = _about(item) | {
-                    "target": targets[k], "labels": list(item.labels), "truth": list(item.truth or ())
-                } | one  # fmt: skip
+                records[k] = (
+                    _about(item)
+                    | {"target": targets[k], "labels": list(item.labels), "truth": list(item.truth or ())}
+                    | one
+                )
         return records
 
     def _effects(self, lens: Lens, item: Item, target: Target, logits: Any) -> list[float]:

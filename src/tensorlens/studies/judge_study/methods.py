@@ -16,8 +16,15 @@ WORD_OVERLAP = "control.word_overlap"
 SAME_AS_A_MEMBER = {"gradient.times_input": "tensor.in_class@jacobian"}
 EXACTLY_KNOWN = "control.random"
 """What chance gets is computed for each item, and needs no draw."""
-LONG = ("tensor.in_class", "tensor.in_out", "mean.attn", "rollout.attn", "control.recency", "control.position",
-        "control.embedding_norm")  # fmt: skip
+LONG = (
+    "tensor.in_class",
+    "tensor.in_out",
+    "mean.attn",
+    "rollout.attn",
+    "control.recency",
+    "control.position",
+    "control.embedding_norm",
+)
 """Maps whose cost does not grow with the square of the input, and the attention that everybody looks at."""
 
 

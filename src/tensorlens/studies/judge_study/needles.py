@@ -87,10 +87,17 @@ def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], leng
     tokens = prompt.tokens_at(spans)
     units, labels = tuple(units[k] for k in kept), tuple(labels[k] for k in kept)
     return Item(
-        judge="needles", set=name, name=f"{name}:{row}", ids=prompt.ids, target=prompt.next_token(answer),
-        units=units, labels=labels, truth=tuple(float(len(tokens & set(unit)) > len(unit) / 2) for unit in units),
-        right="first", overlap=question,
-    )  # fmt: skip
+        judge="needles",
+        set=name,
+        name=f"{name}:{row}",
+        ids=prompt.ids,
+        target=prompt.next_token(answer),
+        units=units,
+        labels=labels,
+        truth=tuple(float(len(tokens & set(unit)) > len(unit) / 2) for unit in units),
+        right="first",
+        overlap=question,
+    )
 
 
 def _context(

@@ -48,9 +48,16 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
         else _digit_weights(clean, cell_of(values, "label"))
     )
     return Item(
-        judge="patching", set=name, name=f"{name}:{row}", ids=clean.ids, target=None, units=(), labels=(), truth=None,
+        judge="patching",
+        set=name,
+        name=f"{name}:{row}",
+        ids=clean.ids,
+        target=None,
+        units=(),
+        labels=(),
+        truth=None,
         extra={"corrupted": corrupted.ids, "weights": weights},
-    )  # fmt: skip
+    )
 
 
 def _object_weights(clean: Prompt, values: Mapping[str, Any]) -> dict[int, float]:

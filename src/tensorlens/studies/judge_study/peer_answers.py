@@ -63,7 +63,7 @@ def _put(record: dict[str, Any], name: str, item: Item, answer: dict[str, Any]) 
 
 def _questions(
     items: Sequence[Item], records: Sequence[dict[str, Any]], limit: int | None, of_components: bool
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """What peers are asked; index 0 is theirs to speak about themselves. The sets in turn: a peer may be ended."""
     of_set: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:

@@ -93,9 +93,15 @@ class _Functions(dict):
 def _conserves(model_type: str) -> str:
     """LRP's own law on a small model without biases: what is given out is the logit (of CP-LRP exactly)."""
     config = transformers.AutoConfig.for_model(
-        model_type, vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
+        model_type,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     found = input_times_gradient(model, {"ids": [3, 1, 4, 1, 5], "target": [9]})
@@ -225,7 +231,7 @@ def context_cite(folder: str, method: str) -> tuple[Score, str]:
 
         masks, logits = utils.get_masks_and_logit_probs(
             model, tokenizer, 64, len(units), prompt_ids, question["target"][:1], 0.5, 8
-        )  # fmt: skip
+        )
         weights, _ = solvers.LassoRegression().fit(masks, utils.aggregate_logit_probs(logits), 1)
         found = [0.0] * len(question["ids"])
         for unit, weight in zip(units, weights, strict=True):

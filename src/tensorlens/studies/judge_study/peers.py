@@ -21,9 +21,16 @@ from tensorlens.strict_json import to_json, write_text
 from tensorlens.studies.sample_lines import read_record, whole_lines
 
 PEERS = (
-    "lxt.attn_lrp", "lxt.cp_lrp", "captum.integrated_gradients", "captum.feature_ablation", "inseq.input_x_gradient",
-    "flashtrace", "context_cite", "gim", "transformer_lens",
-)  # fmt: skip
+    "lxt.attn_lrp",
+    "lxt.cp_lrp",
+    "captum.integrated_gradients",
+    "captum.feature_ablation",
+    "inseq.input_x_gradient",
+    "flashtrace",
+    "context_cite",
+    "gim",
+    "transformer_lens",
+)
 """Every peer by name: the package, and its method where it has several."""
 
 OF_COMPONENTS = ("transformer_lens",)
@@ -56,9 +63,13 @@ class Peer:
     """
 
     def __init__(
-        self, name: str, folder: Path, python: str | None = None, seconds: float = 60.0,
+        self,
+        name: str,
+        folder: Path,
+        python: str | None = None,
+        seconds: float = 60.0,
         total_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.folder, self.seconds = name, folder, seconds
         self.total_seconds = float("inf") if total_seconds is None else total_seconds
         self.python = python or sys.executable

@@ -32,9 +32,17 @@ def perturbed(lens: Lens, file: Path, out: Path, options: JudgeOptions, progress
         chosen = [name for name in names if split(name)[1] == member and name != WORD_OVERLAP]
         other = member_lens(lens, member)
         result = perturbation(
-            other, file, out / f"perturbation-{member}", methods=[split(name)[0] for name in chosen], cut="windows",
-            n_tokens=N_TOKENS, limit=options.limit, norm_probes=16, seed=options.seed, progress=progress,
-        )  # fmt: skip
+            other,
+            file,
+            out / f"perturbation-{member}",
+            methods=[split(name)[0] for name in chosen],
+            cut="windows",
+            n_tokens=N_TOKENS,
+            limit=options.limit,
+            norm_probes=16,
+            seed=options.seed,
+            progress=progress,
+        )
         areas |= _areas(result.summary, chosen)
     return dict(sorted(areas.items(), key=lambda pair: -pair[1]["auc"]))
 

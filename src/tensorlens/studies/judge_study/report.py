@@ -19,13 +19,22 @@ def judge_table(found: dict[str, Any]) -> str:
         seconds = found["seconds"].get(name)
         rows.append(
             {
-                "method": name, measure.replace("_", " "): _with_interval(one),
+                "method": name,
+                measure.replace("_", " "): _with_interval(one),
                 "less the paper's T": _signed(difference),
-                "items": one["n"], "ms an item": "–" if seconds is None else f"{1000 * seconds:.3g}",
+                "items": one["n"],
+                "ms an item": "–" if seconds is None else f"{1000 * seconds:.3g}",
             }
-        )  # fmt: skip
-    rows.append({"method": "(chance)", measure.replace("_", " "): f"{compared['random']:.3f}", "less the paper's T": "",
-                 "items": "", "ms an item": ""})  # fmt: skip
+        )
+    rows.append(
+        {
+            "method": "(chance)",
+            measure.replace("_", " "): f"{compared['random']:.3f}",
+            "less the paper's T": "",
+            "items": "",
+            "ms an item": "",
+        }
+    )
     return as_markdown(rows)
 
 
@@ -84,11 +93,16 @@ def write_report(run: Run, summary: dict[str, Any]) -> None:
 
 def area_table(areas: dict[str, Any]) -> str:
     """A Markdown table of the areas of a perturbation study."""
-    return as_markdown([
-        {"method": name, "HS-MSE": f"{one['auc']:.4g} [{one['interval'][0]:.4g}, {one['interval'][1]:.4g}]",
-         "windows": one["n"]}
-        for name, one in areas.items()
-    ])  # fmt: skip
+    return as_markdown(
+        [
+            {
+                "method": name,
+                "HS-MSE": f"{one['auc']:.4g} [{one['interval'][0]:.4g}, {one['interval'][1]:.4g}]",
+                "windows": one["n"],
+            }
+            for name, one in areas.items()
+        ]
+    )
 
 
 def peer_lines(summary: dict[str, Any]) -> list[str]:

@@ -33,9 +33,14 @@ REFERENCES = {"patching": "patching@paper"}
 
 
 def judge(
-    lens: Lens, data: str | Path, out: str | Path, *, options: JudgeOptions | None = None,
-    progress: bool | None = None, **changes: Any,
-) -> StudyResult:  # fmt: skip
+    lens: Lens,
+    data: str | Path,
+    out: str | Path,
+    *,
+    options: JudgeOptions | None = None,
+    progress: bool | None = None,
+    **changes: Any,
+) -> StudyResult:
     """Let judges that know the answer compare maps, members of the family of rules, controls and peers.
 
     Args:
@@ -108,9 +113,13 @@ def _settings(lens: Lens, judges: Sequence[Judge], options: JudgeOptions) -> dic
         "limit": options.limit,
         "judges": {
             one.name: {
-                "question": one.question, "measures": one.measures, "n": len(one.items), "items": one.digest(),
+                "question": one.question,
+                "measures": one.measures,
+                "n": len(one.items),
+                "items": one.digest(),
                 "problems": list(one.problems),
-            } | ({"reference": REFERENCES[one.name]} if one.name in REFERENCES else {})
+            }
+            | ({"reference": REFERENCES[one.name]} if one.name in REFERENCES else {})
             for one in judges
         },
-    }  # fmt: skip
+    }

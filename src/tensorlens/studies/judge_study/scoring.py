@@ -74,9 +74,11 @@ def _score_member(
         try:
             if METHODS[base].takes_samples:
                 maps = batch.maps(
-                    base, items[0].out_token, targets=targets if METHODS[base].takes_target else None,
+                    base,
+                    items[0].out_token,
+                    targets=targets if METHODS[base].takes_target else None,
                     probes=PROBES if base == "tensor.norm" else None,
-                )  # fmt: skip
+                )
             else:
                 tensors = tensors or [batch[i] for i in range(len(items))]
                 maps = [_single(tensors[i], base, items[i].out_token, targets[i]) for i in range(len(items))]

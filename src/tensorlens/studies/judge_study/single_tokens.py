@@ -45,11 +45,18 @@ def single_tokens(
         drawn = np.random.default_rng((seed, index)).choice(pool, (len(places), n_draws))
         items.append(
             Item(
-                judge="single_tokens", set=file.parent.name, name=str(name), ids=ids, target=None, truth=None,
-                units=tuple((k,) for k in places), labels=tuple(str(k) for k in places), right="always",
+                judge="single_tokens",
+                set=file.parent.name,
+                name=str(name),
+                ids=ids,
+                target=None,
+                truth=None,
+                units=tuple((k,) for k in places),
+                labels=tuple(str(k) for k in places),
+                right="always",
                 extra={"drawn": drawn.tolist()},
             )
-        )  # fmt: skip
+        )
     return Judge(name="single_tokens", question="removal", measures=MEASURES, items=tuple(items))
 
 

@@ -76,9 +76,13 @@ def _cost(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def compare(
-    records: Sequence[dict[str, Any]], sets: Sequence[str], methods: Sequence[str], measure: str, seed: int,
+    records: Sequence[dict[str, Any]],
+    sets: Sequence[str],
+    methods: Sequence[str],
+    measure: str,
+    seed: int,
     reference: str = REFERENCE,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One measure of every method, over all sets and in each; best first."""
     known = MEASURES[measure]
     tables, chance = [], []
@@ -130,9 +134,10 @@ def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray], names: S
         ]
     low, high = np.nanquantile(np.mean(resampled, axis=0), (0.025, 0.975))
     found: dict[str, Any] = {
-        "mean": _short(float(np.mean(means))), "interval": [_short(low), _short(high)],
+        "mean": _short(float(np.mean(means))),
+        "interval": [_short(low), _short(high)],
         "n": int(sum(some.sum() for some in present)),
-    }  # fmt: skip
+    }
     if names:
         found["sets"] = {names[k]: _short(mean) for k, mean in zip(kept, means, strict=True)}
     return found

@@ -57,9 +57,12 @@ class Measurement:
         self.plain = PlainModel(lens, options.batch_size)
         self.out_token = -1 if subject.is_causal else 0
         self.maps = SampleMaps(
-            lens, [name for name in options.methods or () if name != RANDOM], out_token=self.out_token,
-            norm_probes=options.norm_probes, seed=options.seed,
-        )  # fmt: skip
+            lens,
+            [name for name in options.methods or () if name != RANDOM],
+            out_token=self.out_token,
+            norm_probes=options.norm_probes,
+            seed=options.seed,
+        )
 
     def measure(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The records of a group of samples; one that cannot be measured is skipped and says why."""
@@ -70,10 +73,9 @@ class Measurement:
         cells = [self._cells(prepared, replacement) for replacement in self.options.replacements or ()]
         records = {one.index: self._record(one, [of[number] for of in cells]) for number, one in enumerate(prepared)}
         return [
-            {"name": self.subject.name(index)}
-            | ({"skipped": skipped[index]} if index in skipped else records[index])
+            {"name": self.subject.name(index)} | ({"skipped": skipped[index]} if index in skipped else records[index])
             for index in indices
-        ]  # fmt: skip
+        ]
 
     # Before anything is replaced ----------------------------------------------------------------------------------
 

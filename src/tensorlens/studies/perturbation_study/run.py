@@ -35,9 +35,14 @@ SETTINGS = ("methods", "presets", "replacements", "grid", "absolute", "seed", "n
 
 @own_modes
 def perturbation(
-    lens: Lens, data: Any, out: str | Path, *, options: PerturbationOptions | None = None,
-    progress: bool | None = None, **changes: Any,
-) -> StudyResult:  # fmt: skip
+    lens: Lens,
+    data: Any,
+    out: str | Path,
+    *,
+    options: PerturbationOptions | None = None,
+    progress: bool | None = None,
+    **changes: Any,
+) -> StudyResult:
     r"""Run the perturbation study, or go on with one.
 
     For each method the highest-ranked tokens are replaced first, a growing fraction f of them, and the change of the
@@ -69,7 +74,7 @@ def _subject(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Subj
         return Images(lens, dataset, limit=options.limit)
     return Texts(
         lens, dataset, n_tokens=options.n_tokens, min_tokens=options.min_tokens, cut=options.cut, limit=options.limit
-    )  # fmt: skip
+    )
 
 
 def _settled(options: PerturbationOptions, subject: Subject) -> PerturbationOptions:
@@ -77,9 +82,7 @@ def _settled(options: PerturbationOptions, subject: Subject) -> PerturbationOpti
     replacements = subject.replacements[:1] if options.replacements is None else options.replacements
     replacements = checked_names(replacements, subject.replacements, "replacements")
     subject.check(replacements)
-    return replace(
-        options, replacements=replacements, presets=options.presets if subject.is_causal else ("strict",)
-    )  # fmt: skip
+    return replace(options, replacements=replacements, presets=options.presets if subject.is_causal else ("strict",))
 
 
 def _groups(subject: Subject, options: PerturbationOptions) -> Sequence[Sequence[int]]:

@@ -72,9 +72,15 @@ class Texts:
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
 
     def __init__(
-        self, lens: Lens, data: Dataset, *, n_tokens: int = 128, min_tokens: int = 1, cut: Cut = "each",
+        self,
+        lens: Lens,
+        data: Dataset,
+        *,
+        n_tokens: int = 128,
+        min_tokens: int = 1,
+        cut: Cut = "each",
         limit: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lens, self.data, self.cut = lens, data, cut
         self.tokenizer = tokenizer_of(lens.processor)
         if self.tokenizer is None:

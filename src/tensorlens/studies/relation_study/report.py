@@ -70,16 +70,30 @@ def start_table(summary: dict[str, Any]) -> str:
 
 def relation_table(summary: dict[str, Any], metric: str = "agreement") -> str:
     """A Markdown table of the main methods by relation, mean ± deviation over splits."""
-    shown = [n for n in ("tensor.full.beta1@0", "tensor.subject.tuned@0", "lre.fixed@embedding", "lre.tuned@embedding",
-                         "control.mean_output") if n in method_names(summary)]  # fmt: skip
+    shown = [
+        n
+        for n in (
+            "tensor.full.beta1@0",
+            "tensor.subject.tuned@0",
+            "lre.fixed@embedding",
+            "lre.tuned@embedding",
+            "control.mean_output",
+        )
+        if n in method_names(summary)
+    ]
     rows = []
     for key, relation in summary["relations"].items():
         scores = (relation["methods"][name][metric] for name in shown)
-        rows.append([
-            key, f"{relation['n_aligned']}/{relation['n_facts']}", f"{relation['n_test']:.0f}",
-            *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in scores),
-            f"{relation['majority'][metric]:.2f}", f"{relation['chance'][metric]:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                key,
+                f"{relation['n_aligned']}/{relation['n_facts']}",
+                f"{relation['n_test']:.0f}",
+                *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in scores),
+                f"{relation['majority'][metric]:.2f}",
+                f"{relation['chance'][metric]:.2f}",
+            ]
+        )
     return markdown_table(["relation", "aligned", "tested", *map(_name, shown), "majority", "chance"], rows)
 
 

@@ -98,9 +98,14 @@ class RelationOptions:
 
 @own_modes
 def relations(
-    lens: Lens, data: str | Path, out: str | Path, *, options: RelationOptions | None = None,
-    progress: bool | None = None, **changes: Any,
-) -> StudyResult:  # fmt: skip
+    lens: Lens,
+    data: str | Path,
+    out: str | Path,
+    *,
+    options: RelationOptions | None = None,
+    progress: bool | None = None,
+    **changes: Any,
+) -> StudyResult:
     """Decode relations with the mean attention tensor, LRE and controls, and write a run.
 
     Args:
