@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError, TensorLensError
+from tensorlens.models.evidence import tensors_in
 from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
@@ -188,9 +189,10 @@ def _gap_of_model(
     found.note(recorded)
     to: End = "end" if rules.include_final_norm else "last block"
     layout, birth = origin.calls[0].layout, origin.birth
+    kept = [*origin.model.parameters(), *origin.model.buffers(), *tensors_in(origin.inputs)]
 
     def model(x: Tensor) -> Tensor:
-        other = Reborn(birth, layout.to_native(x))
+        other = Reborn(birth, layout.to_native(x), kept)
         return as_tokens(origin, run(origin.anatomy, origin.inputs, to=to, n_blocks=recorded.n_blocks, within=other))
 
     span = Span(0, recorded.n_blocks)
