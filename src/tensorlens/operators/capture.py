@@ -202,14 +202,23 @@ def _gap_of_model(
 def _gap(
     function: Callable[[Tensor], Tensor], tangent: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator
 ) -> float:
-    """The relative difference of a derivative and a central difference, by the better of two steps."""
-    v = x.square().mean().sqrt() * normal(x.shape, x, generator)
+    """The relative difference of a derivative and a central difference, by the better of two steps.
+
+    A token may be a thousand times as large as another: each is moved by a part of its own size, and counts by it.
+    """
+    v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
     expected = in_float64(tangent(v))
     best = float("inf")
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):
-        moved = in_float64(function(x + step * v)) - in_float64(function(x - step * v))
-        gap = float((moved / (2 * step) - expected).norm() / expected.norm().clamp_min(1e-300))
-        best = min(best, gap)
+        after, before = in_float64(function(x + step * v)), in_float64(function(x - step * v))
+        sizes = _sizes((after + before) / 2, 1e-3)
+        gap = (((after - before) / (2 * step) - expected) / sizes).norm() / (expected / sizes).norm().clamp_min(1e-300)
+        best = min(best, float(gap))
         if best <= ACCEPTED / 4:
             break
     return best
+
+
+def _sizes(x: Tensor, least: float) -> Tensor:
+    """The size of the numbers along the last axis, and at least a part of the size of all of them."""
+    return torch.maximum(x.square().mean(-1, keepdim=True), least**2 * x.square().mean()).sqrt().clamp_min(1e-300)
