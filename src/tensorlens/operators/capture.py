@@ -38,8 +38,8 @@ from tensorlens.recording.recording import Origin, Recording, Span
 MOST_TOKENS = 64
 """Tokens of the input that are enough to show which operations carry it."""
 
-STEPS = {torch.float64: (3e-4, 1e-5), torch.float32: (3e-3, 3e-4)}
-"""Sizes of a step, relative to the state: the second where the first is not small enough."""
+STEPS = {torch.float64: (3e-4, 1e-5, 3e-7, 1e-8), torch.float32: (3e-3, 3e-4, 3e-5)}
+"""Sizes of a step, relative to the state: each where the one before is not small enough for what bends sharply."""
 
 ACCEPTED = 2e-2
 """The smallest lost path that the law is sure to see, as a part of what the block carries."""
@@ -202,7 +202,7 @@ def _gap_of_model(
 def _gap(
     function: Callable[[Tensor], Tensor], tangent: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator
 ) -> float:
-    """The relative difference of a derivative and a central difference, by the better of two steps.
+    """The relative difference of a derivative and a central difference, by the best step.
 
     A token may be a thousand times as large as another: each is moved by a part of its own size, and counts by it.
     """
