@@ -92,13 +92,13 @@ def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @family(
-    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift as_subclass "
+    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift "
     "deepcopy requires_grad_ _conj_copy view_copy"
 )
 def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers. `detach` changes none of them, so T includes paths that training leaves out."""
     x = args[0]
-    if name in ("detach_", "requires_grad_", "as_subclass"):
+    if name in ("detach_", "requires_grad_"):
         return x
     value = (
         raw(Tensor.detach, x)
