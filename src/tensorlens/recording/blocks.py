@@ -71,7 +71,16 @@ class BlockCall:
 
     def record(self, x: Tensor, rules: Rules) -> BlockProgram:
         """The program of the block at a state, nothing of it dropped."""
-        run = Tape(rules, weights=[*self.module.parameters(), *self.module.buffers()])
+        run = Tape(rules, weights=self._weights())
+        found = self._record(x, run)
+        if not run.changed_constants():
+            return found
+        return self._record(x, Tape(rules, weights=self._weights(), copies=True))  # it has overwritten a constant
+
+    def _weights(self) -> list[Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def _record(self, x: Tensor, run: Tape) -> BlockProgram:
         calls = ModuleCalls(ModulePlaces(self.module, self.path), run, straight)
         try:
             with plainly(self.module), observing(calls), recording_on(run):

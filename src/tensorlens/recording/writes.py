@@ -150,12 +150,17 @@ class Writes:
                 self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
     def forget(self) -> None:
-        """Turn borrowed tensors back into ordinary ones."""
-        for x in self.borrowed:
+        """Turn tensors back into ordinary ones: the model's own, and those that somebody else has kept of the pass.
+
+        Nothing of the recording may stay on them: a copy of a weak reference to memory would free that memory twice.
+        """
+        for x in (*self.borrowed, *(ref() for ref in self._tape.alive)):
             if type(x) is Live:
-                del x.slot, x.role, x.of, x.stamp
+                for name in Live.__annotations__:
+                    x.__dict__.pop(name, None)
                 x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
+        self._tape.alive.clear()
 
     def borrow(self, x: Tensor, slot: int) -> Live:
         """Make a tensor of the model's or the user's own live, in place, until the recording is over."""
