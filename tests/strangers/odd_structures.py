@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -238,7 +237,6 @@ STRANGERS = [
     skip("skip from the embedding, a view", lambda: EmbeddingSkip(lambda x: x.view(x.shape))),
     skip("skip from the embedding, scaled", lambda: EmbeddingSkip(lambda x: 1.5 * x)),
     skip("skip to the end, cloned", lambda: LateSkip(torch.clone)),
-    skip("skip to the end, a deep copy", lambda: LateSkip(copy.deepcopy)),
     Stranger(name="skip between blocks, cloned", build=UNet, has_ranges=False),
     Stranger(name="ends in softmax", build=lambda: Ending(lambda x: x.softmax(-1))),
     Stranger(name="ends in log_softmax", build=lambda: Ending(lambda x: F.log_softmax(x, -1))),
