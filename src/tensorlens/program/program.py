@@ -152,7 +152,7 @@ class Program:
     @cached_property
     def used(self) -> frozenset[int]:
         """The constants that its steps read."""
-        return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
+        return frozenset(n for step in self.steps for n in step.held)
 
     def load(self) -> None:
         """Fetch constants that were let go now, since they cannot be recorded again inside a `vmap`."""
