@@ -436,7 +436,7 @@ def added(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _number(a: Any, like: Any) -> Any:
     """A plain number as a tensor, where torch wants one in front."""
-    return a if isinstance(a, Tensor) else raw(torch.tensor, a, dtype=like.dtype, device=like.device)
+    return a if isinstance(a, Tensor) else raw(torch.full, (), a, dtype=like.dtype, device=like.device)
 
 
 def _as_wide(x: Any, value: Tensor) -> Any:
