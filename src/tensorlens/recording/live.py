@@ -15,12 +15,19 @@ from tensorlens.recording.roles import Role
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """What belongs to a thread."""
+
+    tape: Any = None
+
+
+_thread = _Thread()
 
 
 def tape() -> Any:
     """The recording of this thread, or None."""
-    return getattr(_thread, "tape", None)
+    return _thread.tape
 
 
 def set_tape(new: Tape | None) -> None:
@@ -59,11 +66,11 @@ class Live(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        now = getattr(_thread, "tape", None)
+        now = _thread.tape
         if now is None:
             _refuse_elsewhere(func, args, kwargs or {})
             return raw(func, *args, **(kwargs or {}))
-        return now.call(func, args, kwargs or {})
+        return now.call(func, args, {} if kwargs is None else kwargs)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -128,7 +135,9 @@ def role_of(value: Any) -> Role | None:
 
 def value_of(value: Any) -> Any:
     """The numbers alone: an ordinary tensor in the same memory."""
-    return raw(Tensor.detach, value) if isinstance(value, Tensor) else value
+    if type(value) is Tensor and not value.requires_grad or not isinstance(value, Tensor):
+        return value
+    return raw(Tensor.detach, value)
 
 
 _SIMPLE = frozenset(
@@ -148,10 +157,10 @@ def _gather(values: Any, found: list[Live]) -> None:
     # A list that is filled, not nested generators: this runs for every function of a pass.
     for value in values:
         kind = type(value)
-        if kind in _SIMPLE:
-            continue
         if kind is Live:
             found.append(value)
+        elif kind in _SIMPLE:
+            continue
         elif isinstance(value, (tuple, list)):
             _gather(value, found)
         elif isinstance(value, dict):
