@@ -110,6 +110,15 @@ class Live(Tensor):
         """The same numbers in memory of their own, live like these: a copy of the tape would be none of theirs."""
         return self.clone()
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Itself as an ordinary tensor; torch itself would give an alias of which no rule hears."""
+        if cls is not Tensor:
+            raise NotLinearError(
+                f"A live tensor is made a `{cls.__name__}`, which would hide it from the rules. Let the model compute "
+                "with ordinary tensors."
+            )
+        return self
+
 
 def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a live tensor of a recording in another thread: what is computed from it here would be lost."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.evidence import watch
+from tensorlens.models.anatomy import Anatomy, observe
 from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
@@ -40,7 +39,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         try:
             found = _recorded(candidate, inputs, rules or Rules(), n_samples)
         except OtherParts:
-            other = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
+            other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
             found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
             origin = found.from_model("A recording")
             # The next input may go another way again.

@@ -93,8 +93,7 @@ class Recorder:
         try:
             with ExitStack() as stack:
                 stack.enter_context(plainly(anatomy.model))
-                # Blocks that were not seen to be called may be run by their methods.
-                methods_of = () if anatomy.channels else anatomy.blocks
+                methods_of = anatomy.blocks if anatomy.by_methods else ()
                 stack.enter_context(observing(ModuleCalls(self.places, run, self._at), methods_of))
                 stack.enter_context(recording_on(run))
                 readout = self._run_model()

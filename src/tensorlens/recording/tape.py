@@ -38,7 +38,7 @@ ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin t
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in whose result one element depends on several of them."""
 
-LEAVES = words("tolist numpy array __array__ __dlpack__")
+LEAVES = words("tolist numpy array dlpack")
 COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp")
 """Functions in which whole numbers that live ones were cast to stand for these."""
 

@@ -97,13 +97,13 @@ def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @family(
-    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift as_subclass "
+    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift "
     "deepcopy requires_grad_ _conj_copy view_copy"
 )
 def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers. `detach` changes none of them, so T includes paths that training leaves out."""
     x = args[0]
-    if name in ("detach_", "requires_grad_", "as_subclass"):
+    if name in ("detach_", "requires_grad_"):
         return x
     value = (
         raw(Tensor.detach, x)
@@ -642,7 +642,7 @@ def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes them of two."""
     given = dict(zip(("x", "dimension", "size", "step"), args, strict=False)) | kwargs
-    if name == "im2col" or not isinstance(given.get("dimension"), int):
+    if name == "im2col" or function is torch.nn.functional.unfold:
         return tape().emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
     x, axis, size, step = args[0], given["dimension"] % args[0].dim(), given["size"], given["step"]
     starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)
