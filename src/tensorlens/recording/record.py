@@ -22,6 +22,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
 from tensorlens.recording.recording import Recording
 from tensorlens.recording.tape import Tape
+from tensorlens.recording.walk import ModulePlaces
 
 
 def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, *, n_samples: int = 1) -> Recording:
@@ -59,11 +60,10 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
     """One anatomy tried; None if no block ran."""
-    weights = [*anatomy.model.parameters(), *anatomy.model.buffers()]
-    copies = False
+    places, copies = ModulePlaces(anatomy.model), False
     while True:
-        run = Tape(rules, weights=weights, n_samples=n_samples, copies=copies)
-        recorder = Recorder(anatomy, inputs, run)
+        run = Tape(rules, weights=places.weights.values(), n_samples=n_samples, copies=copies)
+        recorder = Recorder(anatomy, inputs, run, places)
         try:
             found = recorder.go()
         except StartEarly:

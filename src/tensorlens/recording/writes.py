@@ -8,6 +8,7 @@ tensors that look at such memory become live with their next kernel. Constants t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Writes:
     """
 
     def __init__(self, of: Tape) -> None:
-        self._tape = of
+        self._tape: Tape = weakref.proxy(of)  # no cycle: what a pass made goes with its last user
         self.cells: dict[int, Cell] = {}
         self._constants_at: dict[int, list[int]] = {}
         self.borrowed: list[Tensor] = []
@@ -102,7 +103,7 @@ class Writes:
             )
             self._set(address, flat, Geometry((n,), (1,), 0), target)
         made = self._made_live(target, slot, role_of(new))
-        made.seen = self._cell(made)
+        made.seen = self.cells[address].slot
         return made
 
     def out(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -137,11 +138,12 @@ class Writes:
             x.slot = cell.slot
         else:
             x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, _spec(x))
-        x.stamp, x.seen = version_of(x), cell
+        x.stamp, x.seen = version_of(x), cell.slot
 
     def is_behind(self, x: Live) -> bool:
         """Whether memory was written to since a live tensor of inference mode, which counts no versions, was read."""
-        return bool(self.cells) and self._cell(x) is not x.seen
+        cell = self._cell(x) if self.cells else None
+        return cell is not None and cell.slot != x.seen
 
     def revive(self, *values: Any) -> None:
         """Make ordinary tensors live if live values were written into their memory."""
@@ -161,6 +163,7 @@ class Writes:
                 x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
         self._tape.alive.clear()
+        self.cells.clear()
 
     def borrow(self, x: Tensor, slot: int) -> Live:
         """Make a tensor of the model's or the user's own live, in place, until the recording is over."""
@@ -288,11 +291,13 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(tensor) is Tensor:
             return tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
-            return 0
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
+        return 0
 
 
 def geometry_of(x: Tensor) -> Geometry:
