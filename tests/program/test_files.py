@@ -17,6 +17,7 @@ import tensorlens as tl
 ALONE = """
 import sys, torch
 import tensorlens as tl
+torch.set_num_threads(int(sys.argv[3]))  # sums are split among threads, and round by that
 T = tl.AttentionTensor.load(sys.argv[1])
 found = T.map("tensor.in_class", out_token=-1).scores
 assert "transformers" not in sys.modules, "transformers was imported"
@@ -27,7 +28,8 @@ torch.save({"map": found, "pulled": T.T @ T.output, "pushed": T @ T.input}, sys.
 def check_alone(T: tl.AttentionTensor, folder: Path) -> None:
     """Load a saved T in a process of its own and compare its answers bit for bit."""
     path, found = T.save(folder / "T.safetensors"), folder / "found.pt"
-    subprocess.run([sys.executable, "-c", ALONE, str(path), str(found)], check=True)
+    arguments = [str(path), str(found), str(torch.get_num_threads())]
+    subprocess.run([sys.executable, "-c", ALONE, *arguments], check=True)
     answers = torch.load(found)
     assert torch.equal(answers["map"], T.map("tensor.in_class", out_token=-1).scores)
     assert torch.equal(answers["pulled"], T.T @ T.output) and torch.equal(answers["pushed"], T @ T.input)
