@@ -207,6 +207,7 @@ def _gap(
     A token may be a thousand times as large as another: each is moved by a part of its own size, and counts by it.
     """
     v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
+    v = torch.where(x == 0, 0, v)  # a state that a relu gave lies at the bend of the next
     expected = in_float64(tangent(v))
     best = float("inf")
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):

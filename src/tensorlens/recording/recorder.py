@@ -278,6 +278,8 @@ class Recorder:
         if begins_decoder and n:
             self._join_streams(tokens)
         slot, value = self._kept(tokens)
+        if n == 0 and self.begun and not self.starts_at_embedding:
+            slot = self.begun[0][0]  # what came before the block and was made of the state begins there too
         if self.memory is None:
             self.slots.append((slot,))
             self.states.append(value)

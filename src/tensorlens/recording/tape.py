@@ -157,7 +157,9 @@ class Tape:
         held = Held(len(self.constants))
         self._bound[id(value)] = held, value, version  # the value stays alive, and with it the identity
         constant = value_of(value)
-        if (self.copies or version == UNCOUNTED) and not self.is_weight(value):
+        # A parameter is bound by reference always; a buffer that the model writes over in its pass is not.
+        is_fixed = self.is_weight(value) and (not self.copies or isinstance(value, torch.nn.Parameter))
+        if (self.copies or version == UNCOUNTED) and not is_fixed:
             constant = raw(Tensor.clone, constant)
             version = version_of(constant)
         self.constants.append(constant)
