@@ -326,6 +326,12 @@ class Tape:
                 self.forget_constant(n)
         return places[::-1]
 
+    def close(self) -> None:
+        """Let go of every tensor of the pass but the constants: none of them refers to the tape afterwards."""
+        self.writes.forget()
+        self._bound.clear()
+        self.alive.clear()
+
     def changed_constants(self) -> list[int]:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
