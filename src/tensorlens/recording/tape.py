@@ -23,7 +23,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, _gather, found_in, is_live, raw, role_of, set_tape, tape, value_of
+from tensorlens.recording.live import Live, gather, found_in, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import KNOWN, RULES, find_rule, known
@@ -354,9 +354,9 @@ class Tape:
             with torch.no_grad():
                 return self.call(function, args, kwargs)
         met: list[Live] = []
-        _gather(args, met)
+        gather(args, met)
         if kwargs:
-            _gather(kwargs.values(), met)
+            gather(kwargs.values(), met)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
         if kwargs:
