@@ -23,7 +23,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, gather, found_in, is_live, raw, role_of, set_tape, tape, value_of
+from tensorlens.recording.live import Live, found_in, gather, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import KNOWN, RULES, find_rule, known
