@@ -9,7 +9,7 @@ from portrait import assert_same, outputs, portrait
 from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
-from tensorlens.operators.capture import ACCEPTED
+from tensorlens.operators.certificate import ACCEPTED
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))

@@ -1,29 +1,45 @@
-"""The certificate: is this operator exact and linear, and does it see everything? Answered with numbers.
+r"""The certificate: is this operator exact and linear, and does it see everything? Answered with numbers.
 
 Reproducing F(X) proves nothing on its own: any split of a product passes it. The evidence is the structure of the
 program, the adjoint identity, completeness with a bias found by a run at zero, and a law that shares no code with the
-rules: finite differences of the model itself against the same capture under the Jacobian's rules.
+rules: *capture*. Which operations carry the input is one for all members of the family; only the replacements differ.
+The Jacobian's member has a truth outside: finite differences of the model itself. A path that was lost, to a kernel
+that torch's dispatcher does not see, to numpy, to another thread, is a constant in every other law; here it is a gap,
+
+    ‖(F(X + εv) - F(X - εv)) / 2ε - T_J v‖ / ‖T_J v‖,
+
+of the size of that path. Block by block from its own state, and end to end, on the first tokens of the input; blocks of
+a half-precision model are copied to float32, since finite differences in half precision are noise.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorlens.errors import NotLinearError
+from tensorlens.errors import AnatomyError, InputError, NotLinearError, TensorLensError
 from tensorlens.models.around import said_of
-from tensorlens.models.precision import TOLERANCES, tf32_allowed
-from tensorlens.operators.capture import ACCEPTED, HALF, Capture, capture
-from tensorlens.operators.laws import Probes, held_by_module, in_float32, passing, relative
-from tensorlens.operators.model_itself import plain_output
+from tensorlens.models.layouts import changed, state_layout, state_of
+from tensorlens.models.precision import TOLERANCES, in_float64, tf32, tf32_allowed
+from tensorlens.models.runner import End, plainly, run
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program.nodes import words
+from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
-from tensorlens.recording.recording import Recording
+from tensorlens.recording.blocks import BlockCall
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.prologue import Reborn
+from tensorlens.recording.record import record
+from tensorlens.recording.recording import Origin, Recording, Span
 
 FLOAT32 = TOLERANCES[torch.float32]
 """What is accepted of blocks of a half-precision model in float32: there a fault cannot hide in rounding."""
@@ -42,6 +58,34 @@ MAGNIFIED = 1e4
 
 NOTHING = 1e-6
 """A block or an operator that makes less of a random state than this part of what it gave passes nothing on."""
+
+
+MOST_TOKENS = 64
+"""Tokens of the input that are enough to show which operations carry it."""
+
+STEPS = {torch.float64: (3e-4, 1e-5), torch.float32: (3e-3, 3e-4)}
+"""Sizes of a step, relative to the state: the second where the first is not small enough."""
+
+ACCEPTED = 2e-2
+"""The smallest lost path that the law is sure to see, as a part of what the block carries."""
+
+HALF = (torch.bfloat16, torch.float16)
+READS = ("held: item", "held: cast")
+"""Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+JUMPS = words(
+    "round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder "
+    "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"
+)
+"""Functions that finite differences may step over a jump of."""
+
+
+N_CLASSES = 5
+"""Classes whose logits are tried."""
+
+N_BLOCKS = 4
+"""Blocks of a half-precision model whose laws are measured in float32."""
+
+TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +208,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
         seed: Random seed for the probes.
     """
     began = time.perf_counter()
-    recording, generator = operator.recording, torch.Generator(operator.device).manual_seed(seed)
+    recording, generator = operator.recording, torch.Generator().manual_seed(seed)
     probes = Probes(operator, N_PROBES, generator)
     errors: dict[str, float] = {}
     at_x, at_v = operator.push(torch.stack([operator.input, probes.v]))
@@ -185,7 +229,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     if has_logits and operator.span.stop == recording.n_blocks:
         errors["logits"] = probes.logits()
     if "folded" in operator.__dict__ and operator.folded is not None:  # rows or norms were asked for
-        errors["folded"] = relative(operator.adjoint_folded(probes.u[:1]).to(pulled) - pulled[:1], pulled[:1])
+        errors["folded"] = _folded(operator, probes.u[:1], pulled[:1])
     moves = relative(of_v, probes.v)
     moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
     by_block = passing(operator, generator)
@@ -248,6 +292,13 @@ def _structure(operator: FrozenOperator) -> float:
     except NotLinearError:
         return float("inf")
     return 0.0
+
+
+def _folded(operator: FrozenOperator, u: Tensor, pulled: Tensor) -> float:
+    """Folded blocks against the program, the way of few cotangents and that of many."""
+    ways = (False, True) if operator.matrices_fit(n_passes=3) else (False,)
+    found = [operator.adjoint_folded(u, by_matrices=way).to(pulled) for way in ways]
+    return max(relative(one - pulled, pulled) for one in found)
 
 
 def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
@@ -343,3 +394,373 @@ def _by_rule(recording: Recording) -> dict[str, tuple[str, ...]]:
     for rule, module in recording.rules_applied:
         modules[rule].append(module)
     return {rule: tuple(modules[rule]) for rule in sorted(modules)}
+
+
+# Laws of the program --------------------------------------------------------------------------------------------------
+
+
+def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers of a tensor's type, drawn on the CPU, so that a seed means the same on every device."""
+    return torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+
+
+class Probes:
+    """Random states and cotangents, and the laws that need them."""
+
+    def __init__(self, operator: FrozenOperator, n_probes: int, generator: torch.Generator) -> None:
+        self.operator, self._generator = operator, generator
+        n_out, d_out, n_in, d_in = operator.shape
+        self.u = self.normal(n_probes, n_out, d_out)
+        self.v = operator.input.square().mean().sqrt() * self.normal(n_in, d_in)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers of the operator's type."""
+        return normal(shape, self.operator.input, self._generator)
+
+    def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
+        """Root mean square of ⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
+        differences = in_float64(self.u * y).sum((1, 2)) - in_float64(pulled * x).sum((1, 2))
+        norm = in_float64(y if scale is None else scale).norm().clamp_min(TINY)
+        return float(differences.square().mean().sqrt() / norm)
+
+    def composition(self, at_once: Tensor) -> float | None:
+        """Relative error of blocks in two steps against all at once; None where a range in the middle is refused.
+
+        Args:
+            at_once: The affine map at v.
+        """
+        recording, (start, stop), heads = self.operator.recording, self.operator.span, self.operator.heads
+        if stop - start < 2:
+            return 0.0
+        middle = (start + stop) // 2
+        try:
+            recording.part(Span(middle, stop), heads)
+        except AnatomyError:
+            return None
+        halfway = recording.push(self.v[None], Span(start, middle), heads)
+        return relative(recording.push(halfway, Span(middle, stop), heads)[0] - at_once, at_once)
+
+    def logits(self) -> float:
+        r"""Relative error of $⟨w, T_{logits} V⟩ = ⟨T_{logits}^\top w, V⟩$ for weights w of a few classes."""
+        operator, recording = self.operator, self.operator.recording
+        out_token = last_read(recording, operator.shape[0])
+        end = operator.push_to_head(self.v[None], linear=True)
+        weights = torch.zeros(recording.logits_at(out_token).shape, dtype=operator.dtype, device=operator.device)
+        some = torch.randperm(len(weights), generator=self._generator)[:N_CLASSES].to(weights.device)
+        weights[some] = self.normal(len(some))
+        u = recording.head_cotangent(weights, out_token)
+        pulled = operator.pull_from_head(u)[0]
+        difference = in_float64(u * end).sum() - in_float64(pulled * self.v).sum()
+        return float(difference.abs() / (in_float64(u).norm() * in_float64(end).norm()).clamp_min(TINY))
+
+
+def last_read(recording: Recording, n_tokens: int) -> int:
+    """The last output that the head reads: it may read fewer places than the body ends with."""
+    readout = recording.readout
+    if recording.head is None:
+        n_read = n_tokens if readout is None or readout.dim() < 3 else readout.shape[1]
+        return min(n_tokens, n_read) - 1
+    for token in reversed(range(n_tokens)):
+        with suppress(InputError):
+            recording.place_read(token)
+            return token
+    return n_tokens - 1
+
+
+def relative(difference: Tensor, scale: Tensor) -> float:
+    """The norm of a difference by that of what it is a difference of."""
+    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(TINY))
+
+
+def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str, float]:
+    """The largest error of the laws over a few blocks of a half-precision model, cast to float32: no rounding hides.
+
+    In bfloat16 every law holds to a few per cent alone. The constants of a block are copied, nothing of the model is.
+    """
+    start, stop = operator.span
+    chosen = sorted({start, (start + stop) // 2, stop - 1, *_some(start, stop, generator)})[:N_BLOCKS]
+    worst: dict[str, float] = {}
+    wide = operator.input.float()
+    with tf32(False):
+        for n in chosen:
+            try:
+                program = operator.recording.part(Span(n, n + 1), operator.heads).to(torch.float32)
+            except AnatomyError:  # it reads more than the state
+                continue
+            v, u = (normal(program.specs[slots[0]].shape, wide, generator) for slots in _ends(program))
+            at_v, at_zero = program.run(v)[0], program.run(torch.zeros_like(v))[0]
+            of_v, pulled = program.linear.run(v)[0], program.linear.pull(u)[0]
+            found = {
+                "linearity, float32": relative(at_v - at_zero - of_v, at_v),
+                "adjoint, float32": relative((u * of_v).sum() - (pulled * v).sum(), u.norm() * of_v.norm()),
+            }
+            worst = {law: max(error, worst.get(law, 0.0)) for law, error in found.items()}
+    return worst
+
+
+def _some(start: int, stop: int, generator: torch.Generator) -> list[int]:
+    return torch.randint(start, stop, (1,), generator=generator).tolist()
+
+
+def _ends(program: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return program.inputs, program.outputs  # type: ignore[attr-defined]
+
+
+# How much passes on ---------------------------------------------------------------------------------------------------
+
+
+def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float, ...]:
+    r"""For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
+
+    By the size of what the block gave: a norm at its end makes any state small. What a block reads beside the state
+    is zero.
+    """
+    recording, found = operator.recording, []
+    for n in range(*operator.span):
+        state = recording.states[n]
+        v = state.square().mean().sqrt() * normal(state.shape, state, generator)
+        pushed = recording.push_alone(v, n, operator.heads)
+        found.append(relative(pushed, recording.states[n + 1]))
+    return tuple(found)
+
+
+def held_by_module(operator: FrozenOperator) -> dict[str, float]:
+    r"""For each module $\lVert Y(0) \rVert / \lVert Y(X) \rVert$, with Y what it gives in a run of the program.
+
+    Zero is a module whose output is all carried by T, one a module whose output is all in B. Empty for a range of
+    blocks, for chosen heads, and for a long input.
+    """
+    recording = operator.recording
+    if not operator.is_whole or recording.is_streamed:
+        return {}
+    # Slots of what nobody reads any more, such as queries that are held, are gone.
+    live = {output.slot for output in recording.modules if output.slot is not None} & set(recording.program.specs)
+    program = recording.program.part(recording.slots[0], recording.slots[-1], also=live)  # type: ignore[arg-type]
+    at_x, at_zero = (_sizes(recording, program, live, x) for x in (recording.states[0], 0 * recording.states[0]))
+    squares: dict[str, list[float]] = {}
+    for path, slot in recording.modules:
+        if slot is None:
+            squares.setdefault(path, [0.0, 0.0])  # held whole, unless it also gave something live
+        elif slot in live:
+            both = squares.setdefault(path, [0.0, 0.0])
+            both[0], both[1] = both[0] + at_zero[slot], both[1] + at_x[slot]
+    return {
+        path: (zero / there) ** 0.5 if there else 1.0
+        for path, (zero, there) in squares.items()
+        if there or any(output.path == path and output.slot is None for output in recording.modules)
+    }
+
+
+def _sizes(recording: Recording, program: object, slots: set[int], x: Tensor) -> dict[int, float]:
+    values = recording._divided(recording.slots[0], x)
+    found = program.observe(values, slots)  # type: ignore[attr-defined]
+    return {slot: float(in_float64(value.abs()).square().sum()) for slot, value in found.items()}
+
+
+# The law of capture ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Capture:
+    """What finite differences say.
+
+    Attributes:
+        blocks: The gap of each block that was measured.
+        whole: That of the whole model; None for one in half precision, or with parts in it.
+        left_out: Blocks that cannot be run on their own, or round to half precision by their own code.
+        by_design: Modules that hold what finite differences move.
+        jumping: Modules of functions with jumps.
+    """
+
+    blocks: dict[int, float] = field(default_factory=dict)
+    whole: float | None = None
+    left_out: list[int] = field(default_factory=list)
+    by_design: tuple[str, ...] = ()
+    jumping: tuple[str, ...] = ()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a gap may have other reasons than a path that was lost."""
+        return bool(self.by_design or self.jumping)
+
+    def note(self, recorded: Any) -> None:
+        """Note what a recording, of a block or of all, holds that finite differences move."""
+        for rule, module in sorted(recorded.rules_applied):
+            if rule.startswith(READS) and module not in self.by_design:
+                self.by_design += (module,)
+            if rule.rpartition(": ")[2] in JUMPS and module not in self.jumping:
+                self.jumping += (module,)
+
+    @property
+    def error(self) -> float | None:
+        """The largest gap; None if nothing could be measured."""
+        return max([*self.blocks.values(), *([] if self.whole is None else [self.whole])], default=None)
+
+
+def capture(recording: Recording, generator: torch.Generator) -> Capture:
+    """Compare the Jacobian's member of a model with finite differences of the model itself."""
+    short = _shortened(recording)
+    origin = short.from_model("The law of capture")
+    found = Capture()
+    found.note(short)
+    rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
+    with tf32(False):
+        for call, state in zip(origin.calls, short.states, strict=False):
+            gap = _gap_of_block(call, _own_part(short, call.n, state), generator, found)
+            if gap is None:
+                found.left_out.append(call.n)
+            else:
+                found.blocks[call.n] = gap
+        if not recording.n_encoder_blocks and not _is_half(short.program):
+            found.whole = _gap_of_model(origin, rules, short, generator, found)
+    return found
+
+
+def _shortened(recording: Recording) -> Recording:
+    """A recording of the first tokens, for an input that is long; of all of it where it cannot be cut."""
+    origin = recording.from_model("The law of capture")
+    inputs = beginning(origin.inputs, MOST_TOKENS)
+    if inputs is None:
+        return recording
+    try:
+        return record(origin.anatomy, inputs, recording.rules)
+    except (TensorLensError, RuntimeError, ValueError, IndexError):  # a model for inputs of one length
+        return recording
+
+
+def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
+    """The first `n` tokens of a text: every axis over tokens is cut; None where there are no more, or none at all."""
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] <= n or "decoder_input_ids" in inputs:
+        return None
+    length = tokens.shape[1]
+    return {name: _cut(value, length, n) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _cut(value: Tensor, length: int, n: int) -> Tensor:
+    # Of (sample, token, channel) the last axis may be as long as the input by chance.
+    axes = (1,) if value.is_floating_point() and value.dim() == 3 else range(value.dim())
+    for axis in axes:
+        if value.shape[axis] == length:
+            value = value.narrow(axis, 0, n)
+    return value
+
+
+def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
+    """The tokens of a state that a block takes: the encoder's, or the decoder's."""
+    split = recording.split(n)
+    return state[:, :split] if n < recording.n_encoder_blocks else state[:, split:]
+
+
+def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Capture) -> float | None:
+    """The gap of one block at its own state; None if it cannot be run on its own."""
+    if not call.is_plain:
+        return None
+    try:
+        if x.dtype in HALF:
+            call, x = _in_float32(call), x.float()
+        recorded = call.record(x, Rules.jacobian())
+        found.note(recorded)
+        program = recorded.program.linear
+        if _is_half(program):
+            return None
+        return _gap(call.run, lambda v: program.run(v)[0], x, generator)
+    except (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+        return None
+
+
+def _is_half(program: Program) -> bool:
+    """Whether parts of a program are in half precision, in which finite differences are noise."""
+    return any(program.specs[step.out].dtype in HALF for step in program.steps)
+
+
+def _in_float32(call: BlockCall) -> BlockCall:
+    def wide(x: Tensor) -> Tensor:
+        return x.float() if x.dtype in HALF else x
+
+    args, kwargs = changed((call.args, call.kwargs), wide)
+    return call.like(copy.deepcopy(call.module).float(), args, kwargs)
+
+
+def _gap_of_model(
+    origin: Origin, rules: Rules, short: Recording, generator: torch.Generator, found: Capture
+) -> float | None:
+    """The gap from X⁰ to X^N; None where the place that makes X⁰ was not seen."""
+    if origin.birth is None or short.starts_at_embedding:
+        return None
+    try:
+        recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
+    except NotLinearError:  # what other members hold has no derivative
+        return None
+    found.note(recorded)
+    to: End = "end" if rules.include_final_norm else "last block"
+    layout, birth = origin.calls[0].layout, origin.birth
+
+    def model(x: Tensor) -> Tensor:
+        other = Reborn(birth, layout.to_native(x))
+        return as_tokens(origin, run(origin.anatomy, origin.inputs, to=to, n_blocks=recorded.n_blocks, within=other))
+
+    span = Span(0, recorded.n_blocks)
+    return _gap(model, lambda v: recorded.push(v, span, linear=True), recorded.states[0], generator)
+
+
+def _gap(
+    function: Callable[[Tensor], Tensor], tangent: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator
+) -> float:
+    """The relative difference of a derivative and a central difference, by the better of two steps."""
+    v = x.square().mean().sqrt() * normal(x.shape, x, generator)
+    expected = in_float64(tangent(v))
+    best = float("inf")
+    for step in STEPS.get(x.dtype, STEPS[torch.float32]):
+        moved = in_float64(function(x + step * v)) - in_float64(function(x - step * v))
+        gap = float((moved / (2 * step) - expected).norm() / expected.norm().clamp_min(1e-300))
+        best = min(best, gap)
+        if best <= ACCEPTED / 4:
+            break
+    return best
+
+
+# The model itself, nothing recorded: the truth that laws compare with -------------------------------------------------
+
+
+def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
+    """$X^N$ (sample, token, channel) from the model left to itself: what must be reproduced.
+
+    Args:
+        recording: Of the model and the input.
+        is_nudged: Whether every other number that enters the first block is changed in its last digit.
+    """
+    origin = recording.from_model("The value law")
+
+    def nudge(n: int, state: Tensor) -> Tensor | None:
+        return _nudged(state) if is_nudged and n == 0 else None
+
+    to: End = "end" if recording.rules.include_final_norm else "last block"
+    state = run(origin.anatomy, origin.inputs, to=to, n_blocks=recording.n_blocks, entering=nudge)
+    return as_tokens(origin, state, recording.n_samples)
+
+
+def as_tokens(origin: Origin, state: Tensor, n_samples: int = 1) -> Tensor:
+    """The last state of a model as (sample, token, channel)."""
+    return state_layout(state, -1, origin.anatomy.channels, origin.inputs, n_samples).to_tokens(state)
+
+
+def _nudged(state: Tensor) -> Tensor:
+    steps = torch.arange(state.numel(), device=state.device).view(state.shape) % 2
+    return state + state * steps * torch.finfo(state.dtype).eps
+
+
+def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
+    """Logits (output, class) as the model itself gives them, after whatever its code does behind the unembedding.
+
+    One row for a head that reads the whole input at once. No pass is needed where nothing is behind it.
+    """
+    is_all = recording.head is not None and recording.gives_raw_logits
+    if is_all or recording.head is None and recording.origin is None:
+        return torch.stack([recording.logits_at(i) for i in out_tokens])
+    origin = recording.from_model("A logit after a soft cap or a scale")
+    places = torch.tensor(out_tokens, device=recording.states[-1].device)
+    keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
+    with plainly(origin.model):
+        logits = state_of(origin.model(**origin.inputs, **({"logits_to_keep": places} if keeps else {})))[0]
+    return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]
