@@ -173,6 +173,7 @@ class ProductBound:
         return 10**self.log10 if self.log10 < 308 else math.inf
 
 
+@torch.no_grad()
 def product_bound(recording: Recording, span: Span | None = None, reading: Reading = "weights") -> ProductBound:
     r"""$\Vert L_f\Vert\prod_n \Vert T^n\Vert$ over blocks, each bounded by its parts (Eq. 34, corrected and completed).
 

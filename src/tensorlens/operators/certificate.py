@@ -47,9 +47,6 @@ FLOAT32 = TOLERANCES[torch.float32]
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
-N_PROBES = 2
-"""Cotangents that the adjoint and completeness are tried with."""
-
 TOLERANCE_OF_ONE_CAST = 2e-6
 """What is accepted of a float64 model whose own code casts its state to float32 once."""
 
@@ -59,8 +56,7 @@ MAGNIFIED = 1e4
 NOTHING = 1e-6
 """A block or an operator that makes less of a random state than this part of what it gave passes nothing on."""
 
-
-MOST_TOKENS = 64
+MOST_TOKENS = 32
 """Tokens of the input that are enough to show which operations carry it."""
 
 STEPS = {torch.float64: (3e-4, 1e-5), torch.float32: (3e-3, 3e-4)}
@@ -209,9 +205,10 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     """
     began = time.perf_counter()
     recording, generator = operator.recording, torch.Generator().manual_seed(seed)
-    probes = Probes(operator, N_PROBES, generator)
+    probes = Probes(operator, generator)
     errors: dict[str, float] = {}
-    at_x, at_v = operator.push(torch.stack([operator.input, probes.v]))
+    at_x, bias, held = _at_x_and_zero(operator)
+    at_v = operator.push(probes.v[None])[0]
     expected = _expected(operator, at_x)
     errors["value"] = _value_with_heads(operator, at_x) if operator.heads else relative(at_x - expected, expected)
     errors["structure"] = _structure(operator)
@@ -219,9 +216,9 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     if seen.error is not None and not (seen.error > ACCEPTED and seen.is_explained):
         errors["capture"] = seen.error
     of_v, pulled = operator.apply(probes.v), operator.pull(probes.u)
-    errors["linearity"] = relative(at_v - operator.bias - of_v, at_v)
+    errors["linearity"] = relative(at_v - bias - of_v, at_v)
     errors["adjoint"] = probes.mismatch(of_v, pulled, probes.v)
-    errors["completeness"] = probes.mismatch(expected - operator.bias, pulled, operator.input, scale=expected)
+    errors["completeness"] = probes.mismatch(expected - bias, pulled, operator.input, scale=expected)
     composition = probes.composition(at_v)
     if composition is not None:
         errors["composition"] = composition
@@ -229,7 +226,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     if has_logits and operator.span.stop == recording.n_blocks:
         errors["logits"] = probes.logits()
     if "folded" in operator.__dict__ and operator.folded is not None:  # rows or norms were asked for
-        errors["folded"] = _folded(operator, probes.u[:1], pulled[:1])
+        errors["folded"] = _folded(operator, probes.u, pulled)
     moves = relative(of_v, probes.v)
     moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
     by_block = passing(operator, generator)
@@ -249,11 +246,11 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
         conventions=_conventions(operator),
         options=recording.rules.as_dict(),
         dtype=str(operator.dtype).removeprefix("torch."),
-        carried=relative(at_x - operator.bias, expected),
+        carried=relative(at_x - bias, expected),
         moves=moves,
         passing=by_block,
         silent=silent,
-        held=held_by_module(operator),
+        held=held,
         rounded=rounded,
         captured=seen.blocks,
         reservations=(
@@ -405,12 +402,12 @@ def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Te
 
 
 class Probes:
-    """Random states and cotangents, and the laws that need them."""
+    """A random state v and a random cotangent u, and the laws that need them."""
 
-    def __init__(self, operator: FrozenOperator, n_probes: int, generator: torch.Generator) -> None:
+    def __init__(self, operator: FrozenOperator, generator: torch.Generator) -> None:
         self.operator, self._generator = operator, generator
         n_out, d_out, n_in, d_in = operator.shape
-        self.u = self.normal(n_probes, n_out, d_out)
+        self.u = self.normal(1, n_out, d_out)
         self.v = operator.input.square().mean().sqrt() * self.normal(n_in, d_in)
 
     def normal(self, *shape: int) -> Tensor:
@@ -418,10 +415,9 @@ class Probes:
         return normal(shape, self.operator.input, self._generator)
 
     def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
-        """Root mean square of ⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
-        differences = in_float64(self.u * y).sum((1, 2)) - in_float64(pulled * x).sum((1, 2))
-        norm = in_float64(y if scale is None else scale).norm().clamp_min(TINY)
-        return float(differences.square().mean().sqrt() / norm)
+        """⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
+        difference = in_float64(self.u * y).sum() - in_float64(pulled * x).sum()
+        return float(difference.abs() / in_float64(y if scale is None else scale).norm().clamp_min(TINY))
 
     def composition(self, at_once: Tensor) -> float | None:
         """Relative error of blocks in two steps against all at once; None where a range in the middle is refused.
@@ -487,7 +483,8 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
                 program = operator.recording.part(Span(n, n + 1), operator.heads).to(torch.float32)
             except AnatomyError:  # it reads more than the state
                 continue
-            v, u = (normal(program.specs[slots[0]].shape, wide, generator) for slots in _ends(program))
+            ends = (program.inputs[0], program.outputs[0])
+            v, u = (normal(program.specs[slot].shape, wide, generator) for slot in ends)
             at_v, at_zero = program.run(v)[0], program.run(torch.zeros_like(v))[0]
             of_v, pulled = program.linear.run(v)[0], program.linear.pull(u)[0]
             found = {
@@ -500,10 +497,6 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
 
 def _some(start: int, stop: int, generator: torch.Generator) -> list[int]:
     return torch.randint(start, stop, (1,), generator=generator).tolist()
-
-
-def _ends(program: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return program.inputs, program.outputs  # type: ignore[attr-defined]
 
 
 # How much passes on ---------------------------------------------------------------------------------------------------
@@ -524,37 +517,38 @@ def passing(operator: FrozenOperator, generator: torch.Generator) -> tuple[float
     return tuple(found)
 
 
-def held_by_module(operator: FrozenOperator) -> dict[str, float]:
-    r"""For each module $\lVert Y(0) \rVert / \lVert Y(X) \rVert$, with Y what it gives in a run of the program.
+def _at_x_and_zero(operator: FrozenOperator) -> tuple[Tensor, Tensor, dict[str, float]]:
+    r"""The program at X and at zero, and for each module $\lVert Y(0) \rVert / \lVert Y(X) \rVert$ of what it gives.
 
     Zero is a module whose output is all carried by T, one a module whose output is all in B. Empty for a range of
-    blocks, for chosen heads, and for a long input.
+    blocks, for chosen heads, for one sample of several, and for a long input.
     """
-    recording = operator.recording
-    if not operator.is_whole or recording.is_streamed:
-        return {}
+    recording, x = operator.recording, operator.input[None]
+    if not operator.is_whole or recording.is_streamed or recording.n_samples > 1:
+        return operator.push(x)[0], operator.bias, {}
     # Slots of what nobody reads any more, such as queries that are held, are gone.
     live = {output.slot for output in recording.modules if output.slot is not None} & set(recording.program.specs)
-    program = recording.program.part(recording.slots[0], recording.slots[-1], also=live)  # type: ignore[arg-type]
-    at_x, at_zero = (_sizes(recording, program, live, x) for x in (recording.states[0], 0 * recording.states[0]))
-    squares: dict[str, list[float]] = {}
+    inputs, outputs = recording.slots[0], recording.slots[-1]
+    program = recording.program.part(inputs, outputs, also=live)
+
+    def run_at(x: Tensor) -> tuple[Tensor, dict[int, float]]:
+        found = program.observe(recording._divided(inputs, x), {*outputs, *live})
+        sizes = {slot: float(in_float64(found[slot].abs()).square().sum()) for slot in live}
+        return recording._joined(tuple([found[slot] for slot in outputs]))[0], sizes
+
+    (at_x, there), (at_zero, left) = run_at(x), run_at(torch.zeros_like(x))
+    squares: dict[str, tuple[float, float]] = {}
     for path, slot in recording.modules:
-        if slot is None:
-            squares.setdefault(path, [0.0, 0.0])  # held whole, unless it also gave something live
-        elif slot in live:
-            both = squares.setdefault(path, [0.0, 0.0])
-            both[0], both[1] = both[0] + at_zero[slot], both[1] + at_x[slot]
-    return {
-        path: (zero / there) ** 0.5 if there else 1.0
-        for path, (zero, there) in squares.items()
-        if there or any(output.path == path and output.slot is None for output in recording.modules)
+        if slot is None or slot in live:  # without a slot it is held whole, unless it also gave something live
+            zero, whole = squares.get(path, (0.0, 0.0))
+            squares[path] = (zero, whole) if slot is None else (zero + left[slot], whole + there[slot])
+    all_held = {path for path, slot in recording.modules if slot is None}
+    held = {
+        path: (zero / whole) ** 0.5 if whole else 1.0
+        for path, (zero, whole) in squares.items()
+        if whole or path in all_held
     }
-
-
-def _sizes(recording: Recording, program: object, slots: set[int], x: Tensor) -> dict[int, float]:
-    values = recording._divided(recording.slots[0], x)
-    found = program.observe(values, slots)  # type: ignore[attr-defined]
-    return {slot: float(in_float64(value.abs()).square().sum()) for slot, value in found.items()}
+    return at_x, at_zero, held
 
 
 # The law of capture ---------------------------------------------------------------------------------------------------
@@ -599,11 +593,9 @@ class Capture:
 
 def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the Jacobian's member of a model with finite differences of the model itself."""
-    short = _shortened(recording)
-    origin = short.from_model("The law of capture")
-    found = Capture()
+    short, found = _of_jacobian(recording), Capture()
     found.note(short)
-    rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
+    origin = short.from_model("The law of capture")
     with tf32(False):
         for call, state in zip(origin.calls, short.states, strict=False):
             gap = _gap_of_block(call, _own_part(short, call.n, state), generator, found)
@@ -611,21 +603,27 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
                 found.left_out.append(call.n)
             else:
                 found.blocks[call.n] = gap
-        if not recording.n_encoder_blocks and not _is_half(short.program):
-            found.whole = _gap_of_model(origin, rules, short, generator, found)
+        if short is not recording and not recording.n_encoder_blocks and not _is_half(short.program):
+            found.whole = _gap_of_model(origin, short, generator)
     return found
 
 
-def _shortened(recording: Recording) -> Recording:
-    """A recording of the first tokens, for an input that is long; of all of it where it cannot be cut."""
+def _of_jacobian(recording: Recording) -> Recording:
+    """The first tokens recorded under the Jacobian's rules; all of them where the input cannot be cut.
+
+    The recording as it is where what other members hold has no derivative: it still has the states of blocks.
+    """
     origin = recording.from_model("The law of capture")
-    inputs = beginning(origin.inputs, MOST_TOKENS)
-    if inputs is None:
-        return recording
-    try:
-        return record(origin.anatomy, inputs, recording.rules)
-    except (TensorLensError, RuntimeError, ValueError, IndexError):  # a model for inputs of one length
-        return recording
+    rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
+    for inputs in (beginning(origin.inputs, MOST_TOKENS), origin.inputs):
+        try:
+            if inputs is not None:
+                return record(origin.anatomy, inputs, rules)
+        except NotLinearError:
+            break
+        except (TensorLensError, RuntimeError, ValueError, IndexError):  # a model for inputs of one length
+            continue
+    return recording
 
 
 def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
@@ -682,18 +680,11 @@ def _in_float32(call: BlockCall) -> BlockCall:
     return call.like(copy.deepcopy(call.module).float(), args, kwargs)
 
 
-def _gap_of_model(
-    origin: Origin, rules: Rules, short: Recording, generator: torch.Generator, found: Capture
-) -> float | None:
+def _gap_of_model(origin: Origin, recorded: Recording, generator: torch.Generator) -> float | None:
     """The gap from X⁰ to X^N; None where the place that makes X⁰ was not seen."""
-    if origin.birth is None or short.starts_at_embedding:
+    if origin.birth is None or recorded.starts_at_embedding:
         return None
-    try:
-        recorded = short if short.rules == rules else record(origin.anatomy, origin.inputs, rules)
-    except NotLinearError:  # what other members hold has no derivative
-        return None
-    found.note(recorded)
-    to: End = "end" if rules.include_final_norm else "last block"
+    to: End = "end" if recorded.rules.include_final_norm else "last block"
     layout, birth = origin.calls[0].layout, origin.birth
 
     def model(x: Tensor) -> Tensor:
