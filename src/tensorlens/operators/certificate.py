@@ -29,7 +29,7 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, InputError, NotLinearError, TensorLensError
 from tensorlens.models.around import said_of
 from tensorlens.models.layouts import changed, state_layout, state_of
-from tensorlens.models.precision import TOLERANCES, in_float64, tf32, tf32_allowed
+from tensorlens.models.precision import TOLERANCES, at_least_float32, in_float64, tf32, tf32_allowed
 from tensorlens.models.runner import End, plainly, run
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import words
@@ -224,7 +224,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
         errors["composition"] = composition
     has_logits = recording.readout_slot is not None and recording.readout is not None and recording.readout.dim() < 4
     if has_logits and operator.span.stop == recording.n_blocks:
-        errors["logits"] = probes.logits()
+        errors["logits"] = probes.logits(of_v)
     if "folded" in operator.__dict__ and operator.folded is not None:  # rows or norms were asked for
         errors["folded"] = _folded(operator, probes.u, pulled)
     moves = relative(of_v, probes.v)
@@ -436,11 +436,19 @@ class Probes:
         halfway = recording.push(self.v[None], Span(start, middle), heads)
         return relative(recording.push(halfway, Span(middle, stop), heads)[0] - at_once, at_once)
 
-    def logits(self) -> float:
-        r"""Relative error of $⟨w, T_{logits} V⟩ = ⟨T_{logits}^\top w, V⟩$ for weights w of a few classes."""
+    def logits(self, of_v: Tensor) -> float:
+        r"""Relative error of $⟨w, T_{logits} V⟩ = ⟨T_{logits}^\top w, V⟩$ for weights w of a few classes.
+
+        Args:
+            of_v: T·V; the head alone takes it to the logits, unless it reads more than the last state.
+        """
         operator, recording = self.operator, self.operator.recording
         out_token = last_read(recording, operator.shape[0])
-        end = operator.push_to_head(self.v[None], linear=True)
+        try:
+            head = Span(recording.n_blocks, recording.n_blocks)
+            end = recording.push(of_v[None], head, linear=True, to_logits=True)
+        except AnatomyError:
+            end = operator.push_to_head(self.v[None], linear=True)
         weights = torch.zeros(recording.logits_at(out_token).shape, dtype=operator.dtype, device=operator.device)
         some = torch.randperm(len(weights), generator=self._generator)[:N_CLASSES].to(weights.device)
         weights[some] = self.normal(len(some))
@@ -533,7 +541,7 @@ def _at_x_and_zero(operator: FrozenOperator) -> tuple[Tensor, Tensor, dict[str, 
 
     def run_at(x: Tensor) -> tuple[Tensor, dict[int, float]]:
         found = program.observe(recording._divided(inputs, x), {*outputs, *live})
-        sizes = {slot: float(in_float64(found[slot].abs()).square().sum()) for slot in live}
+        sizes = {slot: float(at_least_float32(found[slot]).norm()) ** 2 for slot in live}
         return recording._joined(tuple([found[slot] for slot in outputs]))[0], sizes
 
     (at_x, there), (at_zero, left) = run_at(x), run_at(torch.zeros_like(x))
