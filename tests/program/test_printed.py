@@ -25,8 +25,6 @@ def test_a_program_of_three_blocks_fits_two_screens(name: str) -> None:
 
 def test_steps_say_what_they_do() -> None:
     text = str(tl.Lens(zoo.build("gpt2"))(zoo.sample("gpt2")).program)
-    assert re.search(
-        r"x\d+ +1×7×16 +norm\(x0, 1/σ=⟨1×7×1⟩, ln_1.weight, .bias, axes=\(-1\), centred=True\)\n", text
-    )
+    assert re.search(r"x\d+ +1×7×16 +norm\(x0, 1/σ=⟨1×7×1⟩, ln_1.weight, .bias, axes=\(-1\), centred=True\)\n", text)
     assert re.search(r"x\d+ +7×48 +linear\(x\d+, attn.c_attn.weight, .bias\)\n", text)
     assert "after the blocks" in text and "between" not in text

@@ -16,7 +16,7 @@ from tensorlens.program.operations import OPERATIONS
 if TYPE_CHECKING:
     from tensorlens.program.program import Program
 
-WIDTH = 92
+WIDTH = 84
 """Where the column of module paths begins, at most."""
 
 NAMES = {"inverse": "1/σ", "unit": "x̂"}

@@ -8,6 +8,7 @@ tensors that look at such memory become live with their next kernel. Constants t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Writes:
     """
 
     def __init__(self, of: Tape) -> None:
-        self._tape = of
+        self._tape: Tape = weakref.proxy(of)  # no cycle: what a pass made goes with its last user
         self.cells: dict[int, Cell] = {}
         self._constants_at: dict[int, list[int]] = {}
         self.borrowed: list[Tensor] = []
@@ -286,11 +287,13 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(tensor) is Tensor:
             return tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
-            return 0
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
+        return 0
 
 
 def geometry_of(x: Tensor) -> Geometry:
