@@ -206,28 +206,18 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     """
     began = time.perf_counter()
     recording, generator = operator.recording, torch.Generator().manual_seed(seed)
-    probes = Probes(operator, generator)
-    errors: dict[str, float] = {}
     at_x, bias, held = _at_x_and_zero(operator)
-    at_v = operator.push(probes.v[None])[0]
     expected = _expected(operator, at_x)
-    errors["value"] = _value_with_heads(operator, at_x) if operator.heads else relative(at_x - expected, expected)
-    errors["structure"] = _structure(operator)
     seen = capture(recording, generator) if recording.origin is not None else Capture()
+    errors = {
+        "value": _value_with_heads(operator, at_x) if operator.heads else relative(at_x - expected, expected),
+        "structure": _structure(operator),
+    }
     if seen.error is not None and not (seen.error > ACCEPTED and seen.is_explained):
         errors["capture"] = seen.error
-    of_v, pulled = operator.apply(probes.v), operator.pull(probes.u)
-    errors["linearity"] = relative(at_v - bias - of_v, at_v)
-    errors["adjoint"] = probes.mismatch(of_v, pulled, probes.v)
-    errors["completeness"] = probes.mismatch(expected - bias, pulled, operator.input, scale=expected)
-    composition = probes.composition(at_v)
-    if composition is not None:
-        errors["composition"] = composition
-    has_logits = recording.readout_slot is not None and recording.readout is not None and recording.readout.dim() < 4
-    if has_logits and operator.span.stop == recording.n_blocks:
-        errors["logits"] = probes.logits(of_v)
-    if "folded" in operator.__dict__ and operator.folded is not None:  # rows or norms were asked for
-        errors["folded"] = _folded(operator, probes.u, pulled)
+    probes = Probes(operator, generator)
+    of_v = operator.apply(probes.v)
+    errors |= probes.laws(expected, bias, of_v)
     moves = relative(of_v, probes.v)
     moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
     by_block = passing(operator, generator)
@@ -290,13 +280,6 @@ def _structure(operator: FrozenOperator) -> float:
     except NotLinearError:
         return float("inf")
     return 0.0
-
-
-def _folded(operator: FrozenOperator, u: Tensor, pulled: Tensor) -> float:
-    """Folded blocks against the program, the way of few cotangents and that of many."""
-    ways = (False, True) if operator.matrices_fit(n_passes=3) else (False,)
-    found = [operator.adjoint_folded(u, by_matrices=way).to(pulled) for way in ways]
-    return max(relative(one - pulled, pulled) for one in found)
 
 
 def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
@@ -414,6 +397,37 @@ class Probes:
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers of the operator's type."""
         return normal(shape, self.operator.input, self._generator)
+
+    def laws(self, expected: Tensor, bias: Tensor, of_v: Tensor) -> dict[str, float]:
+        """The errors of the laws of T and B by name; one that cannot be asked of this operator is left out.
+
+        Args:
+            expected: F(X).
+            bias: B, the program at zero.
+            of_v: T·V.
+        """
+        operator, recording = self.operator, self.operator.recording
+        at_v, pulled = operator.push(self.v[None])[0], operator.pull(self.u)
+        found: dict[str, float | None] = {
+            "linearity": relative(at_v - bias - of_v, at_v),
+            "adjoint": self.mismatch(of_v, pulled, self.v),
+            "completeness": self.mismatch(expected - bias, pulled, operator.input, scale=expected),
+            "composition": self.composition(at_v),
+        }
+        has_logits = (
+            recording.readout_slot is not None and recording.readout is not None and recording.readout.dim() < 4
+        )
+        if has_logits and operator.span.stop == recording.n_blocks:
+            found["logits"] = self.logits(of_v)
+        if "folded" in operator.__dict__ and operator.folded is not None:  # rows or norms were asked for
+            found["folded"] = self.folded(pulled)
+        return {law: error for law, error in found.items() if error is not None}
+
+    def folded(self, pulled: Tensor) -> float:
+        """Relative error of folded blocks against the program, by the way of few cotangents and by that of many."""
+        ways = (False, True) if self.operator.matrices_fit(n_passes=3) else (False,)
+        found = [self.operator.adjoint_folded(self.u, by_matrices=way).to(pulled) for way in ways]
+        return max(relative(one - pulled, pulled) for one in found)
 
     def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
         """⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
