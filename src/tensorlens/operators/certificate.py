@@ -30,7 +30,15 @@ from tensorlens.errors import AnatomyError, InputError, NotLinearError, TensorLe
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import tensors_in
 from tensorlens.models.layouts import changed, state_layout, state_of
-from tensorlens.models.precision import TOLERANCES, at_least_float32, in_float64, tf32, tf32_allowed
+from tensorlens.models.precision import (
+    TOLERANCE_OF_CAPTURE,
+    TOLERANCE_OF_ONE_CAST,
+    TOLERANCES,
+    at_least_float32,
+    in_float64,
+    tf32,
+    tf32_allowed,
+)
 from tensorlens.models.runner import End, plainly, run
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import words
@@ -48,9 +56,6 @@ FLOAT32 = TOLERANCES[torch.float32]
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
-TOLERANCE_OF_ONE_CAST = 2e-6
-"""What is accepted of a float64 model whose own code casts its state to float32 once."""
-
 MAGNIFIED = 1e4
 """How many times a rounding of X⁰ must come out larger for a model to be said to magnify it."""
 
@@ -62,9 +67,6 @@ MOST_TOKENS = 32
 
 STEPS = {torch.float64: (3e-4, 1e-5, 3e-7, 1e-8), torch.float32: (3e-3, 3e-4, 3e-5)}
 """Sizes of a step, relative to the state: each where the one before is not small enough for what bends sharply."""
-
-ACCEPTED = 2e-2
-"""The smallest lost path that the law is sure to see, as a part of what the block carries."""
 
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
@@ -134,7 +136,7 @@ class Certificate:
     def accepted(self, law: str) -> float:
         """What is accepted of a law."""
         if law == "capture":
-            return ACCEPTED
+            return TOLERANCE_OF_CAPTURE
         return FLOAT32 if law.endswith(", float32") else self.tolerance
 
     @property
@@ -213,7 +215,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
         "value": _value_with_heads(operator, at_x) if operator.heads else relative(at_x - expected, expected),
         "structure": _structure(operator),
     }
-    if seen.error is not None and not (seen.error > ACCEPTED and seen.is_explained):
+    if seen.error is not None and not (seen.error > TOLERANCE_OF_CAPTURE and seen.is_explained):
         errors["capture"] = seen.error
     probes = Probes(operator, generator)
     of_v = operator.apply(probes.v)
@@ -298,7 +300,7 @@ def _of_numbers(operator: FrozenOperator, expected: Tensor, errors: dict[str, fl
     if not moves:
         return ("T V is zero at a random V: everything is held, and B is all of F(X)",)
     recording = operator.recording
-    holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= ACCEPTED
+    holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= TOLERANCE_OF_CAPTURE
     if holds or not operator.is_whole or recording.origin is None:
         return ()
     moved = relative(plain_output(recording, is_nudged=True)[0] - expected, expected)
@@ -316,9 +318,9 @@ def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
         found.append(
             f"finite differences say nothing of block {blocks}: it does not run alone, or rounds to half precision"
         )
-    if seen.error is not None and seen.error > ACCEPTED and seen.jumping:
+    if seen.error is not None and seen.error > TOLERANCE_OF_CAPTURE and seen.jumping:
         found.append(f"`{seen.jumping[0] or 'the model'}` jumps: finite differences say nothing of what it passes on")
-    elif seen.error is not None and seen.error > ACCEPTED and seen.by_design:
+    elif seen.error is not None and seen.error > TOLERANCE_OF_CAPTURE and seen.by_design:
         found.append(
             f"`{seen.by_design[0] or 'the model'}` holds numbers that finite differences move, by design: what they "
             f"carry, {seen.error:.1e} of a block, is in B"
@@ -734,7 +736,7 @@ def _gap(
         sizes = _sizes((after + before) / 2, 1e-3)
         gap = (((after - before) / (2 * step) - expected) / sizes).norm() / (expected / sizes).norm().clamp_min(1e-300)
         best = min(best, float(gap))
-        if best <= ACCEPTED / 4:
+        if best <= TOLERANCE_OF_CAPTURE / 4:
             break
     return best
 

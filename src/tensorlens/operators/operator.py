@@ -363,8 +363,8 @@ class FrozenOperator(TensorOperator):
     def _forwards(self, x: Tensor, span: Span, **options: bool) -> Tensor:
         """Several states (batch, token, channel), some of them at a time."""
         most = fitting(4 * self.bytes_per_cotangent, MOST_STATES.get(self.device.type, 32), self.device)
-        options = {"span": span, "heads": self.heads, **options}
-        one, each = partial(self.recording.push, **options), partial(self.recording.push_each, **options)
+        given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
+        one, each = partial(self.recording.push, **given), partial(self.recording.push_each, **given)
         return torch.cat(in_parts(x, most, lambda part: self._several(one, each, part)))
 
     def _several(
@@ -402,8 +402,8 @@ class FrozenOperator(TensorOperator):
         return self._backwards(u, self._to_end, to_logits=True)
 
     def _backwards(self, u: Tensor, span: Span, **options: bool) -> Tensor:
-        options = {"span": span, "heads": self.heads, **options}
-        one, each = partial(self.recording.pull, **options), partial(self.recording.pull_each, **options)
+        given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
+        one, each = partial(self.recording.pull, **given), partial(self.recording.pull_each, **given)
         return torch.cat(in_parts(u, CHUNK, lambda part: self._several(one, each, part)))
 
     def pull_logits(self, weights: Float[Tensor, "row class"], out_tokens: Sequence[int]) -> Tensor:

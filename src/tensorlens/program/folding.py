@@ -109,7 +109,8 @@ def in_form(found: Wiring) -> Form:
     """
     inner = [_factored(path) for path in found.inner]
     value, out, carry = (tuple(map(_factored, paths)) for paths in (found.value, found.out, found.carry))
-    _check_alike(value), _check_alike(out)
+    _check_alike(value)
+    _check_alike(out)
     _check(all(_has(one.pieces, "weight") for one in (*value, *out)), "attention without a matrix before or after it")
     _check(not any(one.gains and _has(one.after, "weight") for one in value), "a gain before the values' matrix")
     _check(not any(one.gains and _has(one.before, "weight take") for one in out), "a gain after the output's matrix")
@@ -431,6 +432,7 @@ class FoldedBlocks:
                 self._forms.append(in_form(found))
         self.n_tokens, self.device = self._forms[0].mixing.shape[2], programs[0].specs[programs[0].inputs[0]].device
         self._folded: dict[int, FoldedBlock] = {}
+        self._of_sample: dict[tuple[int, int], FoldedBlock] = {}
         self._token_matrices: dict[tuple[int, int], Tensor] = {}
 
     def __len__(self) -> int:
@@ -489,16 +491,17 @@ class FoldedBlocks:
 
     def _through(self, place: int, c: Tensor, tokens: Range, sample: int, keep: bool) -> tuple[Tensor, Range]:
         """One block backwards: cotangents of some tokens to those of all tokens that these see."""
-        whole = self.block(place)
-        block, live = whole.of(sample), whole.seen_by(tokens)
-        y = c.new_zeros(live.size, c.shape[1], len(block.value))
+        whole, key = self.block(place), (place, sample)
+        block, live = self._of_sample.get(key) or whole.of(sample), whole.seen_by(tokens)
+        if place in self._folded:
+            self._of_sample[key] = block  # views: with few cotangents, making them takes longer than the products
+        y = (c.new_empty if live == tokens else c.new_zeros)(live.size, c.shape[1], len(block.value))
         inside, at = y[tokens.start - live.start :][: tokens.size], slice(*tokens)
-        key = place, sample
         if keep and key not in self._token_matrices:
             self._token_matrices[key] = token_matrices(block, Range(0, self.n_tokens))
         if key in self._token_matrices:
             torch.bmm(c, self._token_matrices[key][at], out=inside)
-        elif folding_pays(*block.up.shape, c.shape[1]):
+        elif folding_pays(block.up.shape[0], block.up.shape[1], c.shape[1]):
             torch.bmm(c, token_matrices(block, tokens), out=inside)
         else:
             inner = (c @ block.down.T).mul_(block.gain[at, None])
@@ -578,9 +581,8 @@ def _push(block: FoldedBlock, rows: Tensor, start: int) -> Tensor:
     The transpose of `_through`: $x_l$ becomes $s_l y_l + W_{down}(ψ_l W_{up} y_l)$ with $y = a_l x_l + W_{out}(γ_l
     mix(W_{value} x)_l)$; in a parallel block both branches take x.
     """
-    gain, skip, carry, gate = (
-        None if factor is None else factor[:, start:, None]
-        for factor in (block.gain, block.skip, block.carry, block.gate)
+    skip, carry, gate = (
+        None if factor is None else factor[:, start:, None] for factor in (block.skip, block.carry, block.gate)
     )
     n_kv, n_positions, n_tokens = block.n_kv_heads, *rows.shape[1:3]
     values = (rows @ block.value).unflatten(-1, (n_kv, -1))
@@ -591,6 +593,6 @@ def _push(block: FoldedBlock, rows: Tensor, start: int) -> Tensor:
     attended = (mixed if gate is None else mixed * gate) @ block.out
     y = rows if carry is None else rows * carry
     y = y if block.is_parallel else y + attended
-    inner = (y @ block.up) * gain
+    inner = (y @ block.up) * block.gain[:, start:, None]
     found = (y if skip is None else y * skip) + inner @ block.down
     return found + attended if block.is_parallel else found

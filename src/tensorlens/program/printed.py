@@ -61,8 +61,8 @@ def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str, w
             return _within(weights[-1], prefix)
         if type(value) is Held:
             return f"⟨{_shape(program.constants[value.index].shape)}⟩"
-        if type(value) in (tuple, list):
-            left, right = "()" if type(value) is tuple else "[]"
+        if isinstance(value, (tuple, list)):
+            left, right = "()" if isinstance(value, tuple) else "[]"
             return left + ", ".join(shown(one) for one in value) + right
         return _plain(value)
 
