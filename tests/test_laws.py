@@ -9,7 +9,7 @@ from portrait import assert_same, outputs, portrait
 from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
-from tensorlens.models.precision import TOLERANCE_OF_CAPTURE
+from tensorlens.operators.certificate import TOLERANCE_OF_CAPTURE
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))

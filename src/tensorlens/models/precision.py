@@ -21,12 +21,6 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The relative error that rounding may account for, by type: two ways to compute one thing may differ by as much."""
 
-TOLERANCE_OF_ONE_CAST = 2e-6
-"""The same for a float64 model whose own code casts its state to float32 once."""
-
-TOLERANCE_OF_CAPTURE = 2e-2
-"""The smallest lost path that finite differences are sure to show, as a part of what a block carries."""
-
 
 def in_float64(x: Tensor) -> Tensor:
     """For sums that must not be rounded: float64, where x is if that device knows the type, else on the CPU."""

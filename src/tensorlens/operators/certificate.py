@@ -30,15 +30,7 @@ from tensorlens.errors import AnatomyError, InputError, NotLinearError, TensorLe
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import tensors_in
 from tensorlens.models.layouts import changed, state_layout, state_of
-from tensorlens.models.precision import (
-    TOLERANCE_OF_CAPTURE,
-    TOLERANCE_OF_ONE_CAST,
-    TOLERANCES,
-    at_least_float32,
-    in_float64,
-    tf32,
-    tf32_allowed,
-)
+from tensorlens.models.precision import TOLERANCES, at_least_float32, in_float64, tf32, tf32_allowed
 from tensorlens.models.runner import End, plainly, run
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import words
@@ -52,6 +44,12 @@ from tensorlens.recording.recording import Origin, Recording, Span
 
 FLOAT32 = TOLERANCES[torch.float32]
 """What is accepted of blocks of a half-precision model in float32: there a fault cannot hide in rounding."""
+
+TOLERANCE_OF_ONE_CAST = 2e-6
+"""What is accepted of a float64 model whose own code casts its state to float32 once."""
+
+TOLERANCE_OF_CAPTURE = 2e-2
+"""The smallest lost path that finite differences are sure to show, as a part of what a block carries."""
 
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
@@ -729,6 +727,7 @@ def _gap(
     A token may be a thousand times as large as another: each is moved by a part of its own size, and counts by it.
     """
     v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
+    v = torch.where(x == 0, 0, v)  # a state that a relu gave lies at the bend of the next
     expected = in_float64(tangent(v))
     best = float("inf")
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):
@@ -779,10 +778,9 @@ def _nudged(state: Tensor) -> Tensor:
 def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     """Logits (output, class) as the model itself gives them, after whatever its code does behind the unembedding.
 
-    One row for a head that reads the whole input at once. No pass is needed where nothing is behind it.
+    One row for a head that reads the whole input at once. A pass is needed only if something is behind an unembedding.
     """
-    is_all = recording.head is not None and recording.gives_raw_logits
-    if is_all or recording.head is None and recording.origin is None:
+    if recording.head is None or recording.gives_raw_logits:
         return torch.stack([recording.logits_at(i) for i in out_tokens])
     origin = recording.from_model("A logit after a soft cap or a scale")
     places = torch.tensor(out_tokens, device=recording.states[-1].device)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import AnatomyError, InputError, SizeError
-from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
+from tensorlens.memory import Portions, fitting, free_bytes, in_parts
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
 from tensorlens.program.folding import FoldedBlocks
@@ -406,11 +406,6 @@ class FrozenOperator(TensorOperator):
         one, each = partial(self.recording.pull, **given), partial(self.recording.pull_each, **given)
         return torch.cat(in_parts(u, CHUNK, lambda part: self._several(one, each, part)))
 
-    def pull_logits(self, weights: Float[Tensor, "row class"], out_tokens: Sequence[int]) -> Tensor:
-        """Gradients (row, token, channel) of weighted sums of logits, each at its own output."""
-        rows = [self.recording.head_cotangent(one, i) for one, i in zip(weights, out_tokens, strict=True)]
-        return self.pull_from_head(torch.cat(rows))
-
     # Several samples --------------------------------------------------------------------------------------------------
 
     def pull_samples(self, u: Tensor, *, to_logits: bool = False) -> Tensor:
@@ -494,21 +489,23 @@ class FrozenOperator(TensorOperator):
         """
         most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
         most = fitting(self.bytes_per_cotangent, most, self.device)
-        pieces = Pieces(len(out_tokens), starts.shape[1], most)
+        pieces = Portions(len(out_tokens), starts.shape[1], most)
         folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
         keep = folded is not None and self.matrices_fit(pieces.n_passes)
-        for outputs, cotangents in pieces:
-            tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
-            pulled = pieces.attempt(partial(self._pull_some, folded, tokens, part, keep))
-            if pulled is not None:
-                rows, seen = pulled
-                yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
-                del rows, pulled
-            elif folded is not None:
-                keep = False
+        try:
+            for outputs, cotangents in pieces:
+                tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
+                pulled = pieces.attempt(partial(self._pull_some, folded, tokens, part, keep))
+                if pulled is not None:
+                    rows, seen = pulled
+                    yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
+                    del rows, pulled
+                elif folded is not None:
+                    keep = False
+                    folded.forget_matrices()
+        finally:  # also when it is cancelled on the way
+            if folded is not None:
                 folded.forget_matrices()
-        if folded is not None:
-            folded.forget_matrices()
 
     def matrices_fit(self, n_passes: int) -> bool:
         """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
