@@ -128,7 +128,7 @@ def slice_bytes(operator: FrozenOperator) -> float:
     folded = operator.folded
     assert folded is not None, "asked of an operator that folds"
     state = operator.shape[1] * operator.n_tokens * operator.n_channels * operator.compute_type.itemsize
-    return sum(folded.block(n).n_bytes + 2 * state for n in folded.parts)
+    return sum(folded.block(n).n_bytes + 2 * state for n in range(len(folded)))
 
 
 def _first_call(model: Any, n_tokens: int, precision: str, device: str) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The steps of one folded block by themselves: how close each comes to what the device can do.
 
 Shapes are those of a model, numbers are random. Where a step can be written in several ways, each is timed, so that
-the constants in `tensorlens.operators.folding.pull` have a reason.
+the constants in `tensorlens.program.folding` have a reason.
 """
 
 from __future__ import annotations

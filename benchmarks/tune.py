@@ -26,9 +26,8 @@ from benchmarks.pieces import BERT, MANY, TINY, pieces
 from benchmarks.timing import copy_peak, finish, median_seconds
 from tensorlens.models.precision import matmul_mode
 from tensorlens.operators import operator as operators
-from tensorlens.operators.folding import fold as folding
-from tensorlens.operators.folding import pull as folded
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
+from tensorlens.program import folding
 from tensorlens.recording import blocks
 from tensorlens.recording.record import record
 
@@ -205,20 +204,11 @@ def choose(run: Tuning) -> Rows:
             )
         return found
 
-    def sketches() -> dict[str, float]:
-        found = {}
-        for precision in BOTH:
-            T = fresh(run.sizes.bert, precision)
-            found[f"sketch {precision}"] = _wall(lambda T=T: sketched_norms(T, (last,), 16), device)
-        return found
-
     d = tensors[run.sizes.bert].n_channels
     trials: list[tuple[str, Any, str, tuple[Any, ...], Callable[[], dict[str, float]]]] = [
-        ("SCALED_BYTES", folded.SCALED_BYTES, device, tuple(2**n for n in (25, 26, 27, 28, 29, 30)), slices),
-        ("MIXED_TOGETHER", folded.MIXED_TOGETHER, device, (0, 32, 64, 128, 256), slices),
-        ("DOWN_BY_COLUMN", folding.DOWN_BY_COLUMN, device, (False, True), slices),
+        ("SCALED_BYTES", folding.SCALED_BYTES, device, tuple(2**n for n in (25, 26, 27, 28, 29, 30)), slices),
+        ("MIXED_TOGETHER", folding.MIXED_TOGETHER, device, (64, 256, 1024, 4096), slices),
         ("MOST_COTANGENTS", operators.MOST_COTANGENTS, device, (4 * d, 8 * d, 16 * d), norms),
-        ("FEW_COTANGENTS", vars(folded), "FEW_COTANGENTS", (0, 64), sketches),
     ]
     rows = []
     norms()  # the first call of everything

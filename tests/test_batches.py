@@ -14,8 +14,8 @@ import tensorlens as tl
 from tensorlens import batches
 from tensorlens.batches import Batch
 from tensorlens.models.precision import tf32
-from tensorlens.operators.folding import push
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.program import folding
 from tensorlens.program.program import Program
 
 CASES = [("bert-classifier", "sdpa"), ("gpt2", "eager"), ("qwen2", "sdpa")]
@@ -145,13 +145,13 @@ def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "place", "name"), [("tensor.in_class", Program, "pull"), ("tensor.contribution", push, "_through")]
+    ("method", "place", "name"), [("tensor.in_class", Program, "pull"), ("tensor.contribution", folding, "_push")]
 )
 def test_memory_that_runs_out_on_the_way_halves_the_batch(method, place, name, monkeypatch):
     lens, inputs, whole, sizes = tl.Lens(zoo.build("llama", "eager")), ids((4,) * 6), getattr(place, name), []
 
     def short(*arguments, **options):
-        n = len(arguments[1].rows if place is push else arguments[1])
+        n = len(arguments[1])
         sizes.append(n)
         if n > 3:
             raise torch.OutOfMemoryError("none left")

@@ -75,7 +75,7 @@ def test_erratum_3_in_out_row_sum_ignores_bias(config, share):
 )
 def test_erratum_4_norm_bound_needs_square_root(scale, norm, printed, corrected):
     model, x = PlainTransformer("pre_ln"), scale * randn(L, D)
-    found = float(bounds.spectral_norm(norm_part(model, model.factors(x), 0, "norm_1").tensor))
+    found = float(bounds.matrix_norm(norm_part(model, model.factors(x), 0, "norm_1").tensor))
     gamma, variance = model.weights[0]["scale_norm_1"], float(x.var(-1, correction=0).min())
     as_printed, as_corrected = (
         bounds.norm_bound_as_printed(gamma, variance),
@@ -129,7 +129,7 @@ def test_erratum_6_gated_ffn_bound(gate):
     model._ffn(0, x, lambda site, value: factors.setdefault(site, value))
     w, gain = model.weights[0], factors[0, "gain"]
     live, other = ("w_up", "gate") if gate == "freeze_gate" else ("w_gate", "up")
-    found = bounds.spectral_norm(ffn_part(model, factors, 0).tensor)
+    found = bounds.matrix_norm(ffn_part(model, factors, 0).tensor)
     assert found <= bounds.gated_ffn_bound(w[live], gain * factors[0, other], w["w_down"])
     printed = bounds.ffn_bound(w[live], w["w_down"])
     assert float(found / printed) == quoted(4.44 if gate == "freeze_gate" else 5.18)
@@ -153,7 +153,7 @@ def test_erratum_6_gated_bounds_are_reached():
     assert bound == pytest.approx(float(g.abs().max()), rel=EXACT)
     held = torch.tensor([[-3.0, 1.0]]).double()
     M = eq.ffn_tensor(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double())
-    found = float(bounds.spectral_norm(M))
+    found = float(bounds.matrix_norm(M))
     assert bounds.gated_ffn_bound(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double()) == found == 30
 
 

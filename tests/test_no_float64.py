@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 import tensorlens as tl
 from tensorlens.models import precision
-from tensorlens.operators.product_bound import product_bound
-from tensorlens.operators.singular_values import operator_norm
+from tensorlens.operators.bounds import product_bound
+from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies import fidelity, perturbation, relations
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -238,7 +238,7 @@ def test_eq21_norm_collapses():
     spectral = [[torch.linalg.svdvals(T[i, :, j])[0] for j in range(L)] for i in range(L)]
     assert gap(eq.norm_frobenius(T), torch.tensor(frobenius, dtype=T.dtype)) < EXACT
     assert gap(eq.norm_spectral(T), torch.tensor(spectral, dtype=T.dtype)) < EXACT
-    assert (eq.norm_spectral(T) <= bounds.spectral_norm(unfold(T))).all()
+    assert (eq.norm_spectral(T) <= bounds.matrix_norm(unfold(T))).all()
 
 
 @layouts
@@ -301,15 +301,15 @@ def test_eq31_attention_bound(is_causal):
     model, x = PlainTransformer(is_causal=is_causal), 4 * randn(L, D)
     heads, A = model.heads(0), model.factors(x)[0, "attention"]
     by_column_and_row = (A.sum(1).amax(-1) * A.sum(2).amax(-1)).sqrt()
-    middle = (bounds.spectral_norm(heads["w_value"] @ heads["w_out"]) * by_column_and_row).sum()
-    found = bounds.spectral_norm(parts(model, model.factors(x), 0)["attention"].tensor)
+    middle = (bounds.matrix_norm(heads["w_value"] @ heads["w_out"]) * by_column_and_row).sum()
+    found = bounds.matrix_norm(parts(model, model.factors(x), 0)["attention"].tensor)
     assert found <= middle <= bounds.attention_bound(heads["w_value"], heads["w_out"], L)
 
 
 def test_eq31_attention_bound_is_reached_when_all_look_at_one_token():
     A, w_value, w_out = torch.zeros(1, L, L, dtype=torch.float64), randn(1, D, 2), randn(1, 2, D, seed=2)
     A[:, :, 0] = 1
-    found = bounds.spectral_norm(eq.attention_tensor(A, w_value, w_out))
+    found = bounds.matrix_norm(eq.attention_tensor(A, w_value, w_out))
     assert float(found) == approx(bounds.attention_bound(w_value, w_out, L), rel=EXACT)
 
 
@@ -320,14 +320,14 @@ def test_eq32_ffn_bound(ffn):
     bound = bounds.ffn_bound(w["w_up"], w["w_down"])
     for size in (0.1, 1, 10):
         M = parts(model, model.factors(size * randn(L, D)), 0)["ffn"].tensor
-        assert bounds.spectral_norm(M) <= bound
+        assert bounds.matrix_norm(M) <= bound
     all_open = eq.ffn_tensor(torch.eye(D, dtype=torch.float64), torch.ones(L, D, dtype=torch.float64), w["w_down"][:D])
-    assert float(bounds.spectral_norm(all_open)) == approx(float(bounds.spectral_norm(w["w_down"][:D])), rel=EXACT)
+    assert float(bounds.matrix_norm(all_open)) == approx(float(bounds.matrix_norm(w["w_down"][:D])), rel=EXACT)
 
 
 def test_eq33_norm_bound_is_reached_without_centring():
     scale, variance, eps = torch.tensor([1.0, -3.0]).double(), torch.tensor([8.0, 4.0]).double(), 5.0
-    found = bounds.spectral_norm(eq.norm_tensor((variance + eps).rsqrt(), scale, is_centred=False))
+    found = bounds.matrix_norm(eq.norm_tensor((variance + eps).rsqrt(), scale, is_centred=False))
     assert float(found) == approx(bounds.norm_bound(scale, 4.0, eps), rel=EXACT)
     assert bounds.norm_bound_as_printed(scale, 4.0) == 3 / 4
 
@@ -355,11 +355,11 @@ def test_eq33_and_eq34_bound_of_the_whole_model(layout, norm, ffn):
     block_bound = getattr(bounds, f"{layout}_bound")
     by_block = [block_bound(*part_bounds(model, factors, n)) for n in range(N)]
     for found, bound in zip(blocks(model, x), by_block, strict=False):
-        assert bounds.spectral_norm(found.tensor) <= bound
+        assert bounds.matrix_norm(found.tensor) <= bound
     final = 1.0
     if model.has_final_norm:
         final = float(model.weights[N]["scale_final"].abs().max() * factors[N, "final"].max())
-    assert bounds.spectral_norm(unfold(written_out(model, x)[0])) <= bounds.model_bound(by_block, final)
+    assert bounds.matrix_norm(unfold(written_out(model, x)[0])) <= bounds.model_bound(by_block, final)
 
 
 @layouts

@@ -35,8 +35,7 @@ from tensorlens.models.modes import own_modes, stepwise
 from tensorlens.models.module_tree import parameters
 from tensorlens.models.precision import TOLERANCES, tf32_allowed
 from tensorlens.models.rows import row_error
-from tensorlens.operators.base import check_token
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor, Context

@@ -67,7 +67,7 @@ def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = S
     return max(1, min(wanted, int(share * free_bytes(device) / max(1, bytes_each))))
 
 
-class Pieces:
+class Portions:
     """Work on cotangents of outputs, cut into pieces of at most so many columns, with a progress bar if it takes long.
 
     Iterating gives a range of outputs and a range of their cotangents. When `attempt` runs out of memory, the piece is
@@ -137,7 +137,7 @@ class Pieces:
 
 def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list[Result]:
     """What `work` gives for the items, at most so many of them at a time; half as many when memory runs out."""
-    pieces = Pieces(len(items), 1, most, unit="state")
+    pieces = Portions(len(items), 1, most, unit="state")
     tried = (pieces.attempt(partial(work, items[slice(*some)])) for some, _ in pieces)
     return [result for result in tried if result is not None]
 

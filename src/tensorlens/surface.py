@@ -32,8 +32,8 @@ from tensorlens.maps.token_map import TokenMap as TokenMap
 from tensorlens.operators.certificate import Certificate as Certificate
 from tensorlens.operators.estimates import Estimate as Estimate
 from tensorlens.operators.mean import MeanTensor as MeanTensor
-from tensorlens.operators.norms import spectral_norm as spectral_norm
 from tensorlens.operators.spectrum import Spectrum as Spectrum
+from tensorlens.operators.spectrum import spectral_norm as spectral_norm
 from tensorlens.operators.spectrum import spectrum as spectrum
 from tensorlens.recording.conventions import Rules as Rules
 from tensorlens.recording.rules.activations import activate as activate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens import tensor_files
-from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps import finishing
@@ -24,13 +23,11 @@ from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import modes_left, own_modes
 from tensorlens.models.precision import Precision
-from tensorlens.operators.base import Pulled, check_token
-from tensorlens.operators.certificate import Certificate, certify
+from tensorlens.operators.certificate import Certificate, certify, plain_logits
 from tensorlens.operators.estimates import Estimate, estimate
-from tensorlens.operators.model_itself import plain_logits
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import Program
-from tensorlens.recording.recording import Heads, Span
+from tensorlens.recording.recording import Span
 
 OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
@@ -116,22 +113,7 @@ class AttentionTensor(InsideQuestions):
         """
         return cls(*tensor_files.load(Path(path), None if lens is None else lens.model, device))
 
-    # The contract of an operator, by the frozen model -------------------------------------------------------------
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Output tokens, output channels, input tokens, input channels."""
-        return self.operator.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the hidden states."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the hidden states."""
-        return self.operator.device
+    # What it is made of -----------------------------------------------------------------------------------------------
 
     @property
     @own_modes
@@ -149,12 +131,6 @@ class AttentionTensor(InsideQuestions):
         return self.operator.output.clone()
 
     @property
-    @own_modes
-    def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B: what the frozen model gives at zero; a copy."""
-        return self.operator.bias.clone()
-
-    @property
     def tokens(self) -> tuple[str, ...]:
         """A label for each input token."""
         return self.context.tokens
@@ -169,16 +145,7 @@ class AttentionTensor(InsideQuestions):
     @property
     def n_blocks(self) -> int:
         """Number of blocks in the range of this operator."""
-        return self.operator.span.stop - self.operator.span.start
-
-    def _apply(self, x: Tensor) -> Tensor:
-        return self.operator.apply(x)
-
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return self.operator.adjoint(u)
-
-    def _rows(self, out_token: int) -> TensorSlice:
-        return self.operator.rows(out_token)
+        return self.operator.n_blocks
 
     # Parts --------------------------------------------------------------------------------------------------------
 
@@ -194,7 +161,7 @@ class AttentionTensor(InsideQuestions):
                 f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
             )
         first = self.operator.span.start
-        return self._part(self._operator(Span(first + int(start), first + int(stop)), self.operator.heads))
+        return self._but(span=Span(first + int(start), first + int(stop)))
 
     @own_modes
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
@@ -220,7 +187,7 @@ class AttentionTensor(InsideQuestions):
             index = self.operator.span.start + block
             multiplier = self._head_multiplier(index, check_iterable(heads, "heads", "heads of a block"), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
-        return self._part(self._operator(self.operator.span, multipliers))
+        return self._but(heads=multipliers)
 
     def _head_multiplier(self, index: int, heads: list[int], *, keep: bool) -> Tensor:
         n_heads = self.operator.recording.n_heads.get(index)
@@ -233,12 +200,9 @@ class AttentionTensor(InsideQuestions):
         multiplier[heads] = 1.0 if keep else 0.0
         return multiplier
 
-    def _operator(self, span: Span, heads: Heads) -> FrozenOperator:
-        operator = self.operator
-        return FrozenOperator(operator.recording, span, heads, precision=operator.precision, sample=operator.sample)
-
-    def _part(self, operator: FrozenOperator) -> AttentionTensor:
-        return AttentionTensor(operator, self.context)
+    def _but(self, **changes: Any) -> AttentionTensor:
+        """The same with another span, heads or precision."""
+        return AttentionTensor(self.operator.but(**changes), self.context)
 
     # Questions ----------------------------------------------------------------------------------------------------
 
@@ -346,14 +310,7 @@ class AttentionTensor(InsideQuestions):
 
     def with_precision(self, precision: Precision | None) -> AttentionTensor:
         """The same operator with its rows, norms and sketches computed in another precision."""
-        operator = self.operator
-        if precision == operator.precision:
-            return self
-        return self._part(
-            FrozenOperator(
-                operator.recording, operator.span, operator.heads, precision=precision, sample=operator.sample
-            )
-        )
+        return self if precision == self.operator.precision else self._but(precision=precision)
 
     @own_modes
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
@@ -365,10 +322,6 @@ class AttentionTensor(InsideQuestions):
             probes: For a sketch.
         """
         return estimate(self.operator, work, n_outputs=n_outputs, probes=probes)
-
-    def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
-        """Cotangents that live on one output each, pulled to the input a piece at a time."""
-        return self.operator.pull_outputs(out_tokens, starts)
 
     @own_modes
     def certificate(self) -> Certificate:

@@ -206,9 +206,9 @@ def test_a_pooling_head_has_one_row():
 
 
 def test_dense_that_would_not_fit_says_how_large_it_is(monkeypatch):
-    from tensorlens.operators import base
+    from tensorlens.operators import operator
 
-    monkeypatch.setattr(base, "free_bytes", lambda device: 50_000)
+    monkeypatch.setattr(operator, "free_bytes", lambda device: 50_000)
     with pytest.raises(tl.SizeError, match=r"GiB.*rows"):
         lens_on("gpt2").dense()
 

@@ -220,7 +220,7 @@ def test_one_output_costs_one_pull_and_nothing_is_folded(monkeypatch: pytest.Mon
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("not for a single output")
 
-    monkeypatch.setattr(operators, "FoldedRows", fails)
+    monkeypatch.setattr(operators, "FoldedBlocks", fails)
     monkeypatch.setattr(Program, "run", fails)
     monkeypatch.setattr(Program, "pull", lambda self, *us: pulls.append(1) or pull(self, *us))
     with monkeypatch.context() as patch:

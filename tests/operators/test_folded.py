@@ -13,23 +13,14 @@ from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.axes import Range
-from tensorlens.memory import Pieces, in_parts
+from tensorlens.memory import Portions, in_parts
 from tensorlens.models.precision import compute_type
 from tensorlens.operators import operator as operators
-from tensorlens.operators.base import TensorOperator
-from tensorlens.operators.folding import fold as folding
-from tensorlens.operators.folding import pull as folded_module
-from tensorlens.operators.folding import pull_few as few_cotangents
-from tensorlens.operators.folding.wiring import wiring
-from tensorlens.operators.norms import (
-    frobenius_norms,
-    largest_singular_values,
-    sketched_norms,
-    spectral_norm,
-    spectral_norms,
-)
+from tensorlens.operators.norms import frobenius_norms, sketched_norms, spectral_norms
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.operators.spectrum import spectrum
+from tensorlens.operators.spectrum import largest_singular_values, spectral_norm, spectrum
+from tensorlens.program import folding
+from tensorlens.program.paths import wiring
 from tensorlens.recording.recording import Recording, Span
 
 
@@ -53,18 +44,13 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
     return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
-@pytest.fixture(params=["few", "few, heads apart", "many", "pieces"])
+@pytest.fixture(params=["as it is", "P formed, in steps", "P not formed"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways through the blocks: in buffers made once, with P formed, and P in steps with tokens in fours."""
-    monkeypatch.setitem(few_cotangents.HEADS_APART, "cpu", request.param == "few, heads apart")
-    if not request.param.startswith("few"):
-        monkeypatch.setattr(folded_module, "FEW_COTANGENTS", 0)
-        monkeypatch.setitem(folded_module.MIXED_TOGETHER, "cpu", {"many": 0, "pieces": 5}[request.param])
-    if request.param == "pieces":
-        monkeypatch.setattr(folded_module, "folding_pays", lambda *_: True)
-        monkeypatch.setitem(folded_module.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)
-        monkeypatch.setitem(folded_module.GRAIN, "cpu", 4)
-        monkeypatch.setitem(folding.DOWN_BY_COLUMN, "cpu", True)
+    """The ways through the blocks, and work in small portions."""
+    if request.param != "as it is":
+        monkeypatch.setattr(folding, "folding_pays", lambda *_: request.param.startswith("P formed"))
+        monkeypatch.setitem(folding.MIXED_TOGETHER, "cpu", 5)
+        monkeypatch.setitem(folding.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)
     return request.param
 
 
@@ -116,11 +102,11 @@ def test_a_batch_of_cotangents_is_pulled_as_one_by_one(name: str) -> None:
 def test_only_tokens_in_sight_are_carried() -> None:
     T = operator("mistral")  # a window of 3 tokens, 3 blocks
     assert T.folded is not None
-    assert T.folded.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 7)
+    assert T.folded.pull_outputs((6,), torch.eye(16, dtype=T.dtype)[None])[1] == Range(0, 7)
     first = FrozenOperator(T.recording, Span(1, 3)).folded
     assert first is not None
-    assert first.pull((6,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(2, 7)
-    assert first.pull((1,), torch.eye(16, dtype=T.dtype)[None]).tokens == Range(0, 2)
+    assert first.pull_outputs((6,), torch.eye(16, dtype=T.dtype)[None])[1] == Range(2, 7)
+    assert first.pull_outputs((1,), torch.eye(16, dtype=T.dtype)[None])[1] == Range(0, 2)
 
 
 def test_what_cannot_be_folded_goes_by_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +192,11 @@ def test_a_block_of_another_make_is_refused_with_what_was_missing() -> None:
     model: Any = zoo.build("gpt2")
     add_layer(model.transformer.h[1])
     recording = tl.Lens(model)(zoo.sample("gpt2")).operator.recording
-    assert wiring(recording, 0).branches
+    assert wiring(recording.part(Span(0, 1)), 0, "GPT-2").branches
     with pytest.raises(tl.AnatomyError, match="Block 1 of `GPT2LMHeadModel` cannot be folded: .*Rows and norms go by"):
-        folded_module.FoldedRows(recording, Span(0, 3), {})
+        folding.FoldedBlocks(
+            [recording.part(Span(n, n + 1)) for n in range(3)], 0, recording.name, recording.states[0].dtype
+        )
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma3"])
@@ -228,7 +216,7 @@ def test_an_unknown_precision_is_refused() -> None:
 
 
 def test_pieces_cover_every_cotangent_once_even_when_memory_runs_out() -> None:
-    pieces, done = Pieces(5, 6, 17), torch.zeros(5, 6)
+    pieces, done = Portions(5, 6, 17), torch.zeros(5, 6)
     tries = 0
 
     def work(size: int) -> int:
@@ -262,11 +250,11 @@ def test_states_pushed_are_halved_when_memory_runs_out(monkeypatch: pytest.Monke
     x = torch.randn(9, *T.input.shape, dtype=T.dtype)
     expected, several, sizes = T.push(x), FrozenOperator._several, []
 
-    def scarce(self: FrozenOperator, way: Any, items: Tensor) -> Tensor:
+    def scarce(self: FrozenOperator, one: Any, each: Any, items: Tensor) -> Tensor:
         if len(items) > 3:
             raise torch.OutOfMemoryError("out of memory")
         sizes.append(len(items))
-        return several(self, way, items)
+        return several(self, one, each, items)
 
     monkeypatch.setattr(FrozenOperator, "_several", scarce)
     torch.testing.assert_close(T.push(x), expected)
@@ -277,7 +265,7 @@ def test_out_of_memory_with_one_cotangent_says_so() -> None:
     def work() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    pieces = Pieces(1, 1, 1)
+    pieces = Portions(1, 1, 1)
     with pytest.raises(tl.SizeError, match="smallest piece"):
         for _ in pieces:
             pieces.attempt(work)
@@ -287,14 +275,14 @@ def test_running_out_of_memory_halves_and_goes_on(monkeypatch: pytest.MonkeyPatc
     T = operator("bert")
     expected = frobenius_norms(T, range(7))
     assert T.folded is not None
-    pull = T.folded.pull
+    pull = T.folded.pull_outputs
 
-    def scarce(out_tokens: Any, starts: Tensor, **options: Any) -> Any:
+    def scarce(out_tokens: Any, starts: Tensor, *args: Any, **options: Any) -> Any:
         if len(out_tokens) * starts.shape[1] > 10:
             raise torch.OutOfMemoryError("out of memory")
-        return pull(out_tokens, starts, **options)
+        return pull(out_tokens, starts, *args, **options)
 
-    monkeypatch.setattr(T.folded, "pull", scarce)
+    monkeypatch.setattr(T.folded, "pull_outputs", scarce)
     assert close(frobenius_norms(T, range(7)), expected)
 
 
@@ -331,7 +319,7 @@ def test_a_sketch_of_a_causal_model_is_zero_above_the_diagonal() -> None:
 
 
 def test_spectral_norms_are_the_largest_singular_values() -> None:
-    T: TensorOperator = operator("bert")
+    T = operator("bert")
     expected = torch.linalg.svdvals(T.rows(1).transpose(0, 1))[:, 0]
     assert close(spectral_norms(T, (1,))[0], expected)
     wide = torch.randn(3, 50, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.operators.folding import fold, pull
-from tensorlens.operators.folding.fold import Factors, FoldedBlock
+from tensorlens.program import folding
+from tensorlens.program.folding import FoldedBlock
 
 Patch = pytest.MonkeyPatch
 
@@ -34,8 +34,8 @@ def of_blocks(change: Callable[[FoldedBlock], FoldedBlock]) -> Callable[[Patch],
     """A fault in the matrices of every block."""
 
     def patch(monkeypatch: Patch) -> None:
-        whole = pull.fold
-        monkeypatch.setattr(pull, "fold", lambda *args: change(whole(*args)))
+        whole = folding.fold_block
+        monkeypatch.setattr(folding, "fold_block", lambda *args: change(whole(*args)))
 
     return patch
 
@@ -44,9 +44,7 @@ def of_factors(**changes: Callable[[Any], Tensor]) -> Callable[[Patch], None]:
     """A fault in what depends on the input."""
 
     def change(block: FoldedBlock) -> FoldedBlock:
-        factors: Factors = block.factors
-        changed = {name: make(getattr(factors, name)) for name, make in changes.items()}
-        return replace(block, factors=replace(factors, **changed))
+        return replace(block, **{name: make(getattr(block, name)) for name, make in changes.items()})
 
     return of_blocks(change)
 
@@ -57,15 +55,13 @@ def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Callable[[Pa
 
 
 def off_by_one(monkeypatch: Patch) -> None:
-    whole = pull.FoldedRows.block
-    monkeypatch.setattr(pull.FoldedRows, "block", lambda self, n: whole(self, max(self.span.start, n - 1)))
+    whole = folding.FoldedBlocks.block
+    monkeypatch.setattr(folding.FoldedBlocks, "block", lambda self, place: whole(self, max(0, place - 1)))
 
 
 def skipped_block(monkeypatch: Patch) -> None:
-    whole = pull.FoldedRows._through
-    monkeypatch.setattr(
-        pull.FoldedRows, "_through", lambda self, n, rows, **k: rows if n == 1 else whole(self, n, rows, **k)
-    )
+    whole = folding.FoldedBlocks._through
+    monkeypatch.setattr(folding.FoldedBlocks, "_through", lambda self, n, *a: a[:2] if n == 1 else whole(self, n, *a))
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
@@ -79,8 +75,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "one per cent too much": ("gpt2", of_blocks(lambda b: replace(b, value=1.01 * b.value))),
     "value and out exchanged": ("gpt2", of_blocks(lambda b: replace(b, out=b.value.T.contiguous()))),
     "parallel taken for sequential": ("neox-parallel", of_blocks(lambda b: replace(b, is_parallel=not b.is_parallel))),
-    "attention of another head": ("gpt2", replaced(fold, "_mixing", lambda w: lambda form: w(form).roll(1, 1))),
-    "token-wise without its factor": ("bert", replaced(pull, "_token_wise", lambda _: lambda *a: a[3].copy_(a[1]))),
+    "attention of another head": ("gpt2", replaced(folding, "_mixing", lambda w: lambda form: w(form).roll(1, 1))),
+    "token-wise matrices halved": ("bert", replaced(folding, "token_matrices", lambda w: lambda *a: 0.5 * w(*a))),
     "block before it": ("gpt2", off_by_one),
     "block left out": ("llama", skipped_block),
 }

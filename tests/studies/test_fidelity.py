@@ -10,8 +10,8 @@ import zoo
 
 import tensorlens as tl
 from tensorlens.axes import unfold
-from tensorlens.operators.product_bound import product_bound
-from tensorlens.operators.singular_values import operator_norm
+from tensorlens.operators.bounds import product_bound
+from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies import FidelityOptions, fidelity
 from tensorlens.studies.fidelity_study.measures import (
     distance_to_jacobian,

@@ -9,7 +9,7 @@ import torch
 import zoo
 
 import tensorlens as tl
-from tensorlens.operators.singular_values import (
+from tensorlens.operators.spectrum import (
     effective_rank,
     hoyer_sparsity,
     perplexity,

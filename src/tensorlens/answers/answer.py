@@ -22,8 +22,8 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.base import check_token
-from tensorlens.operators.model_itself import plain_logits
+from tensorlens.operators.certificate import plain_logits
+from tensorlens.operators.operator import check_token
 from tensorlens.tensor import AttentionTensor
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"

@@ -21,14 +21,12 @@ from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.base import TensorOperator
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.operators.operator import ComputedByAnother
 
 
-class InsideQuestions(TensorOperator):
+class InsideQuestions(ComputedByAnother):
     """Questions about components. Abstract: `AttentionTensor` is the one that answers them."""
 
-    operator: FrozenOperator
     context: Context
 
     @abstractmethod

@@ -26,8 +26,7 @@ from tensorlens.inside.scores import Place, affine, meetings_of, sizes
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import fitting
-from tensorlens.operators.base import check_token
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
 from tensorlens.program.pieces import Cotangents
 from tensorlens.program.several import of_each

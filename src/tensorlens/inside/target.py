@@ -14,8 +14,7 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.block import ByBlock, Finer, StreamPass
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes, Target, no_head
-from tensorlens.operators.base import check_token
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.pieces import Cotangents
 
 Weights = dict[int, float]

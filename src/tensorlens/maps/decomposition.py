@@ -23,10 +23,9 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.models.precision import at_least_float32
 from tensorlens.operators.attention_matrices import Mixing
-from tensorlens.operators.folding.fold import dense
-from tensorlens.operators.folding.pieces import Path, Pieces
-from tensorlens.operators.folding.wiring import Wiring, before_weight, has_norm, wiring
-from tensorlens.recording.recording import Recording
+from tensorlens.program.folding import dense
+from tensorlens.program.paths import Chain, Path, Wiring, before_weight, has_norm, wiring
+from tensorlens.recording.recording import Recording, Span
 
 Vectors = Float[Tensor, "*sample out_token in_token channel"]
 CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**26}
@@ -42,7 +41,7 @@ class Way:
         shape: Samples, if there are several, and tokens.
     """
 
-    pieces: Pieces
+    pieces: Chain
     shape: tuple[int, ...]
 
     def __call__(self, vectors: Vectors, rows: slice) -> Vectors:
@@ -126,7 +125,7 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
         MethodError: the block is not made of attention and a feed-forward that are known.
     """
     try:
-        found = wiring(recording, block)
+        found = wiring(recording.part(Span(block, block + 1)), block, recording.name)
     except AnatomyError as error:
         raise _not_found(block, str(error)) from error
     out, carry, first, second = _sub_layers(found, block)
@@ -153,7 +152,7 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
     )
 
 
-def _sub_layers(found: Wiring, block: int) -> tuple[Pieces, Pieces, Pieces, Pieces | None]:
+def _sub_layers(found: Wiring, block: int) -> tuple[Chain, Chain, Chain, Chain | None]:
     """The output weight with what surrounds it, the residual around attention, and the first and second norm."""
     outs = [path for path in found.own if path.source == found.mixing.slot] if found.is_parallel else list(found.out)
     carries = found.streams if found.is_parallel else found.carry

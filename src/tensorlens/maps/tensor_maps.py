@@ -149,8 +149,7 @@ def _exact_norms(question: Question) -> Tensor:
     if question.is_batch:
         if question.operator.folded is None:  # each pull would take all samples with it
             raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls of their own.")
-        of_sample = question.operator.of_sample
-        return torch.cat([norms(of_sample(k), (i,)) for k, i in enumerate(question.out_tokens)])
+        return torch.cat([norms(question.operator.but(sample=k), (i,)) for k, i in enumerate(question.out_tokens)])
     return norms(question.operator, question.out_tokens)
 
 

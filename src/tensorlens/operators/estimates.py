@@ -11,8 +11,8 @@ import torch
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.models.precision import Precision, matmul_mode
-from tensorlens.operators.folding.pull import FoldedRows, folding_pays
 from tensorlens.operators.operator import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
+from tensorlens.program.folding import FoldedBlocks, folding_pays
 from tensorlens.program.nodes import Held
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
@@ -85,7 +85,7 @@ def estimate(
     )
 
 
-def _folded_flops(operator: FrozenOperator, folded: FoldedRows, n_outputs: int, n_cotangents: int) -> float:
+def _folded_flops(operator: FrozenOperator, folded: FoldedBlocks, n_outputs: int, n_cotangents: int) -> float:
     """Operations of the folded adjoint by sizes alone, as if every token saw every other."""
     n, d = operator.n_tokens, operator.n_channels
     width = min(n_outputs * n_cotangents, MOST_COTANGENTS.get(operator.device.type, 2048))
@@ -96,7 +96,7 @@ def _folded_flops(operator: FrozenOperator, folded: FoldedRows, n_outputs: int, 
     if keeps or folding_pays(d, inner, width):
         token_wise = 2.0 * d * d * n * n_columns + 2.0 * d * d * inner * n * (1 if keeps else n_passes)
     mixing = 2.0 * n * n * d * n_columns
-    n_blocks = operator.span.stop - operator.span.start - 1  # in the last block one token is live
+    n_blocks = operator.n_blocks - 1  # in the last block one token is live
     return n_blocks * (token_wise + 4.0 * d * d * n * n_columns + mixing)
 
 

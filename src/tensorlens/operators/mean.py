@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.base import TensorOperator
+from tensorlens.operators.operator import TensorOperator
 
 
 class MeanTensor(TensorOperator):

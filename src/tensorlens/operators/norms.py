@@ -1,7 +1,7 @@
-r"""Norms of the D×D blocks $T_{ij}$, exact and sketched, and the spectral norm of an operator. No tensor is stored.
+r"""Norms of the D×D blocks $T_{ij}$, exact and sketched. No tensor is stored.
 
 Exact Frobenius norms stream the rows of T a few outputs at a time and keep only sums of squares. Sketches pull a few
-random cotangents instead of all D. Spectral norms come from iterating on products with T and its transpose.
+random cotangents instead of all D. Spectral norms take one slice at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import check_whole
-from tensorlens.models.modes import own_modes
-from tensorlens.operators.base import Pulled, TensorOperator
+from tensorlens.operators.operator import Pulled, TensorOperator
+from tensorlens.operators.spectrum import largest_singular_values
 
 
 class Sketch(NamedTuple):
@@ -25,7 +25,7 @@ class Sketch(NamedTuple):
 
     Attributes:
         norms: The estimates.
-        standard_error: Of each estimate, from the spread of the probes.
+        standard_error: The standard error of each, from the spread of the probes.
     """
 
     norms: TokenMatrix
@@ -45,7 +45,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
         T: The operator.
         out_tokens: The outputs.
         n_probes: How many probes for each output; the error goes down with the root.
-        seed: Of the probes.
+        seed: Random seed for the probes.
     """
     n_probes = check_whole(n_probes, "probes", 1)
     probes = probe_vectors(n_probes, T.shape[1], seed, T.device, T.dtype)
@@ -85,45 +85,6 @@ def _piece_squares(piece: Pulled, dtype: torch.dtype) -> Tensor:
     return by_row.T.unflatten(0, (piece.outputs.size, piece.cotangents.size))
 
 
-# Spectral ------------------------------------------------------------------------------------------------------------
-
-
 def spectral_norms(T: TensorOperator, out_tokens: Sequence[int]) -> TokenMatrix:
     r"""$\lVert T_{ij} \rVert_2$ for the given outputs and all inputs, one dense slice at a time."""
     return torch.stack([largest_singular_values(T.rows(i).transpose(0, 1)) for i in out_tokens])
-
-
-def largest_singular_values(
-    matrices: Float[Tensor, "batch rows columns"], *, width: int = 8, tolerance: float = 1e-6, most: int = 200
-) -> Float[Tensor, " batch"]:
-    """The largest singular value of each matrix, by subspace iteration on a few vectors.
-
-    Args:
-        matrices: The matrices.
-        width: Vectors carried; more converge faster where the largest values lie close together.
-        tolerance: Relative change at which to stop.
-        most: Iterations at which to stop all the same.
-    """
-    matrices = matrices.float() if matrices.dtype.itemsize < 4 else matrices
-    if min(matrices.shape[1:]) <= 4 * width:
-        return torch.linalg.svdvals(matrices)[:, 0]
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(matrices.shape[2], width, generator=generator).to(matrices)
-    pushed = matrices @ vectors
-    before = torch.zeros(len(matrices), dtype=matrices.dtype, device=matrices.device)
-    for _ in range(most):
-        basis = torch.linalg.qr(matrices.mT @ torch.linalg.qr(pushed)[0])[0]
-        pushed = matrices @ basis
-        found = torch.linalg.svdvals(pushed)[:, 0]
-        if bool(((found - before) <= tolerance * found).all()):
-            return found
-        before = found
-    return before
-
-
-@own_modes
-def spectral_norm(T: TensorOperator, *, tolerance: float = 1e-4, seed: int = 0) -> float:
-    r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
-    from tensorlens.operators.spectrum import spectrum
-
-    return float(spectrum(T, k=1, tolerance=tolerance, seed=seed).values[0])

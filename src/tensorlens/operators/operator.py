@@ -1,4 +1,4 @@
-"""`FrozenOperator`: the attention tensor of a recorded pass, which is never stored.
+r"""The contract of an attention tensor, and `FrozenOperator`: that of a recorded pass, which is never stored.
 
 `apply` runs the linear part of the program, `adjoint` walks it backwards, the bias is the program at zero. Many
 cotangents at once (rows, norms, sketches) go by matrix products where the blocks can be folded.
@@ -6,21 +6,24 @@ cotangents at once (rows, norms, sketches) go by matrix products where the block
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Integral
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import Range, TensorSlice
-from tensorlens.errors import AnatomyError
-from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
-from tensorlens.models.precision import Precision, compute_type
-from tensorlens.operators.base import Pulled, TensorOperator
-from tensorlens.operators.folding.pull import FoldedRows
-from tensorlens.operators.folding.push import push_each_token
+from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
+from tensorlens.errors import AnatomyError, InputError, SizeError
+from tensorlens.memory import Portions, fitting, free_bytes, in_parts
+from tensorlens.models.modes import own_modes
+from tensorlens.models.precision import Precision, compute_type, matmul_mode
+from tensorlens.program.folding import FoldedBlocks
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Heads, Recording, Span
 
@@ -35,6 +38,223 @@ ENOUGH_TO_FOLD = 8
 
 MOST_COTANGENTS = {"cuda": 12288, "cpu": 2048}
 """More cotangents at a time than this make no product faster, and let causal models do work above the diagonal."""
+
+
+# The contract --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulled:
+    """Cotangents of some outputs, pulled to the input.
+
+    Attributes:
+        rows: (token, cotangent, in_channel); cotangents of all outputs in a row, ordered by output.
+        tokens: The input tokens they are for; all others are zero.
+        outputs: Which of the outputs asked for.
+        cotangents: Which of the cotangents of each.
+    """
+
+    rows: Tensor
+    tokens: Range
+    outputs: Range
+    cotangents: Range
+
+    def is_all(self, n_outputs: int, n_cotangents: int, n_tokens: int) -> bool:
+        """Whether this is everything that was asked for, at all tokens."""
+        return (self.outputs.size, self.cotangents.size, self.tokens.size) == (n_outputs, n_cotangents, n_tokens)
+
+
+class TensorOperator(ABC):
+    r"""A linear map $T \in R^{L×D×L×D}$ on hidden states, with a bias: $F(X) = T·X + B$.
+
+    Abstract. A subclass gives `shape`, `bias`, `dtype`, `device`, and the actions on a batch; nothing here stores the
+    tensor.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """Output tokens, output channels, input tokens, input channels."""
+
+    @property
+    @abstractmethod
+    def bias(self) -> Float[Tensor, "out_token out_channel"]:
+        """B, what the map adds at zero. Never computed as F(X) - T·X, which would make every check void."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where inputs are expected and results are given."""
+
+    @abstractmethod
+    def _apply(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
+        """T·x for a batch."""
+
+    @abstractmethod
+    def _adjoint(self, u: Float[Tensor, "batch out_token out_channel"]) -> Float[Tensor, "batch in_token in_channel"]:
+        """Tᵀ·u for a batch."""
+
+    @abstractmethod
+    def _rows(self, out_token: int) -> TensorSlice:
+        """T[i] for a position that exists."""
+
+    @property
+    def n_tokens(self) -> int:
+        """L, the number of input tokens."""
+        return self.shape[2]
+
+    @property
+    def n_channels(self) -> int:
+        """D, the number of input channels."""
+        return self.shape[3]
+
+    @own_modes
+    def apply(self, x: HiddenBatch) -> Float[Tensor, "*batch out_token out_channel"]:
+        """T·x (Eq. 4) for x of shape (L, D) or (batch, L, D). Linear: the bias is not added."""
+        batch = self._checked(x, self.shape[2:], "apply")
+        found = self._apply(batch) if len(batch) else batch.new_empty(0)
+        return found.reshape(*x.shape[:-2], *self.shape[:2])
+
+    @own_modes
+    def adjoint(self, u: HiddenBatch) -> Float[Tensor, "*batch in_token in_channel"]:
+        """Tᵀ·u, shapes as in `apply`: the gradient of ⟨u, T·x⟩ by x."""
+        batch = self._checked(u, self.shape[:2], "adjoint")
+        found = self._adjoint(batch) if len(batch) else batch.new_empty(0)
+        return found.reshape(*u.shape[:-2], *self.shape[2:])
+
+    @own_modes
+    def rows(self, out_token: int) -> TensorSlice:
+        """The dense slice T[i] of shape (out_channel, in_token, in_channel) for one output (Eq. 20)."""
+        return self._rows(check_token(out_token, self.shape[0]))
+
+    def pull_outputs(
+        self, out_tokens: Sequence[int], starts: Float[Tensor, "output cotangent out_channel"]
+    ) -> Iterator[Pulled]:
+        """Tᵀ·u for cotangents that live on one output each, a piece at a time and in no more memory than is free."""
+        n_cotangents = starts.shape[1]
+        for row, i in enumerate(out_tokens):
+            u = starts.new_zeros(n_cotangents, *self.shape[:2])
+            u[:, i] = starts[row]
+            yield Pulled(
+                rows=self.adjoint(u).transpose(0, 1),
+                tokens=Range(0, self.n_tokens),
+                outputs=Range(row, row + 1),
+                cotangents=Range(0, n_cotangents),
+            )
+
+    @own_modes
+    def dense(self) -> FullTensor:
+        """The whole tensor. Refused with its size when it does not fit into the memory that is free."""
+        check_fits(self.shape, self.dtype, self.device)
+        return torch.stack([self._rows(i) for i in range(self.shape[0])])
+
+    @property
+    def T(self) -> Transposed:  # noqa: N802
+        """The transpose: `T.T @ u` is `T.adjoint(u)`."""
+        return Transposed(self)
+
+    def __matmul__(self, x: HiddenBatch) -> Float[Tensor, "*batch out_token out_channel"]:
+        """`T @ x` is `T.apply(x)`."""
+        return self.apply(x)
+
+    def _checked(self, x: Tensor, expected: tuple[int, ...], action: str) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 2 or tuple(x.shape[-2:]) != tuple(expected):
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"`{action}` expected a tensor of shape (…, {expected[0]}, {expected[1]}) (token, channel); got {got}."
+            )
+        if not x.is_floating_point():
+            raise InputError(f"`{action}` expected floating-point numbers; got {x.dtype}. Convert with `.float()`.")
+        if x.layout is not torch.strided or x.is_meta:
+            kind = "meta" if x.is_meta else str(x.layout).removeprefix("torch.")
+            raise InputError(f"`{action}` expected an ordinary dense tensor; got a {kind} one.")
+        return x.to(device=self.device, dtype=self.dtype).reshape(-1, *expected).contiguous()
+
+
+class Transposed:
+    """Tᵀ as something to multiply with."""
+
+    def __init__(self, operator: TensorOperator) -> None:
+        self.operator = operator
+        self.shape = operator.shape[2:] + operator.shape[:2]
+
+    def __matmul__(self, u: HiddenBatch) -> Float[Tensor, "*batch in_token in_channel"]:
+        """Tᵀ·u."""
+        return self.operator.adjoint(u)
+
+    @property
+    def T(self) -> TensorOperator:  # noqa: N802
+        """Back again."""
+        return self.operator
+
+
+def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
+    """A position as a number from 0; negative ones count from the end."""
+    is_whole = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's numbers are whole too
+    if not is_whole or not -n_tokens <= token < n_tokens:
+        raise InputError(
+            f"`{name}` must be a position from {-n_tokens} to {n_tokens - 1} ({n_tokens} tokens); got {token!r}."
+        )
+    return int(token) % n_tokens
+
+
+def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a tensor that would take more than four fifths of the free memory."""
+    needed, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
+    if needed > 0.8 * free:
+        raise SizeError(
+            f"The dense tensor of shape {tuple(shape)} in {dtype} takes {needed / 2**30:.1f} GiB; "
+            f"{free / 2**30:.1f} GiB are free on {device}. "
+            "Use `rows(i)` for one output, `apply`/`adjoint`, or a map, none of which stores it."
+        )
+
+
+class ComputedByAnother(TensorOperator):
+    """An operator that hands the contract on to the one that computes it. Abstract: `AttentionTensor` is one."""
+
+    operator: FrozenOperator
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Output tokens, output channels, input tokens, input channels."""
+        return self.operator.shape
+
+    @property
+    @own_modes
+    def bias(self) -> Float[Tensor, "out_token out_channel"]:
+        """B: what the frozen model gives at zero; a copy."""
+        return self.operator.bias.clone()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the hidden states."""
+        return self.operator.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the hidden states."""
+        return self.operator.device
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self.operator.apply(x)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return self.operator.adjoint(u)
+
+    def _rows(self, out_token: int) -> TensorSlice:
+        return self.operator.rows(out_token)
+
+    def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
+        """Cotangents that live on one output each, pulled to the input a piece at a time."""
+        return self.operator.pull_outputs(out_tokens, starts)
+
+
+# A recorded pass ------------------------------------------------------------------------------------------------------
 
 
 class FrozenOperator(TensorOperator):
@@ -62,6 +282,14 @@ class FrozenOperator(TensorOperator):
         self.precision: Precision | None = precision
         self.span = Span(0, recording.n_blocks) if span is None else span
         self.compute_type = compute_type(precision, self.dtype)
+
+    def but(self, **changes: Any) -> FrozenOperator:
+        """The same with another span, heads, precision or sample."""
+        now = {"span": self.span, "heads": self.heads, "precision": self.precision, "sample": self.sample}
+        other = FrozenOperator(self.recording, **now | changes)
+        if changes.keys() == {"sample"}:
+            other.folded = self.folded
+        return other
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -93,6 +321,11 @@ class FrozenOperator(TensorOperator):
         """Whether it has all blocks and all heads."""
         return self.span == Span(0, self.recording.n_blocks) and not self.heads
 
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks in the range."""
+        return self.span.stop - self.span.start
+
     # Forwards ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -106,16 +339,14 @@ class FrozenOperator(TensorOperator):
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
         """The affine map T·x + B."""
-        return self._states(x, _Way(self.recording.push, self.recording.push_each, self.span, self.heads))
+        return self._forwards(x, self.span)
 
     def _apply(self, x: Tensor) -> Tensor:
-        way = _Way(self.recording.push, self.recording.push_each, self.span, self.heads, {"linear": True})
-        return self._states(x, way)
+        return self._forwards(x, self.span, linear=True)
 
     def push_to_head(self, x: Float[Tensor, "batch in_token in_channel"], *, linear: bool = False) -> Tensor:
         """What the affine map, or its linear part, and the head end with on each state: (batch, …) of the readout."""
-        options = {"linear": linear, "to_logits": True}
-        return self._states(x, _Way(self.recording.push, self.recording.push_each, self._to_end, self.heads, options))
+        return self._forwards(x, self._to_end, linear=linear, to_logits=True)
 
     @property
     def _to_end(self) -> Span:
@@ -129,21 +360,31 @@ class FrozenOperator(TensorOperator):
     def _end_at_zero(self) -> Tensor:
         return self.push_to_head(torch.zeros_like(self.input)[None])
 
-    def _states(self, x: Tensor, push: _Way) -> Tensor:
-        """One function of several states (batch, token, channel), some of them at a time."""
+    def _forwards(self, x: Tensor, span: Span, **options: bool) -> Tensor:
+        """Several states (batch, token, channel), some of them at a time."""
         most = fitting(4 * self.bytes_per_cotangent, MOST_STATES.get(self.device.type, 32), self.device)
-        return torch.cat(in_parts(x, most, lambda part: self._several(push, part)))
+        given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
+        one, each = partial(self.recording.push, **given), partial(self.recording.push_each, **given)
+        return torch.cat(in_parts(x, most, lambda part: self._several(one, each, part)))
 
-    def _several(self, way: _Way, items: Tensor) -> Tensor:
-        """What goes one way for several states or cotangents, together where torch can."""
+    def _several(
+        self, one: Callable[[Tensor], Tensor], each: Callable[[list[Tensor]], list[Tensor]], items: Tensor
+    ) -> Tensor:
+        """Several states or cotangents through the program, together where torch can.
+
+        Args:
+            one: Takes one of them.
+            each: Takes a list of them, block by block, for a long input.
+            items: All of them.
+        """
         n_samples, sample = self.recording.n_samples, self.sample
         if n_samples > 1:
-            return torch.cat([way.one(_beside_zeros(one, sample, n_samples))[sample, None] for one in items])
+            return torch.cat([one(_beside_zeros(item, sample, n_samples))[sample, None] for item in items])
         if len(items) > 1 and self.recording.is_streamed:
-            return torch.cat(way.each([one[None] for one in items]))
+            return torch.cat(each([item[None] for item in items]))
         if len(items) == 1:
-            return way.one(items)
-        return of_each(lambda one: way.one(one[None])[0], items)
+            return one(items)
+        return of_each(lambda item: one(item[None])[0], items)
 
     # Backwards --------------------------------------------------------------------------------------------------------
 
@@ -154,19 +395,16 @@ class FrozenOperator(TensorOperator):
 
     def pull(self, u: Float[Tensor, "batch out_token out_channel"]) -> Float[Tensor, "batch in_token in_channel"]:
         """Tᵀ·u by the transposes of the program's steps."""
-        pull = _Way(self.recording.pull, self.recording.pull_each, self.span, self.heads)
-        return torch.cat(in_parts(u, CHUNK, lambda part: self._several(pull, part)))
+        return self._backwards(u, self.span)
 
     def pull_from_head(self, u: Tensor) -> Float[Tensor, "batch in_token in_channel"]:
         """Cotangents (batch, …) of what the head reads, or of its logits, to cotangents of the input."""
-        options = {"to_logits": True}
-        pull = _Way(self.recording.pull, self.recording.pull_each, self._to_end, self.heads, options)
-        return torch.cat(in_parts(u, CHUNK, lambda part: self._several(pull, part)))
+        return self._backwards(u, self._to_end, to_logits=True)
 
-    def pull_logits(self, weights: Float[Tensor, "row class"], out_tokens: Sequence[int]) -> Tensor:
-        """Gradients (row, token, channel) of weighted sums of logits, each at its own output."""
-        rows = [self.recording.head_cotangent(one, i) for one, i in zip(weights, out_tokens, strict=True)]
-        return self.pull_from_head(torch.cat(rows))
+    def _backwards(self, u: Tensor, span: Span, **options: bool) -> Tensor:
+        given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
+        one, each = partial(self.recording.pull, **given), partial(self.recording.pull_each, **given)
+        return torch.cat(in_parts(u, CHUNK, lambda part: self._several(one, each, part)))
 
     # Several samples --------------------------------------------------------------------------------------------------
 
@@ -176,49 +414,57 @@ class FrozenOperator(TensorOperator):
 
     def push_each_token(self, out_tokens: Sequence[int]) -> Float[Tensor, "sample in_token out_channel"]:
         """$T_{ij} x_j$ of each sample's own output i, for every input j: a push per token, of all samples together."""
+        x, places = self.recording.states[self.span.start], torch.tensor(out_tokens)
         if self.folded is not None:
-            return push_each_token(self.folded, torch.tensor(out_tokens)).to(self.dtype)
-        x = self.recording.states[self.span.start]
-        samples, places = torch.arange(len(x), device=x.device), torch.tensor(out_tokens, device=x.device)
-        found = []
+            with self._folding():
+                return self.folded.push_each_token(x, places).to(self.dtype)
+        samples, found = torch.arange(len(x), device=x.device), list[Tensor]()
         for j in range(x.shape[1]):
             alone = torch.zeros_like(x)
             alone[:, j] = x[:, j]
-            found.append(self.recording.push(alone, self.span, self.heads, linear=True)[samples, places])
+            pushed = self.recording.push(alone, self.span, self.heads, linear=True)
+            found.append(pushed[samples, places.to(x.device)])
         return torch.stack(found, 1)
-
-    def of_sample(self, sample: int) -> FrozenOperator:
-        """The same for another sample of the recording; what is folded is shared."""
-        other = FrozenOperator(self.recording, self.span, self.heads, precision=self.precision, sample=sample)
-        other.folded = None if self.folded is None else self.folded.of_sample(sample)
-        return other
 
     # Many cotangents --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def folded(self) -> FoldedRows | None:
-        """The folded adjoint, or None where a block cannot be folded or an input is too long to keep what it holds."""
+    def folded(self) -> FoldedBlocks | None:
+        """The folded blocks, or None where one cannot be folded or an input is too long to keep what it holds."""
         if self.recording.is_streamed:
             return None
         try:
-            folded = FoldedRows(self.recording, self.span, self.heads, self.precision)
+            blocks = [
+                self.recording.part(Span(n, n + 1), {n: self.heads[n]} if n in self.heads else None)
+                for n in range(*self.span)
+            ]
+            return FoldedBlocks(blocks, self.span.start, self.recording.name, self.compute_type)
         except AnatomyError:
             return None
-        return folded.of_sample(self.sample)
 
-    def adjoint_folded(self, u: Tensor) -> Tensor:
-        """Tᵀ·u by folded blocks."""
+    @contextmanager
+    def _folding(self) -> Iterator[None]:
+        """While folded blocks multiply: in the precision asked for, and only if no weight was written to since."""
+        self.recording.part(self.span, self.heads)
+        with matmul_mode(self.precision):
+            yield
+
+    def adjoint_folded(self, u: Tensor, *, by_matrices: bool = False) -> Tensor:
+        """Tᵀ·u by folded blocks; `by_matrices` as rows and norms go, with the token-wise matrices of all tokens."""
         assert self.folded is not None, "asked of an operator that folds"
         size = fitting(self.bytes_per_cotangent, len(u), self.device)
-        parts = [self.folded.pull_states(part.transpose(0, 1).to(self.compute_type)) for part in u.split(size)]
-        return torch.cat([part.transpose(0, 1) for part in parts])
+        pull = partial(self.folded.pull, sample=self.sample, keep_matrices=by_matrices)
+        with self._folding():
+            parts = [pull(part.transpose(0, 1)).transpose(0, 1) for part in u.split(size)]
+        self.folded.forget_matrices()
+        return torch.cat(parts)
 
     def _rows(self, out_token: int) -> TensorSlice:
         _, d_out, n_in, d_in = self.shape
         units = torch.eye(d_out, dtype=self.compute_type, device=self.device)
         rows: Tensor | None = None
         for piece in self.pull_outputs((out_token,), units[None]):
-            if piece.is_all(1, d_out, n_in):
+            if piece.is_all(1, d_out, n_in):  # no second copy of what may be large
                 return piece.rows.transpose(0, 1).to(self.dtype)
             if rows is None:
                 rows = torch.zeros(d_out, n_in, d_in, dtype=self.dtype, device=self.device)
@@ -243,53 +489,42 @@ class FrozenOperator(TensorOperator):
         """
         most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
         most = fitting(self.bytes_per_cotangent, most, self.device)
-        pieces = Pieces(len(out_tokens), starts.shape[1], most)
+        pieces = Portions(len(out_tokens), starts.shape[1], most)
         folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
-        keep = folded is not None and self._matrices_fit(pieces.n_passes)
-        for outputs, cotangents in pieces:
-            tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
-            pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
-            pulled = pieces.attempt(partial(pull, tokens, part))
-            if pulled is not None:
-                rows, seen = pulled
-                yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
-                del rows, pulled
-            elif folded is not None:
-                keep = False
+        keep = folded is not None and self.matrices_fit(pieces.n_passes)
+        try:
+            for outputs, cotangents in pieces:
+                tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
+                pulled = pieces.attempt(partial(self._pull_some, folded, tokens, part, keep))
+                if pulled is not None:
+                    rows, seen = pulled
+                    yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
+                    del rows, pulled
+                elif folded is not None:
+                    keep = False
+                    folded.forget_matrices()
+        finally:  # also when it is cancelled on the way
+            if folded is not None:
                 folded.forget_matrices()
-        if folded is not None:
-            folded.forget_matrices()
 
-    def _matrices_fit(self, n_passes: int) -> bool:
+    def matrices_fit(self, n_passes: int) -> bool:
         """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
-        n_bytes = (self.span.stop - self.span.start) * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
+        n_bytes = self.n_blocks * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
         return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
 
-    def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
-        """By the program: (token, cotangent, in_channel), for all tokens."""
+    def _pull_some(
+        self, folded: FoldedBlocks | None, out_tokens: Sequence[int], starts: Tensor, keep: bool
+    ) -> tuple[Tensor, Range]:
+        """Some cotangents by folded blocks, or by the program: (token, cotangent, in_channel), and the tokens."""
+        if folded is not None:
+            with self._folding():
+                return folded.pull_outputs(out_tokens, starts, self.sample, keep_matrices=keep)
         pulled = []
         for i, start in zip(out_tokens, starts, strict=True):
             u = torch.zeros(len(start), *self.shape[:2], dtype=self.dtype, device=self.device)
             u[:, i] = start.to(self.dtype)
             pulled.append(self.pull(u))
         return torch.cat(pulled).transpose(0, 1), Range(0, self.n_tokens)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Through a range of blocks, forwards or backwards: for one state or cotangent, and for several."""
-
-    function: Callable[..., Tensor]
-    of_several: Callable[..., list[Tensor]]
-    span: Span
-    heads: Heads
-    options: dict[str, bool] = field(default_factory=dict)
-
-    def one(self, item: Tensor) -> Tensor:
-        return self.function(item, self.span, self.heads, **self.options)
-
-    def each(self, items: Sequence[Tensor]) -> list[Tensor]:
-        return self.of_several(items, self.span, self.heads, **self.options)
 
 
 def _beside_zeros(one: Tensor, sample: int, n_samples: int) -> Tensor:

@@ -1,4 +1,8 @@
-"""Leading singular values and vectors, of a block T_ij or of the whole operator, by randomised subspace iteration."""
+r"""Singular values: of a block $T_{ij}$, of the whole operator, of matrices; and what a set of them says.
+
+The largest value of an operator that is never stored comes from Lanczos steps, one product with T and one with Tᵀ each;
+several, with their vectors, from subspace iteration, which also serves stacks of matrices.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.base import TensorOperator, check_token
+from tensorlens.models.precision import at_least_float32, in_float64
+from tensorlens.operators.operator import TensorOperator, check_token
+
+EXTRA = 8
+"""Vectors that are carried beside those asked for: the last values converge with the gap to what was left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +31,7 @@ class Spectrum:
         values: σ, largest first.
         out_vectors: u, one for each value: (k, out_channel) for a block, (k, out_token, out_channel) for an operator.
         in_vectors: v, likewise.
-        total: $\\lVert T \\rVert_F^2$, exact for a block and estimated from the probes for a whole operator.
+        total: $\lVert T \rVert_F^2$, exact for a block and estimated from the probes for a whole operator.
     """
 
     values: Float[Tensor, " k"]
@@ -61,29 +69,25 @@ def spectrum(
         out_token: i; needs `in_token` too.
         in_token: j.
         k: How many triplets.
-        seed: Of the random start.
+        seed: Random seed for the start.
         tolerance: Relative change of the values at which to stop.
         most: Iterations at which to stop all the same.
     """
-    if not isinstance(T, TensorOperator):
-        raise InputError(f"`spectrum` expected an attention tensor; got {type(T).__name__}. Call a lens on an input.")
+    _check(T, "spectrum", tolerance)
     k = min(check_whole(k, "k", 1), T.shape[0] * T.shape[1], T.n_tokens * T.n_channels)
-    if isinstance(tolerance, bool) or not isinstance(tolerance, Real) or not 0 < tolerance < 1:
-        raise InputError(f"`tolerance` must be a number above 0 and below 1; got {tolerance!r:.60}.")
     if (out_token is None) != (in_token is None):
         raise InputError("`spectrum` expected both `out_token` and `in_token`, or neither; got one of them.")
     if out_token is not None and in_token is not None:
         return _block_spectrum(T, out_token, in_token, k)
     n_out, d_out, n_in, d_in = T.shape
-    found = _iterate(
+    values, outs, ins, total = _iterate(
         lambda x: T.apply(x.T.reshape(-1, n_in, d_in)).reshape(x.shape[1], -1).T,
         lambda u: T.adjoint(u.T.reshape(-1, n_out, d_out)).reshape(u.shape[1], -1).T,
-        _start(T, n_in * d_in, k, seed),
+        _random(n_in * d_in, min(n_in * d_in, k + EXTRA), seed).to(T.device, T.dtype),
         k,
         tolerance,
         most,
     )
-    values, outs, ins, total = found
     return Spectrum(
         values=values,
         out_vectors=outs.T.reshape(-1, n_out, d_out),
@@ -92,18 +96,23 @@ def spectrum(
     )
 
 
+def _check(T: TensorOperator, name: str, tolerance: float) -> None:
+    if not isinstance(T, TensorOperator):
+        raise InputError(f"`{name}` expected an attention tensor; got {type(T).__name__}. Call a lens on an input.")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, Real) or not 0 < tolerance < 1:
+        raise InputError(f"`tolerance` must be a number above 0 and below 1; got {tolerance!r:.60}.")
+
+
 def _block_spectrum(T: TensorOperator, out_token: int, in_token: int, k: int) -> Spectrum:
     """A block is D×D, and forming it takes D cotangents whatever is wanted of it; its decomposition is then exact."""
-    block = T.rows(out_token)[:, check_token(in_token, T.n_tokens, "in_token")]
-    block = block.float() if block.dtype.itemsize < 4 else block
+    block = at_least_float32(T.rows(out_token)[:, check_token(in_token, T.n_tokens, "in_token")])
     u, values, v = torch.linalg.svd(block, full_matrices=False)
     return Spectrum(values=values[:k], out_vectors=u.T[:k], in_vectors=v[:k], total=float(values.square().sum()))
 
 
-def _start(T: TensorOperator, n: int, k: int, seed: int) -> Tensor:
-    # A few vectors more than asked for: the last of the values converge with the gap to what was left out.
-    width = min(n, k + 8)
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed)).to(T.device, T.dtype)
+def _random(n: int, width: int, seed: int) -> Tensor:
+    """Random columns (n, width), drawn on the CPU so that a seed means the same everywhere."""
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
 def _iterate(
@@ -114,15 +123,148 @@ def _iterate(
     tolerance: float,
     most: int,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Subspace iteration on TᵀT, read off by Rayleigh and Ritz."""
+    """Subspace iteration on TᵀT, read off by Rayleigh and Ritz: values, left and right vectors, about ‖T‖².
+
+    Args:
+        push: T on columns (…, n_in, width).
+        pull: Tᵀ on columns (…, n_out, width).
+        start: Columns to begin with.
+        k: How many triplets are asked for.
+        tolerance: Relative change of the values at which to stop.
+        most: Iterations at which to stop all the same.
+    """
     pushed = push(start)
-    total = float(pushed.square().sum(0).mean())
-    values = pushed.new_zeros(k)
+    total = float(pushed.square().sum(-2).mean())
+    values = torch.zeros((), dtype=pushed.dtype, device=pushed.device)
     for _ in range(most):
         basis = torch.linalg.qr(pull(torch.linalg.qr(pushed)[0]))[0]
         pushed = push(basis)
         u, found, v = torch.linalg.svd(pushed, full_matrices=False)
-        if bool(((found[:k] - values).abs() <= tolerance * found[0]).all()):
+        if bool(((found[..., :k] - values).abs() <= tolerance * found[..., :1]).all()):
             break
-        values = found[:k]
-    return found[:k], u[:, :k], (basis @ v.T)[:, :k], total  # type: ignore[possibly-unbound]
+        values = found[..., :k]
+    return found[..., :k], u[..., :k], (basis @ v.mT)[..., :k], total  # type: ignore[possibly-unbound]
+
+
+# The largest alone ----------------------------------------------------------------------------------------------------
+
+
+def largest_singular_values(
+    matrices: Float[Tensor, "batch rows columns"], *, tolerance: float = 1e-6, most: int = 200
+) -> Float[Tensor, " batch"]:
+    """The largest singular value of each matrix, by subspace iteration on a few vectors.
+
+    Args:
+        matrices: The matrices.
+        tolerance: Relative change at which to stop.
+        most: Iterations at which to stop all the same.
+    """
+    matrices = at_least_float32(matrices)
+    if min(matrices.shape[1:]) <= 4 * EXTRA:
+        return torch.linalg.svdvals(matrices)[:, 0]
+    start = _random(matrices.shape[2], EXTRA, 0).to(matrices)
+    values, *_ = _iterate(lambda x: matrices @ x, lambda u: matrices.mT @ u, start, 1, tolerance, most)
+    return values[:, 0]
+
+
+@own_modes
+def spectral_norm(T: TensorOperator, *, tolerance: float = 1e-4, seed: int = 0) -> float:
+    r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
+    _check(T, "spectral_norm", tolerance)
+    return operator_norm(T, tolerance=tolerance, seed=seed).value
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredNorm:
+    r"""An estimate of $\Vert T\Vert_2$ from below.
+
+    Attributes:
+        value: The largest singular value found.
+        change: Its relative change in the last step: how far it may still be off, roughly.
+        n_steps: Applications of T and of its adjoint.
+    """
+
+    value: float
+    change: float
+    n_steps: int
+
+
+def operator_norm(
+    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = 1e-4, seed: int = 0
+) -> MeasuredNorm:
+    r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes a step, nothing of size L·D·L·D.
+
+    Every Ritz value is at most the true one, so that the estimate never exceeds the norm.
+
+    Args:
+        operator: T.
+        max_steps: Steps at most.
+        tolerance: Relative change at which to stop.
+        seed: Random seed for the first vector.
+    """
+    if max_steps < 1:
+        raise InputError(f"`max_steps` must be at least 1; got {max_steps}.")
+    v = torch.randn(operator.shape[2:], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    v = v.to(in_float64(torch.empty(0, device=operator.device)).device)
+    basis, diagonal, beside = [v / v.norm()], [], []
+    value, change = 0.0, float("inf")
+    while len(diagonal) < max_steps:
+        w = in_float64(operator.adjoint(operator.apply(basis[-1].to(operator.device, operator.dtype))))
+        diagonal.append(float((w * basis[-1]).sum()))
+        # Against all earlier vectors, twice: rounding would let the top value appear again and again.
+        for _ in range(2):
+            stacked = torch.stack(basis)
+            w = w - torch.einsum("k,kld->ld", torch.einsum("kld,ld->k", stacked, w), stacked)
+        top = _largest_ritz_value(diagonal, beside)
+        value, change = top, abs(top - value) / top if top else 0.0
+        length = float(w.norm())
+        if change < tolerance or length <= 1e-12 * top or not top:
+            break
+        beside.append(length)
+        basis.append(w / length)
+    return MeasuredNorm(value=value, change=change, n_steps=len(diagonal))
+
+
+def _largest_ritz_value(diagonal: list[float], beside: list[float]) -> float:
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    for i, length in enumerate(beside):
+        matrix[i, i + 1] = matrix[i + 1, i] = length
+    return float(torch.linalg.eigvalsh(matrix)[-1].clamp_min(0).sqrt())
+
+
+# What a set of singular values says ----------------------------------------------------------------------------------
+
+
+def singular_values(matrix: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch value"]:
+    """Singular values in float64, by the smaller Gram matrix: exact to 1e-8 of the largest, and fast."""
+    wide = in_float64(matrix)
+    gram = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
+    return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(-1)
+
+
+def stable_rank(values: Float[Tensor, "*batch value"]) -> Float[Tensor, "*batch"]:
+    r"""$\Vert T\Vert_F^2 / \Vert T\Vert_2^2$: how many directions of the largest size weigh as much; 0 for zero."""
+    total, top = values.square().sum(-1), values.amax(-1).square()
+    return torch.where(top > 0, total / top.clamp_min(torch.finfo(values.dtype).tiny), torch.zeros_like(top))
+
+
+def effective_rank(values: Float[Tensor, "*batch value"]) -> Float[Tensor, "*batch"]:
+    r"""$\exp H(p)$, $p = \sigma / \sum\sigma$ (Roy and Vetterli 2007): the entropy of the spectrum as a count."""
+    return perplexity(values)
+
+
+def perplexity(weights: Float[Tensor, "*batch item"]) -> Float[Tensor, "*batch"]:
+    """The exponential of the entropy of non-negative weights: how many items share them; 0 if all are zero."""
+    total = weights.sum(-1, keepdim=True)
+    shares = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
+    entropy = -torch.special.xlogy(shares, shares).sum(-1)
+    return torch.where(total[..., 0] > 0, entropy.exp(), torch.zeros_like(entropy))
+
+
+def hoyer_sparsity(weights: Float[Tensor, "*batch item"]) -> Float[Tensor, "*batch"]:
+    r"""$(\sqrt n - \Vert w\Vert_1/\Vert w\Vert_2)/(\sqrt n - 1)$ (Hoyer 2004): 0 for equal sizes, 1 for only one."""
+    n = weights.shape[-1]
+    if n == 1:
+        return torch.ones_like(weights[..., 0])
+    ratio = weights.abs().sum(-1) / weights.norm(dim=-1).clamp_min(torch.finfo(weights.dtype).tiny)
+    return (n**0.5 - ratio) / (n**0.5 - 1)

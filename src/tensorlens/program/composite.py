@@ -19,16 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from tensorlens.program.nodes import Axes, Spec
+from tensorlens.program.nodes import Axes, Spec, at_least_float32
 from tensorlens.program.operations import operation
 
 CHUNK = 2**24
 """How many scores are formed at a time: heads times queries times keys."""
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Statistics multiply in float32 or better."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @operation(joint=(0, 3), optional=(3,))
@@ -45,7 +40,7 @@ def norm(
 
     With `unit`, the normalised x̂ of the recording, σ is followed too: $dx̂ = (dx - x̂\,\mathrm{mean}(x̂ ⊙ dx))/σ$.
     """
-    y = _normalised(_wide(x), inverse, axes, centred, unit)
+    y = _normalised(at_least_float32(x), inverse, axes, centred, unit)
     if weight is not None:
         y = y * weight
     if bias is not None:
@@ -65,7 +60,7 @@ def _(
     unit: Tensor | None = None,
 ) -> Tensor:
     # Scaling by a number per token commutes with centring, so that the middle is its own transpose.
-    u = _wide(u)
+    u = at_least_float32(u)
     return _normalised(u if weight is None else u * weight, inverse, axes, centred, unit)
 
 
@@ -103,14 +98,14 @@ def attention(
     For several v in `vmap`, which knows no fused kernel, its rows are formed, each once for all of them.
     """
     if is_batchedtensor(value):
-        k, factor = _for_rows(query, key, scale, grouped)
+        q, k, factor = _for_rows(query, key, scale, grouped)
 
         def together(vs: Tensor) -> Tensor:
             vs = _repeated(vs, query.shape[-3]) if grouped else vs
             side_by_side = vs.movedim(0, -2).flatten(-2)
             found = [
-                rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows).to(vs.dtype) @ side_by_side
-                for rows in _chunks(query, k)
+                rows_of_attention(q, k, mask, causal, factor, rows).to(vs.dtype) @ side_by_side
+                for rows in _chunks(q, k)
             ]
             found = torch.cat(found, -2)
             return found.unflatten(-1, (len(vs), -1)).movedim(-2, 0)
@@ -130,14 +125,14 @@ def _(
             return attention.run(query, key, v, mask, causal, scale, grouped)
 
         return _backward(mix, [torch.zeros(value.shape, dtype=value.dtype, device=value.device)], u)
-    k, factor = _for_rows(query, key, scale, grouped)
+    q, k, factor = _for_rows(query, key, scale, grouped)
 
     def together(us: Tensor) -> Tensor:
         # (u, …, head, query, channel) as (…, head, query, u and channel): one product of A for all of them.
         side_by_side = us.movedim(0, -2).flatten(-2)
         found = side_by_side.new_zeros(*us.shape[1:-2], k.shape[-2], side_by_side.shape[-1])
-        for rows in _chunks(query, k):
-            a = rows_of_attention(_wide(query), _wide(k), mask, causal, factor, rows)
+        for rows in _chunks(q, k):
+            a = rows_of_attention(q, k, mask, causal, factor, rows)
             found += a.to(found.dtype).mT @ side_by_side[..., rows, :]
         found = found.unflatten(-1, (len(us), -1)).movedim(-2, 0)
         return found.unflatten(-3, (value.shape[-3], -1)).sum(-3) if grouped else found
@@ -152,10 +147,11 @@ def _backward(function: Callable[..., Tensor], point: Sequence[Tensor], u: Tenso
         return torch.autograd.grad(function(*leaves), leaves, u)
 
 
-def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) -> tuple[Tensor, float]:
-    """A key for each query, and the factor of their products."""
+def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) -> tuple[Tensor, Tensor, float]:
+    """Queries, a key for each of them, in float32 or better, and the factor of their products."""
     k = _repeated(key, query.shape[-3]) if grouped else key
-    return k, 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return at_least_float32(query), at_least_float32(k), factor
 
 
 class _Several(torch.autograd.Function):

@@ -81,13 +81,6 @@ class Constants(Sequence[Tensor]):
                     "and this tensor belongs to the model as it was. Ask the lens for the input again."
                 )
 
-    def cast(self, places: Iterable[int], change: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Some of them, changed; nothing at the other places."""
-        found: list[Tensor | None] = [None] * len(self.values)
-        for n in places:
-            found[n] = change(self[n])
-        return found
-
     def __getstate__(self) -> dict[str, Any]:
         """The tensors and names, for `pickle`; refused where some were let go: making them again needs the model."""
         if not self.is_complete:

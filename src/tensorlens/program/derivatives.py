@@ -17,7 +17,7 @@ from tensorlens.program.nodes import Spec, mapped
 from tensorlens.program.operations import operation
 
 
-def kernel(name: str) -> Callable[..., Any]:
+def kernel_named(name: str) -> Callable[..., Any]:
     """The kernel of a name such as ``aten.linalg_cross.default``."""
     found: Any = torch.ops
     parts = name.split(".")
@@ -44,7 +44,7 @@ def of_some(name: str, args: Any, places: Sequence[int], part: int | None) -> Ca
     def function(*values: Tensor) -> Any:
         moving, count = dict(zip(places, values, strict=True)), iter(range(10**9))
         given, named = mapped(args, lambda leaf: moving.get(next(count), leaf))
-        found = kernel(name)(*given, **dict(named))
+        found = kernel_named(name)(*given, **dict(named))
         return found if part is None else found[part]
 
     return function

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +104,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 def words(text: str) -> frozenset[str]:
     """Names, from a text with spaces between them."""
     return frozenset(text.split())
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Statistics, held factors and folded weights are computed in float32 or better, whatever the storage."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -16,51 +16,68 @@ from tensorlens.program.operations import OPERATIONS
 if TYPE_CHECKING:
     from tensorlens.program.program import Program
 
-WIDTH = 88
+WIDTH = 84
 """Where the column of module paths begins, at most."""
+
+NAMES = {"inverse": "1/σ", "unit": "x̂"}
+"""Names of arguments as a reader knows them, where the code has others."""
 
 
 def printed(program: Program) -> str:
-    """The steps of a program: ``x7 = linear(x6, attn.c_proj.weight, attn.c_proj.bias)``, by block.
+    """The steps of a program, by block: ``x7  1×4×32  linear(x6, attn.c_proj.weight, .bias)``.
 
-    Live values are x0, x1, …; weights have their names, within a block those inside it; other constants are shown by
-    their shapes in angle brackets.
+    Live values are x0, x1, …, each with its shape; weights have their names, within a block those inside it; other
+    constants are shown by their shapes in angle brackets. Where no weight says it, the module stands at the end.
     """
-    names = _names(program)
-    lines = [f"{len(program.steps)} steps from {_list(program.inputs)} to {_list(program.outputs)}"]
-    lines += [f"  x{slot} {_shape(program.specs[slot].shape)} given" for slot in program.inputs]
-    prefix, block = "", -1
-    for step in program.steps:
+    names, shapes = _names(program), {slot: _shape(spec.shape) for slot, spec in program.specs.items()}
+    made = [*program.inputs, *(step.out for step in program.steps)]
+    widths = max(len(str(slot)) for slot in made) + 1, max(len(shapes[slot]) for slot in made)
+    ends = f"{len(program.steps)} steps from {_list(program.inputs)} to {_list(program.outputs)}"
+    lines = [f"{ends}: x is live, ⟨…⟩ is held at this input, weights have their names"]
+    lines += [f"  {f'x{slot}':<{widths[0]}}  {shapes[slot]:<{widths[1]}}  given" for slot in program.inputs]
+    prefix, block, last = "", -1, max((step.block for step in program.steps if step.block is not None), default=-1)
+    for n, step in enumerate(program.steps):
         if step.block != block:
-            block, place = step.block, "before the blocks" if block == -1 else "between or after the blocks"
-            prefix = _prefix(program, block)
+            is_over = all(later.block is None for later in program.steps[n:]) and last >= 0
+            place = "after the blocks" if is_over else "before the blocks" if block == -1 else "between blocks"
+            block, prefix = step.block, _prefix(program, step.block)
             lines.append(place if block is None else f"block {block}{f' ({prefix})' if prefix else ''}")
-        lines.append(_line(program, step, names, prefix))
+        start = f"  {f'x{step.out}':<{widths[0]}}  {shapes[step.out]:<{widths[1]}}  "
+        lines.append(start + _line(program, step, names, prefix, WIDTH - len(start)))
     return "\n".join(lines)
 
 
-def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str) -> str:
+def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str, width: int) -> str:
+    weights: list[str] = []
+
     def shown(value: Any) -> str:
         if type(value) is Slot:
             return f"x{value.index}"
+        if type(value) is Held and value.index in names:
+            weights.append(names[value.index])
+            owners = [name.rpartition(".")[0] for name in weights[-2:]]
+            if len(owners) == 2 and owners[0] == owners[1]:  # the bias after its weight
+                return f".{weights[-1].rpartition('.')[2]}"
+            return _within(weights[-1], prefix)
         if type(value) is Held:
-            return _within(names.get(value.index), prefix) or f"⟨{_shape(program.constants[value.index].shape)}⟩"
-        if type(value) in (tuple, list):
-            left, right = "()" if type(value) is tuple else "[]"
+            return f"⟨{_shape(program.constants[value.index].shape)}⟩"
+        if isinstance(value, (tuple, list)):
+            left, right = "()" if isinstance(value, tuple) else "[]"
             return left + ", ".join(shown(one) for one in value) + right
         return _plain(value)
 
     def named(value: Any, parameter: str) -> str:
-        is_clear = type(value) in (Slot, tuple, list, str) or type(value) is Held and value.index in names
-        return shown(value) if is_clear or len(parameter) < 2 else f"{parameter}={shown(value)}"
+        is_clear = type(value) in (Slot, list, str) or type(value) is Held and value.index in names
+        return shown(value) if is_clear or len(parameter) < 2 else f"{NAMES.get(parameter, parameter)}={shown(value)}"
 
-    pairs = zip(step.args, _parameters(step.operation), strict=False)
-    args = [named(value, parameter) for value, parameter in pairs if value is not None and value is not False]
+    pairs = [*zip(step.args, _parameters(step.operation), strict=False)]
+    pairs = [pair for pair in pairs if pair[0] is not None and pair[0] is not False and pair[1] != "shape"]
     options = [f"{name}={shown(value)}" for name, value in step.options.items()]
-    shape = _shape(program.specs[step.out].shape)
-    text = f"  x{step.out} = {step.operation}({', '.join([*args, *options])}) {shape}"
+    text = f"{step.operation}({', '.join([*(named(*pair) for pair in pairs), *options])})"
     module = _within(step.module, prefix)
-    return f"{text:<{WIDTH}}  {module}" if module else text
+    if not module or any(weight.startswith(f"{step.module}.") for weight in weights):
+        return text
+    return f"{text:<{width}}  {module}"
 
 
 @cache

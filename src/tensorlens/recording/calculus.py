@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.nodes import Slot
+from tensorlens.program.nodes import at_least_float32 as at_least_float32
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.tape import spec_of
@@ -31,11 +32,6 @@ WEIGHTS: dict[str, tuple[float, float]] = {
 def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a function gives, held: ordinary tensors."""
     return raw(function, *args, **kwargs)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Factors are computed in float32 or better, whatever the storage."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:

@@ -19,8 +19,8 @@ from torch import Tensor
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.base import check_token
-from tensorlens.operators.singular_values import (
+from tensorlens.operators.operator import check_token
+from tensorlens.operators.spectrum import (
     effective_rank,
     hoyer_sparsity,
     perplexity,

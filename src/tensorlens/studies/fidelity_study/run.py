@@ -17,8 +17,8 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import make_input, tokenizer_of
 from tensorlens.models.modes import own_modes
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
-from tensorlens.operators.product_bound import Reading, product_bound
-from tensorlens.operators.singular_values import operator_norm
+from tensorlens.operators.bounds import Reading, product_bound
+from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies.digests import digest_of, tensor_digest
 from tensorlens.studies.fidelity_study.measures import (
     as_record,
