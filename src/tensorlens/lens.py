@@ -14,9 +14,9 @@ from tensorlens.batches import Asked, Batch, Rows, dataset_maps
 from tensorlens.errors import InputError
 from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.inputs import ModelInput, batch_size, split_batch
+from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
-from tensorlens.models.rows import check_several
+from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
 

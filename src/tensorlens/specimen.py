@@ -19,12 +19,13 @@ from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
 from tensorlens.models.forward_signature import check_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
-from tensorlens.models.rows import make_inputs
+from tensorlens.models.samples import make_inputs
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.record import record
 from tensorlens.recording.recording import Recording
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import repeated
 from tensorlens.versions import package_versions
 
 
@@ -148,7 +149,7 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
         return
     state = recording.states[last]
     size = float(state.norm(dtype=torch.promote_types(state.dtype, torch.float32)))
-    accepted = max(1e-6, 100 * torch.finfo(state.dtype).eps ** 0.75) * size
+    accepted = repeated(state.dtype) * size
     if all(abs(float(one) - size) > accepted for one in calls[last].sizes):
         raise NotLinearError(
             f"`{anatomy.model.__class__.__name__}` gave other numbers in a second pass: what entered block {last} had "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.metadata
 import re
 import sys
@@ -102,14 +101,12 @@ class TestTorchFolders:
         assert loaded.processor.decode([loaded.model(**inputs).logits[0, position].argmax().item()]) == "O"
 
     @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
-    def test_a_copy_damaged_in_the_cache_is_made_again(self, file: str, tmp_path: Path):
-        before = copy.deepcopy(cpu("rxnmapper").model.state_dict())  # the weights of the model lie in the file itself
+    def test_a_copy_damaged_in_the_cache_is_named(self, file: str, tmp_path: Path):
+        cpu("rxnmapper")
         copied = next(tmp_path.glob(f"rxnmapper-*/{file}"))
-        content = copied.read_bytes()
-        copied.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        after = cpu("rxnmapper").model.state_dict()
-        assert copied.read_bytes() == content
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        copied.write_bytes(copied.read_bytes()[: copied.stat().st_size // 2])
+        with pytest.raises(LoadError, match=f"remove {re.escape(str(copied.parent))}"):
+            cpu("rxnmapper")
 
     def test_what_is_no_smiles_shows(self):
         tokens = cpu("rxnmapper").processor.tokenize("CC {} O")

@@ -20,8 +20,7 @@ import tensorlens as tl
 from tensorlens.errors import LoadError
 from tensorlens.models import foreign_files, onnx_dinov2, torch_folders
 from tensorlens.models.bundled import BUNDLED, Source
-from tensorlens.models.gguf import convert_gguf
-from tensorlens.models.gguf_header import read_once
+from tensorlens.models.gguf import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
 from tensorlens.views import page
 
@@ -150,7 +149,7 @@ def _read_gguf(file: Path) -> None:
 
 
 def _read_onnx(file: Path) -> None:
-    onnx_dinov2.convert_dinov2("tiny", file)
+    onnx_dinov2.convert_dinov2(Source(bundled=BUNDLED["dinov2-small-saliency"], paths=(file,)))
 
 
 def _read_bundled(file: Path) -> None:

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tensorlens.errors import LoadError, MissingExtraError
-from tensorlens.models import hub, loading
+from tensorlens.models import loading, resolving
 from tensorlens.models.loading import load_pretrained
 
 TINY = {
@@ -176,7 +176,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
         load_pretrained("someone/minilm")
     assert isinstance(caught.value.__cause__, OSError)
     assert "Did you mean 'minilm'" in str(caught.value)
-    assert asked == [("someone/minilm", {"timeout": hub.PATIENCE_SECONDS})]
+    assert asked == [("someone/minilm", {"timeout": resolving.PATIENCE_SECONDS})]
 
 
 def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

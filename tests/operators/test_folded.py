@@ -62,7 +62,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         monkeypatch.setitem(folded_module.MIXED_TOGETHER, "cpu", {"many": 0, "pieces": 5}[request.param])
     if request.param == "pieces":
         monkeypatch.setattr(folded_module, "folding_pays", lambda *_: True)
-        monkeypatch.setitem(folded_module.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)
+        monkeypatch.setitem(folded_module.BYTES_OF_SCALED, "cpu", 3 * 16 * 24 * 8)
         monkeypatch.setitem(folded_module.GRAIN, "cpu", 4)
         monkeypatch.setitem(folding.DOWN_BY_COLUMN, "cpu", True)
     return request.param

@@ -88,7 +88,7 @@ def test_tokens_and_samples_go_in_parts_where_memory_is_short(name: str, monkeyp
     lens, folded = folded_batch(name)
     sizes: list[int] = []
     whole = push._push_some
-    monkeypatch.setattr(push, "INNER_BYTES", {})
+    monkeypatch.setattr(push, "BYTES_OF_INNER", {"cpu": 2**24})
     monkeypatch.setattr(push, "fitting", lambda bytes_each, wanted, device: 5 if wanted == 12 else 2)
     monkeypatch.setattr(
         push, "_push_some", lambda *a: (sizes.append(sum(band.rows.shape[2] for band in a[1])), whole(*a))[1]

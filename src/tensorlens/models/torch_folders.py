@@ -49,7 +49,7 @@ def convert_torch_folder(source: Source) -> Path:
         model.save_pretrained(target)
         build_tokenizer(vocabulary, pattern, model.config.max_position_embeddings).save_pretrained(target)
 
-    return convert_once(cache_key(source.bundled.name, files, pinned=True), make)
+    return convert_once(cache_key(source.bundled.name, files, version=source.version), make)
 
 
 def build_tokenizer(vocabulary: Path, pattern: str, max_length: int) -> PreTrainedTokenizerBase:

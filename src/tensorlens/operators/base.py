@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import InputError, SizeError
-from tensorlens.memory import free_bytes
+from tensorlens.memory import SHARE_OF_DENSE, free_bytes
 from tensorlens.models.modes import own_modes
 
 
@@ -178,9 +178,9 @@ def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
 
 
 def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a tensor that would take more than four fifths of the free memory."""
+    """Refuse a tensor that would take more than its share of the free memory."""
     needed, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
-    if needed > 0.8 * free:
+    if needed > SHARE_OF_DENSE * free:
         raise SizeError(
             f"The dense tensor of shape {tuple(shape)} in {dtype} takes {needed / 2**30:.1f} GiB; "
             f"{free / 2**30:.1f} GiB are free on {device}. "

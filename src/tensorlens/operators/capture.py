@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError, TensorLensError
-from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
 from tensorlens.operators.laws import normal
@@ -33,15 +32,14 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.prologue import Reborn
 from tensorlens.recording.record import record
 from tensorlens.recording.recording import Origin, Recording, Span
+from tensorlens.tolerances import CAPTURE, TINY
+from tensorlens.trees import map_tensors
 
 MOST_TOKENS = 64
 """Tokens of the input that are enough to show which operations carry it."""
 
 STEPS = {torch.float64: (3e-4, 1e-5), torch.float32: (3e-3, 3e-4)}
 """Sizes of a step, relative to the state: the second where the first is not small enough."""
-
-ACCEPTED = 2e-2
-"""The smallest lost path that the law is sure to see, as a part of what the block carries."""
 
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
@@ -171,7 +169,7 @@ def _in_float32(call: BlockCall) -> BlockCall:
     def wide(x: Tensor) -> Tensor:
         return x.float() if x.dtype in HALF else x
 
-    args, kwargs = changed((call.args, call.kwargs), wide)
+    args, kwargs = map_tensors(wide, (call.args, call.kwargs))
     return call.like(copy.deepcopy(call.module).float(), args, kwargs)
 
 
@@ -206,8 +204,8 @@ def _gap(
     best = float("inf")
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):
         moved = in_float64(function(x + step * v)) - in_float64(function(x - step * v))
-        gap = float((moved / (2 * step) - expected).norm() / expected.norm().clamp_min(1e-300))
+        gap = float((moved / (2 * step) - expected).norm() / expected.norm().clamp_min(TINY))
         best = min(best, gap)
-        if best <= ACCEPTED / 4:
+        if best <= CAPTURE / 4:
             break
     return best

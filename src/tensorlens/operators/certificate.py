@@ -15,33 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens import tolerances
 from tensorlens.errors import NotLinearError
 from tensorlens.models.around import said_of
-from tensorlens.models.precision import TOLERANCES, tf32_allowed
-from tensorlens.operators.capture import ACCEPTED, HALF, Capture, capture
+from tensorlens.models.precision import tf32_allowed
+from tensorlens.operators.capture import HALF, Capture, capture
 from tensorlens.operators.laws import Probes, held_by_module, in_float32, passing, relative
 from tensorlens.operators.model_itself import plain_output
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.verify import verify
 from tensorlens.recording.recording import Recording
 
-FLOAT32 = TOLERANCES[torch.float32]
-"""What is accepted of blocks of a half-precision model in float32: there a fault cannot hide in rounding."""
-
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
 N_PROBES = 2
 """Cotangents that the adjoint and completeness are tried with."""
-
-TOLERANCE_OF_ONE_CAST = 2e-6
-"""What is accepted of a float64 model whose own code casts its state to float32 once."""
-
-MAGNIFIED = 1e4
-"""How many times a rounding of X⁰ must come out larger for a model to be said to magnify it."""
-
-NOTHING = 1e-6
-"""A block or an operator that makes less of a random state than this part of what it gave passes nothing on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +82,9 @@ class Certificate:
     def accepted(self, law: str) -> float:
         """What is accepted of a law."""
         if law == "capture":
-            return ACCEPTED
-        return FLOAT32 if law.endswith(", float32") else self.tolerance
+            return tolerances.CAPTURE
+        # Blocks of a half-precision model are also tried in float32, where a fault cannot hide in rounding.
+        return tolerances.CERTIFICATE[torch.float32] if law.endswith(", float32") else self.tolerance
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -172,7 +162,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     errors["value"] = _value_with_heads(operator, at_x) if operator.heads else relative(at_x - expected, expected)
     errors["structure"] = _structure(operator)
     seen = capture(recording, generator) if recording.origin is not None else Capture()
-    if seen.error is not None and not (seen.error > ACCEPTED and seen.is_explained):
+    if seen.error is not None and not (seen.error > tolerances.CAPTURE and seen.is_explained):
         errors["capture"] = seen.error
     of_v, pulled = operator.apply(probes.v), operator.pull(probes.u)
     errors["linearity"] = relative(at_v - operator.bias - of_v, at_v)
@@ -187,9 +177,9 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     if "folded" in operator.__dict__ and operator.folded is not None:  # rows or norms were asked for
         errors["folded"] = relative(operator.adjoint_folded(probes.u[:1]).to(pulled) - pulled[:1], pulled[:1])
     moves = relative(of_v, probes.v)
-    moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
+    moves = moves if max(moves, relative(of_v, expected)) > tolerances.NOTHING else 0.0
     by_block = passing(operator, generator)
-    silent = tuple(n for n, part in enumerate(by_block, operator.span.start) if part <= NOTHING)
+    silent = tuple(n for n, part in enumerate(by_block, operator.span.start) if part <= tolerances.NOTHING)
     seconds = {"laws": time.perf_counter() - began}
     rounded: dict[str, float] = {}
     if operator.dtype in HALF:
@@ -266,11 +256,11 @@ def _of_numbers(operator: FrozenOperator, expected: Tensor, errors: dict[str, fl
     if not moves:
         return ("T V is zero at a random V: everything is held, and B is all of F(X)",)
     recording = operator.recording
-    holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= ACCEPTED
+    holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= tolerances.CAPTURE
     if holds or not operator.is_whole or recording.origin is None:
         return ()
     moved = relative(plain_output(recording, is_nudged=True)[0] - expected, expected)
-    if moved <= MAGNIFIED * torch.finfo(expected.dtype).eps:
+    if moved <= tolerances.MAGNIFIED_ROUNDING * torch.finfo(expected.dtype).eps:
         return ()
     return (f"a change of X⁰ in its last digit changes the model's own output by {moved:.1e}: it magnifies rounding",)
 
@@ -284,9 +274,9 @@ def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
         found.append(
             f"finite differences say nothing of block {blocks}: it does not run alone, or rounds to half precision"
         )
-    if seen.error is not None and seen.error > ACCEPTED and seen.jumping:
+    if seen.error is not None and seen.error > tolerances.CAPTURE and seen.jumping:
         found.append(f"`{seen.jumping[0] or 'the model'}` jumps: finite differences say nothing of what it passes on")
-    elif seen.error is not None and seen.error > ACCEPTED and seen.by_design:
+    elif seen.error is not None and seen.error > tolerances.CAPTURE and seen.by_design:
         found.append(
             f"`{seen.by_design[0] or 'the model'}` holds numbers that finite differences move, by design: what they "
             f"carry, {seen.error:.1e} of a block, is in B"
@@ -320,12 +310,12 @@ def tolerance(recording: Recording) -> float:
     """
     dtype = recording.states[0].dtype
     if dtype == torch.float32 and recording.states[0].is_cuda and tf32_allowed():
-        return TOLERANCES[torch.float16]  # tf32 has as many digits
+        return tolerances.CERTIFICATE[torch.float16]  # tf32 has as many digits
     casts = _casts(recording)
-    halves = [TOLERANCES[kind] for kind in HALF if kind in casts]
+    halves = [tolerances.CERTIFICATE[kind] for kind in HALF if kind in casts]
     if halves or dtype != torch.float64 or torch.float32 not in casts:
-        return max([TOLERANCES[dtype], *halves])
-    return min(FLOAT32, TOLERANCE_OF_ONE_CAST * casts[torch.float32] ** 0.5)
+        return max([tolerances.CERTIFICATE[dtype], *halves])
+    return min(tolerances.CERTIFICATE[torch.float32], tolerances.CAST_TO_FLOAT32 * casts[torch.float32] ** 0.5)
 
 
 def _casts(recording: Recording) -> dict[torch.dtype, int]:

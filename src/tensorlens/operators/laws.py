@@ -12,14 +12,13 @@ from tensorlens.errors import AnatomyError, InputError
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.recording import Recording, Span
+from tensorlens.tolerances import TINY
 
 N_CLASSES = 5
 """Classes whose logits are tried."""
 
 N_BLOCKS = 4
 """Blocks of a half-precision model whose laws are measured in float32."""
-
-TINY = 1e-300
 
 
 def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.models.layouts import state_layout, state_of
-from tensorlens.models.runner import End, plainly, run
+from tensorlens.models.runner import End, run
 from tensorlens.recording.recording import Origin, Recording
 
 
@@ -50,6 +50,6 @@ def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     origin = recording.from_model("A logit after a soft cap or a scale")
     places = torch.tensor(out_tokens, device=recording.states[-1].device)
     keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
-    with plainly(origin.model):
-        logits = state_of(origin.model(**origin.inputs, **({"logits_to_keep": places} if keeps else {})))[0]
+    inputs = {**origin.inputs, **({"logits_to_keep": places} if keeps else {})}
+    logits = state_of(run(origin.anatomy, inputs))[0]
     return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]

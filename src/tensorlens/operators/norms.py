@@ -18,6 +18,7 @@ from tensorlens.axes import TokenMatrix
 from tensorlens.errors import check_whole
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import Pulled, TensorOperator
+from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
 
 
 class Sketch(NamedTuple):
@@ -94,7 +95,7 @@ def spectral_norms(T: TensorOperator, out_tokens: Sequence[int]) -> TokenMatrix:
 
 
 def largest_singular_values(
-    matrices: Float[Tensor, "batch rows columns"], *, width: int = 8, tolerance: float = 1e-6, most: int = 200
+    matrices: Float[Tensor, "batch rows columns"], *, width: int = 8, tolerance: float = MATRIX_NORM, most: int = 200
 ) -> Float[Tensor, " batch"]:
     """The largest singular value of each matrix, by subspace iteration on a few vectors.
 
@@ -122,7 +123,7 @@ def largest_singular_values(
 
 
 @own_modes
-def spectral_norm(T: TensorOperator, *, tolerance: float = 1e-4, seed: int = 0) -> float:
+def spectral_norm(T: TensorOperator, *, tolerance: float = SINGULAR_VALUE, seed: int = 0) -> float:
     r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
     from tensorlens.operators.spectrum import spectrum
 

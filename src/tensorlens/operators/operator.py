@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.memory import Pieces, fitting, free_bytes, in_parts
+from tensorlens.memory import SHARE_OF_TOKEN_MATRICES, Pieces, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.folding.pull import FoldedRows
@@ -263,7 +263,7 @@ class FrozenOperator(TensorOperator):
     def _matrices_fit(self, n_passes: int) -> bool:
         """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
         n_bytes = (self.span.stop - self.span.start) * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
-        return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
+        return n_passes > 2 and n_bytes < SHARE_OF_TOKEN_MATRICES * free_bytes(self.device)
 
     def _pull_back(self, out_tokens: Sequence[int], starts: Tensor) -> tuple[Tensor, Range]:
         """By the program: (token, cotangent, in_channel), for all tokens."""

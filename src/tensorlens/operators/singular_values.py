@@ -14,6 +14,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.base import TensorOperator
+from tensorlens.tolerances import SINGULAR_VALUE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class MeasuredNorm:
 
 
 def operator_norm(
-    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = 1e-4, seed: int = 0
+    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = SINGULAR_VALUE, seed: int = 0
 ) -> MeasuredNorm:
     r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes a step, nothing of size L·D·L·D.
 

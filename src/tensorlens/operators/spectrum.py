@@ -13,6 +13,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, check_whole
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import TensorOperator, check_token
+from tensorlens.tolerances import SINGULAR_VALUE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def spectrum(
     *,
     k: int = 16,
     seed: int = 0,
-    tolerance: float = 1e-4,
+    tolerance: float = SINGULAR_VALUE,
     most: int = 100,
 ) -> Spectrum:
     r"""Leading singular triplets of $T_{ij}$, or of the whole T if no token is named.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.evidence import watch
-from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.models.not_found import never_ran
-from tensorlens.models.own_errors import own_errors
+from tensorlens.models.runner import own_errors, plainly
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
@@ -49,7 +47,8 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            _run_plainly(anatomy.model, inputs)  # raises if the model itself cannot take the input
+            with own_errors(anatomy.model, inputs), plainly(anatomy.model):
+                anatomy.model(**inputs)  # raises if the model itself cannot take the input
             if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
                 raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
             raise
@@ -74,13 +73,6 @@ def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples:
             copies = True  # the model has overwritten a constant: record once more, with copies
             continue
         return found
-
-
-def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
-    with ExitStack() as stack:
-        for context in (own_errors(model, inputs), in_own_precision(), torch.no_grad(), evaluating(model)):
-            stack.enter_context(context)
-        model(**inputs)
 
 
 def _why_it_stopped(model: nn.Module, error: Exception) -> str:

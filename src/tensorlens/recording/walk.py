@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tensorlens import cancel
 from tensorlens.models.module_calls import forward_replaced
-from tensorlens.models.module_tree import named_modules
 from tensorlens.recording.live import found_in
 from tensorlens.recording.rules.modules import find_adapter
 from tensorlens.recording.rules.recurrences import with_kernels
@@ -30,7 +29,7 @@ class ModulePlaces:
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
         self.model = model
-        self._named = named = named_modules(model, prefix)
+        self._named = named = dict(model.named_modules(prefix=prefix))
         self.names = {id(module): name for name, module in named.items()}
         self.parents = {
             id(child): f"{type(parent).__module__}.{type(parent).__qualname__}.{name}"

@@ -8,7 +8,6 @@ tensors that look at such memory become live with their next kernel. Constants t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, Spec, words
 from tensorlens.recording.live import Live, is_live, raw, role_of
 from tensorlens.recording.names import name_of
+from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
@@ -145,7 +145,7 @@ class Writes:
 
     def revive(self, *values: Any) -> None:
         """Make ordinary tensors live if live values were written into their memory."""
-        for x in _tensors(values):
+        for x in tensors_in(values):
             if type(x) is Tensor and self._cell(x) is not None:
                 self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
@@ -321,13 +321,3 @@ def _order(geometry: Geometry) -> list[int] | None:
 
 def _spec(x: Tensor) -> Spec:
     return Spec(tuple(x.shape), x.dtype, x.device)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())

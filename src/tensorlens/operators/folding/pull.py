@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.axes import Range
-from tensorlens.memory import free_bytes
+from tensorlens.memory import BYTES_OF_SCALED, SHARE_OF_FOLDED, bytes_on, free_bytes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
 from tensorlens.operators.folding.fold import ALIGNED, FoldedBlock, fold
 from tensorlens.operators.folding.form import form_of
@@ -29,14 +29,8 @@ FEW_COTANGENTS = 64
 MIXED_TOGETHER = {"cuda": 0, "cpu": 64}
 """Cotangents whose heads are copied side by side and mixed by one product; 0: a strided product for each head."""
 
-SCALED_BYTES = {"cuda": 2**29, "cpu": 2**25}
-"""Memory for the scaled weights of as many tokens as are folded at a time."""
-
 GRAIN = {"cuda": 8, "cpu": 1}
 """Ranges of tokens begin and end at multiples of this: the matrix units want aligned sizes."""
-
-KEPT_SHARE = 0.25
-"""Part of the free memory that folded blocks may take; beyond it each is folded again when it is needed."""
 
 
 class Rows(NamedTuple):
@@ -136,7 +130,7 @@ class FoldedRows:
         if folded is None:
             folded = fold(self._forms[n], self.dtype)
             n_missing = self.span.stop - self.span.start - len(self._folded)
-            if folded.n_bytes * n_missing >= KEPT_SHARE * free_bytes(self.device):
+            if folded.n_bytes * n_missing >= SHARE_OF_FOLDED * free_bytes(self.device):
                 return folded.of_sample(self.sample)
             self._folded[n] = folded
         self._blocks[n] = folded.of_sample(self.sample)
@@ -228,7 +222,7 @@ def folding_pays(n_channels: int, n_inner: int, n_cotangents: int) -> bool:
 def token_matrices(block: FoldedBlock, tokens: Range) -> Tensor:
     r"""$P_l^\top$ as (token, channel, channel): scaled weights of some tokens, then one product for all of them."""
     d, n_inner = block.up.shape
-    most = SCALED_BYTES.get(block.up.device.type, 2**25) // (d * n_inner * block.up.element_size())
+    most = bytes_on(block.up.device, BYTES_OF_SCALED) // (d * n_inner * block.up.element_size())
     n_steps = -(-tokens.size // max(1, most))
     step = -(-tokens.size // n_steps)
     into = block.up.new_empty(tokens.size, d, d)

@@ -17,15 +17,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens.memory import fitting
+from tensorlens.memory import BYTES_OF_INNER, bytes_on, fitting
 from tensorlens.operators.folding.fold import Factors, FoldedBlock
 from tensorlens.operators.folding.pull import FoldedRows
 
 BAND = {"cuda": 16, "cpu": 8}
 """Tokens in a band: fewer save more of the work above the diagonal, more make larger products."""
-
-INNER_BYTES = {"cuda": 2**30, "cpu": 2**24}
-"""Memory for what the feed-forward makes of as many samples as go through a block at a time."""
 
 
 class Band(NamedTuple):
@@ -61,7 +58,7 @@ def _looks_ahead(folded: FoldedRows) -> bool:
 
 def _push_some(folded: FoldedRows, bands: list[Band], at: Tensor) -> Tensor:
     """The ends of some bands."""
-    inner_bytes = fitting(1, INNER_BYTES.get(at.device.type, 2**24), at.device)
+    inner_bytes = fitting(1, bytes_on(at.device, BYTES_OF_INNER), at.device)
     for n in range(*folded.span):
         block, is_last = _by_column(folded.block(n)), n == folded.span.stop - 1
         bands = [_through(block, band, inner_bytes, at if is_last else None) for band in bands]
