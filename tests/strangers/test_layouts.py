@@ -27,4 +27,5 @@ def test_buffers_written_in_place_are_left_to_the_user():
     tl.Lens(model)({"tokens": ids(), "start_pos": 0})
     for layer, cache in zip(model.layers, caches, strict=True):
         assert type(layer.attention.cache_v) is torch.Tensor and torch.equal(layer.attention.cache_v, cache)
+        assert not vars(layer.attention.cache_v)  # nothing of the recording is left on the user's tensors
     assert torch.equal(copy.deepcopy(model)(ids()), before)

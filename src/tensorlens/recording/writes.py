@@ -152,9 +152,7 @@ class Writes:
     def forget(self) -> None:
         """Turn borrowed tensors back into ordinary ones."""
         for x in self.borrowed:
-            if type(x) is Live:
-                del x.slot, x.role, x.of, x.stamp
-                x.__class__ = Tensor  # type: ignore[assignment]
+            _plain_again(x)
         self.borrowed.clear()
 
     def borrow(self, x: Tensor, slot: int) -> Live:
@@ -255,7 +253,13 @@ def _stand_in(target: Tensor) -> Tensor:
 
 
 def _plain_again(x: Tensor) -> Tensor:
+    """An ordinary tensor, nothing of the recording left on it.
+
+    A copy of the user's would copy it too, and two copies of a weak reference to one storage free it twice.
+    """
     if type(x) is Live:
+        for name in Live.__annotations__:
+            x.__dict__.pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
 
