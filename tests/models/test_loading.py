@@ -109,6 +109,14 @@ def test_an_image_processor_beside_the_model_is_loaded(tmp_path: Path):
     assert type(load_pretrained(tmp_path, device="cpu").processor).__name__ == "ViTImageProcessorPil"
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["somebody/kernels", "flash_attention_2"])
+def test_a_configuration_names_no_kernels(tmp_path: Path, key: str, kernel: str):
+    save(transformers.LlamaForCausalLM(LLAMA), tmp_path)
+    edit(tmp_path / "config.json", **{key: kernel})
+    assert load_pretrained(tmp_path, device="cpu").model.config._attn_implementation in ("eager", "sdpa")
+
+
 def test_precision_and_attention(tmp_path: Path):
     save(transformers.LlamaForCausalLM(LLAMA), tmp_path)
     assert load_pretrained(tmp_path, device="cpu").model.dtype == torch.float32
