@@ -13,8 +13,7 @@ from torch import nn
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes
-from tensorlens.models.anatomies import Anatomies
-from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
 from tensorlens.models.forward_signature import check_arguments, is_causal

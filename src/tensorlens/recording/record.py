@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.anatomy import Anatomy, find_anatomy, never_ran
 from tensorlens.models.evidence import watch
-from tensorlens.models.not_found import never_ran
 from tensorlens.models.runner import own_errors, plainly
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
