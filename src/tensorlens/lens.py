@@ -190,7 +190,7 @@ class Lens:
                 own in `Answer.agreement`, with a warning where they differ by more than rounding.
             max_new_tokens: How long an answer may become; no longer than the model has places for.
             seed: Random seed for a sampled answer.
-            **options: Of the model's `generate`. Without any the answer is the greedy one.
+            **options: Options for the model's `generate`. Without any the answer is the greedy one.
         """
         return make_answer(
             self, prompt, answer, logprobs=logprobs, max_new_tokens=max_new_tokens, seed=seed, options=options

@@ -20,31 +20,31 @@ from tensorlens.errors import SizeError
 # counts by itself; they need not add up to one.
 
 SHARE_OF_WORK = 0.5
-"""Of one computation that is cut into pieces (`fitting`): a piece holds inputs and results at the same time."""
+"""One computation that is cut into pieces (`fitting`): a piece holds inputs and results at the same time."""
 
 SHARE_OF_BATCH = 0.25
-"""Of what the recording of a batch of `lens.maps` holds: the methods then work beside it, and the next is prepared."""
+"""What the recording of a batch of `lens.maps` holds: the methods work beside it, and the next batch is prepared."""
 
 SHARE_OF_RECORDING = 0.3
-"""Of the constants of one recording; blocks beyond it are recorded again when they are needed."""
+"""The constants of one recording; blocks beyond it are recorded again when they are needed."""
 
 SHARE_OF_FOLDED = 0.25
-"""Of the matrices of folded blocks; those beyond it are folded again when they are needed."""
+"""The matrices of folded blocks; those beyond it are folded again when they are needed."""
 
 SHARE_OF_TOKEN_MATRICES = 0.3
-"""Of the matrices of single tokens that several pieces of a slice can share."""
+"""The matrices of single tokens that several pieces of a slice can share."""
 
 SHARE_OF_DENSE = 0.8
-"""Of a dense T that the user asked for: nothing else needs the memory, but the machine must go on."""
+"""A dense T that the user asked for: nothing else needs the memory, but the machine must not stall."""
 
 BYTES_OF_SCALED = {"cuda": 2**29, "cpu": 2**25}
-"""By device, of scaled weights while tokens are folded: enough for a large product, on a CPU as much as caches hold."""
+"""By device: scaled weights while tokens are folded: enough for a large product, on a CPU as much as caches hold."""
 
 BYTES_OF_INNER = {"cuda": 2**30, "cpu": 2**24}
-"""By device, of what the feed-forward makes of the samples that go through a folded block at a time."""
+"""By device: what the feed-forward makes of the samples that go through a folded block at a time."""
 
 BYTES_OF_VECTORS = {"cuda": 2**29, "cpu": 2**26}
-"""By device, of one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
+"""By device: one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
 
 ALWAYS_FITS = 2**28
 """Bytes that are taken without asking how much memory is free: asking takes longer than small work does."""
@@ -99,7 +99,7 @@ def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = S
     return max(1, min(wanted, int(share * free_bytes(device) / max(1, bytes_each))))
 
 
-class Pieces:
+class Portions:
     """Work on cotangents of outputs, cut into pieces of at most so many columns, with a progress bar if it takes long.
 
     Iterating gives a range of outputs and a range of their cotangents. When `attempt` runs out of memory, the piece is
@@ -169,7 +169,7 @@ class Pieces:
 
 def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list[Result]:
     """What `work` gives for the items, at most so many of them at a time; half as many when memory runs out."""
-    pieces = Pieces(len(items), 1, most, unit="state")
+    pieces = Portions(len(items), 1, most, unit="state")
     tried = (pieces.attempt(partial(work, items[slice(*some)])) for some, _ in pieces)
     return [result for result in tried if result is not None]
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of_input
 from tensorlens.models.evidence import watch
 from tensorlens.models.inputs import make_input
 from tensorlens.models.layouts import axis_layout, state_of
@@ -369,7 +369,7 @@ def test_a_pass_is_watched_once_for_a_structure_and_a_kind_of_input():
     assert len(passes) == 1
     model.transformer["h"].append(Block())  # type: ignore[union-attr]
     assert len(anatomies.at({"idx": IDS}).blocks) == 4
-    assert kind_of({"x": STATE}) != kind_of({"x": STATE.transpose(0, 1)})
+    assert kind_of_input({"x": STATE}) != kind_of_input({"x": STATE.transpose(0, 1)})
 
 
 def test_watching_leaves_a_model_as_it_was():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.axes import Range
-from tensorlens.memory import Pieces, in_parts
+from tensorlens.memory import Portions, in_parts
 from tensorlens.models.precision import compute_type
 from tensorlens.operators import operator as operators
 from tensorlens.operators.base import TensorOperator
@@ -228,7 +228,7 @@ def test_an_unknown_precision_is_refused() -> None:
 
 
 def test_pieces_cover_every_cotangent_once_even_when_memory_runs_out() -> None:
-    pieces, done = Pieces(5, 6, 17), torch.zeros(5, 6)
+    pieces, done = Portions(5, 6, 17), torch.zeros(5, 6)
     tries = 0
 
     def work(size: int) -> int:
@@ -277,7 +277,7 @@ def test_out_of_memory_with_one_cotangent_says_so() -> None:
     def work() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    pieces = Pieces(1, 1, 1)
+    pieces = Portions(1, 1, 1)
     with pytest.raises(tl.SizeError, match="smallest piece"):
         for _ in pieces:
             pieces.attempt(work)

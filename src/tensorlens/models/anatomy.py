@@ -171,7 +171,7 @@ class Anatomies:
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
-        key = self._modules(), kind_of(arguments)
+        key = self._modules(), kind_of_input(arguments)
         if key not in self._known:
             self.seen = watch(self._model, arguments)
             self._known[key] = find_anatomy(self._model, self.seen, blocks=self._blocks)
@@ -179,7 +179,7 @@ class Anatomies:
 
     def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
         """A recording has shown more than a plain pass did."""
-        self._known[self._modules(), kind_of(arguments)] = found
+        self._known[self._modules(), kind_of_input(arguments)] = found
 
     def _modules(self) -> tuple[Any, ...]:
         """Which modules the model has, and whether hooks or a forward of their own change what they do."""
@@ -194,7 +194,7 @@ class Anatomies:
         return {"_model": self._model, "_blocks": self._blocks, "_known": {}, "seen": None}
 
 
-def kind_of(arguments: Mapping[str, Any]) -> Any:
+def kind_of_input(arguments: Mapping[str, Any]) -> Any:
     """What an anatomy depends on in an input: its names, types, axes and which of them are single."""
     return frozenset((keystr(path), _kind(leaf)) for path, leaf in tree_leaves_with_path(dict(arguments)))
 
@@ -203,7 +203,7 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.dtype, tuple(size == 1 for size in leaf.shape)
     if isinstance(leaf, Mapping):
-        return kind_of(leaf)
+        return kind_of_input(leaf)
     return leaf if isinstance(leaf, (bool, int, str, torch.dtype, type(None))) else type(leaf)
 
 

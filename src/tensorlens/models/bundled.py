@@ -50,7 +50,7 @@ class Bundled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Installed:
     """A bundled model found on disk."""
 
     bundled: Bundled
@@ -137,13 +137,13 @@ def near_names(name: str) -> list[str]:
 def is_installed(name: str) -> bool:
     """Whether the weights of the bundled model `name` are here, in the version that was checked."""
     try:
-        find(name)
+        find_installed(name)
     except LoadError:
         return False
     return True
 
 
-def find(name: str) -> Source:
+def find_installed(name: str) -> Installed:
     """Where the weights of the bundled model `name` are installed.
 
     Args:
@@ -155,7 +155,7 @@ def find(name: str) -> Source:
     row = BUNDLED[name]
     for distribution, wanted in row.distributions:
         _check_version(row, distribution, wanted)
-    return Source(bundled=row, paths=tuple(_locate(row, file) for file in row.files))
+    return Installed(bundled=row, paths=tuple(_locate(row, file) for file in row.files))
 
 
 def _check_version(row: Bundled, distribution: str, wanted: str) -> None:

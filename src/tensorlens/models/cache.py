@@ -40,7 +40,7 @@ def cache_key(name: str, files: Sequence[Path], *, version: str | None = None) -
     Args:
         name: Begins the key, for people who look into the folder.
         files: The files that are converted, in order.
-        version: Of the package that the files come from, which then stands for their content: it is not read.
+        version: Version of the package that the files come from, which then stands for their content: it is not read.
     """
     content = version
     if content is None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.models.layouts import is_state, main_tensor
 from tensorlens.models.module_calls import Call
-from tensorlens.models.runner import own_errors, plainly, refuse_without_values
+from tensorlens.models.runner import own_errors, refuse_without_values, running
 from tensorlens.trees import map_tensors, tensors_in
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
@@ -170,7 +170,7 @@ def watch(model: nn.Module, arguments: Mapping[str, Any]) -> Evidence:
 def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evidence:
     calls = _Calls(model, flow)
     with ExitStack() as stack:
-        stack.enter_context(plainly(model, observer=calls.at))
+        stack.enter_context(running(model, observer=calls.at))
         if flow.seen:
             stack.enter_context(flow)
         arguments = map_tensors(lambda tensor: tensor, arguments)  # a model may write into dictionaries it is given

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import LoadError, missing_extra
-from tensorlens.models.bundled import Source
+from tensorlens.models.bundled import Installed
 from tensorlens.models.cache import cache_key, convert_once
 from tensorlens.models.foreign_files import foreign_reader
 
@@ -44,7 +44,7 @@ _PROCESSOR = {
 }
 
 
-def convert_dinov2(source: Source) -> Path:
+def convert_dinov2(source: Installed) -> Path:
     """The folder of the backbone in a bundled file, made on first use.
 
     Raises:

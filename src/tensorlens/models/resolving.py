@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
-from tensorlens.models.bundled import BUNDLED, find, near_names
+from tensorlens.models.bundled import BUNDLED, find_installed, near_names
 from tensorlens.models.gguf import check_magic, convert_gguf
 from tensorlens.models.onnx_dinov2 import convert_dinov2
 from tensorlens.models.torch_folders import convert_torch_folder
@@ -40,7 +40,7 @@ def resolve(name: str | Path) -> Location:
     Raises:
         LoadError: It is none of them, or it is incomplete.
     """
-    check_name(name)
+    check_model_name(name)
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
@@ -53,12 +53,12 @@ def resolve(name: str | Path) -> Location:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that `check_name` lets pass is neither bundled nor on disk."""
+    """Whether a name that `check_model_name` lets pass is neither bundled nor on disk."""
     path = Path(name).expanduser()
     return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
 
 
-def check_name(name: str | Path) -> None:
+def check_model_name(name: str | Path) -> None:
     """Refuse a name that can be no model. Nothing is read, converted, imported or asked for.
 
     Raises:
@@ -67,7 +67,7 @@ def check_name(name: str | Path) -> None:
     """
     text = str(name)
     if text in BUNDLED:
-        find(text)
+        find_installed(text)
         return
     try:
         _check_path(text, is_path=isinstance(name, Path))
@@ -99,7 +99,7 @@ def _check_path(text: str, *, is_path: bool) -> None:
 
 
 def _bundled_folder(name: str) -> Path:
-    source = find(name)
+    source = find_installed(name)
     match source.bundled.kind:
         case "folder":
             return source.paths[0]

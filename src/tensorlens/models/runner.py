@@ -1,6 +1,6 @@
 """The one runner of the user's model: states read, replaced or stopped at, its own modes, everything left as it was.
 
-`plainly` is the context in which the model, or one of its blocks, may be called, by whoever calls it: the search for
+`running` is the context in which the model, or one of its blocks, may be called, by whoever calls it: the search for
 its parts, a recording, generation. `run` is such a call that knows where the parts are.
 """
 
@@ -41,7 +41,7 @@ class _Reached(BaseException):
 
 
 @contextmanager
-def plainly(
+def running(
     model: nn.Module,
     *,
     grad: bool = False,
@@ -95,7 +95,7 @@ def run(
     """
     route = _Route(anatomy, to, n_blocks, entering, leaving, taken or {}, given or {})
     methods_of = () if anatomy.channels else anatomy.blocks
-    with plainly(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
+    with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
         try:
             with within or nullcontext():
                 output = anatomy.model(**inputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens.axes import Range, TensorSlice
 from tensorlens.errors import AnatomyError
-from tensorlens.memory import SHARE_OF_TOKEN_MATRICES, Pieces, fitting, free_bytes, in_parts
+from tensorlens.memory import SHARE_OF_TOKEN_MATRICES, Portions, fitting, free_bytes, in_parts
 from tensorlens.models.precision import Precision, compute_type
 from tensorlens.operators.base import Pulled, TensorOperator
 from tensorlens.operators.folding.pull import FoldedRows
@@ -243,7 +243,7 @@ class FrozenOperator(TensorOperator):
         """
         most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
         most = fitting(self.bytes_per_cotangent, most, self.device)
-        pieces = Pieces(len(out_tokens), starts.shape[1], most)
+        pieces = Portions(len(out_tokens), starts.shape[1], most)
         folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
         keep = folded is not None and self._matrices_fit(pieces.n_passes)
         for outputs, cotangents in pieces:

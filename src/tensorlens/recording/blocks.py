@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.memory import SHARE_OF_RECORDING, free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
-from tensorlens.models.runner import plainly
+from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
@@ -61,7 +61,7 @@ class BlockCall:
 
     def run(self, x: Tensor) -> Tensor:
         """What the block itself gives at a state (sample, token, channel), in its own layout."""
-        with plainly(self.module):
+        with running(self.module):
             args, kwargs = put_state(self.args, self.kwargs, self.layout.to_native(x), self.entry)
             return state_of(self.module(*args, **kwargs), self.place)
 
@@ -70,7 +70,7 @@ class BlockCall:
         run = Tape(rules, weights=[*self.module.parameters(), *self.module.buffers()])
         calls = ModuleCalls(ModulePlaces(self.module, self.path), run, straight)
         try:
-            with plainly(self.module, observer=calls), recording_on(run):
+            with running(self.module, observer=calls), recording_on(run):
                 slot = run.new_slot(spec_of(x))
                 live = self.layout.to_native(run.live(raw(Tensor.clone, x), slot))
                 args, kwargs = put_state(self.args, self.kwargs, live, self.entry)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.models.precision import at_least_float32
 from tensorlens.program.nodes import Slot
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
@@ -31,11 +32,6 @@ WEIGHTS: dict[str, tuple[float, float]] = {
 def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a function gives, held: ordinary tensors."""
     return raw(function, *args, **kwargs)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Factors are computed in float32 or better, whatever the storage."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:

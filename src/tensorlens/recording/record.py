@@ -14,7 +14,7 @@ from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomy, find_anatomy, never_ran
 from tensorlens.models.evidence import watch
-from tensorlens.models.runner import own_errors, plainly
+from tensorlens.models.runner import own_errors, running
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
@@ -46,7 +46,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            with own_errors(anatomy.model, inputs), plainly(anatomy.model):
+            with own_errors(anatomy.model, inputs), running(anatomy.model):
                 anatomy.model(**inputs)  # raises if the model itself cannot take the input
             if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
                 raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error

@@ -21,7 +21,7 @@ from tensorlens.models.layouts import (
     state_layout,
     state_of,
 )
-from tensorlens.models.runner import plainly
+from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
@@ -93,7 +93,7 @@ class Recorder:
                 calls = ModuleCalls(self.places, run, self._at)
                 # Blocks that were not seen to be called may be run by their methods.
                 methods_of = () if anatomy.channels else anatomy.blocks
-                stack.enter_context(plainly(anatomy.model, observer=calls, methods_of=methods_of))
+                stack.enter_context(running(anatomy.model, observer=calls, methods_of=methods_of))
                 stack.enter_context(recording_on(run))
                 readout = self._run_model()
                 if self.n_entered and self.end is None and anatomy.body_end == "":
