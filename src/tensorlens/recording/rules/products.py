@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensorlens.models.precision import at_least_float32
 from tensorlens.program.nodes import Slot
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
 from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
@@ -101,7 +102,7 @@ def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def at_least_float32_of(x: Live) -> Tensor:
     """The value of x, in float32 or better."""
-    return raw(value_of(x))
+    return raw(at_least_float32, value_of(x))
 
 
 @family("matmul bmm mm rmatmul mv dot")
