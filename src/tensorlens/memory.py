@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -177,13 +177,3 @@ def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch failed for lack of memory; on the CPU it says so in words only."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@contextmanager
-def other_failures_passed_over() -> Iterator[None]:
-    """Pass over what torch cannot do, but not that memory ran out: whoever asked can ask for less."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise

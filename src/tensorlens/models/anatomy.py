@@ -69,12 +69,9 @@ class Anatomy:
         body_end: Path of the module whose first output after the last block is $X^N$; None for the output of the last
             block itself; empty for what the model returns, or for the input of its unembedding where it has one.
         has_head: Whether anything follows $X^N$; None if that was not seen.
-        reads_state: Whether the unembedding takes tokens of $X^N$ as they are, all or some of them.
         gives_raw_logits: Whether the model returns what its unembedding gives, with no soft cap or scale behind it.
-        head_linear: Path of the last linear layer before the model's output, if it is no unembedding.
         readout: Path of the module whose output are the logits, where a softmax or its like follows; None if the model
             returns them itself.
-        ends_in: That softmax or its like, if there is one.
         channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
             told.
         state_place: Which of the floating-point tensors that a block returns is the state.
@@ -98,11 +95,8 @@ class Anatomy:
     other_stacks: tuple[str, ...] = ()
     body_end: str | None = None
     has_head: bool | None = None
-    reads_state: bool = False
     gives_raw_logits: bool = False
-    head_linear: str | None = None
     readout: str | None = None
-    ends_in: str | None = None
     channels: tuple[int | None, ...] = ()
     state_place: int = 0
     entry_place: int = 0
@@ -308,17 +302,13 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     encoder = _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
     ends = [seen.node for seen in (ending.state, evidence.output) if seen is not None]
     start = None if _is_known_type(anatomy.model) else start_before(chain, ends, evidence)
-    linear, (readout, ends_in) = ending.head_linear, find_readout(evidence, ending.head_linear)
     return replace(
         anatomy if start is None else replace(anatomy, embedding=start.module, starts_early=True),
         unembedding=head.unembedding,
         body_end=ending.body_end,
         has_head=ending.has_head or head.unembedding is not None,
-        reads_state=bool(head.taken) and evidence.is_same(head.taken[-1].node, ending.state.node),
         gives_raw_logits=_gives_raw_logits(head.unembedding, evidence),
-        head_linear=None if linear is None or linear.module is head.unembedding else linear.path,
-        readout=readout,
-        ends_in=ends_in,
+        readout=find_readout(evidence, ending.head_linear),
         channels=channel_axes((*encoder, *chain), ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
         beside=stacks_beside(chain, encoder, evidence),

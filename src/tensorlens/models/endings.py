@@ -189,18 +189,17 @@ def _last_linear(state: Seen, evidence: Evidence) -> ModuleCall | None:
     return None
 
 
-def find_readout(evidence: Evidence, head: ModuleCall | None) -> tuple[str | None, str | None]:
-    """Path of the module whose output a softmax or its like turns into the model's output, and what that one is."""
+def find_readout(evidence: Evidence, head: ModuleCall | None) -> str | None:
+    """Path of the module whose output a softmax or its like turns into the model's output, if one does."""
     if evidence.output is None:
-        return None, None
-    made = [end for node, end in evidence.ends.items() if evidence.is_same(node, evidence.output.node)]
-    if not made:
-        return None, None
-    name, source = made[-1]
-    if head is not None and evidence.is_same(head.given[0].node, source):
-        return head.path, name
-    given = [c.path for c in evidence.calls if c.path and c.given and evidence.is_same(c.given[0].node, source)]
-    return (given[-1] if given else None), name
+        return None
+    sources = [taken for node, taken in evidence.ends.items() if evidence.is_same(node, evidence.output.node)]
+    if not sources:
+        return None
+    if head is not None and evidence.is_same(head.given[0].node, sources[-1]):
+        return head.path
+    given = [c.path for c in evidence.calls if c.path and c.given and evidence.is_same(c.given[0].node, sources[-1])]
+    return given[-1] if given else None
 
 
 def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) -> bool:

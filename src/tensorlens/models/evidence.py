@@ -97,7 +97,7 @@ class Evidence:
         calls: Every module call, by its beginning.
         parents: For each node the nodes that it was made from.
         origins: For each node the one that first held its values: views and copies have that of their source.
-        ends: For nodes that a softmax or its like made, its name and the node it took.
+        ends: For nodes that a softmax or its like made, the node it took.
         output: What the model returned: its logits or its state.
         is_flow_known: Whether operations were seen; otherwise nodes only tell which modules shared a tensor.
         n_inputs: How many of the nodes, the first ones, are tensors that the model was called with.
@@ -106,7 +106,7 @@ class Evidence:
     calls: tuple[ModuleCall, ...]
     parents: tuple[tuple[int, ...], ...]
     origins: tuple[int, ...]
-    ends: Mapping[int, tuple[str, int]]
+    ends: Mapping[int, int]
     output: Seen | None
     is_flow_known: bool
     n_inputs: int = 0
@@ -205,7 +205,7 @@ class _Flow(TorchDispatchMode):
         self.seen = seen
         self.parents: list[tuple[int, ...]] = []
         self.origins: list[int] = []
-        self.ends: dict[int, tuple[str, int]] = {}
+        self.ends: dict[int, int] = {}
         self._nodes: dict[int, int] = {}
         self._storages: list[StorageWeakRef] = []  # held, so that no address is used twice
 
@@ -225,7 +225,7 @@ class _Flow(TorchDispatchMode):
         if node is not None and name in MOVES:
             self.origins[node] = self.origins[sources[0]]
         if node is not None and name in ENDS:
-            self.ends[node] = name.strip("_"), sources[0]
+            self.ends[node] = sources[0]
 
     def see(self, tensor: Tensor, sources: tuple[int, ...] = ()) -> Seen:
         """A tensor that a module took or gave; one that is new was made from `sources`, by code that was not seen."""
