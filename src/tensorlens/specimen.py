@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from tensorlens.maps.targets import Classes
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
-from tensorlens.models.forward_signature import check_arguments, is_causal
+from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
 from tensorlens.models.samples import make_inputs
 from tensorlens.operators.operator import FrozenOperator
@@ -155,16 +154,6 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
             f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same from the same input; switch "
             "off what is random, and what it keeps from one call to the next outside of its modules."
         )
-
-
-def constant_arguments(model: nn.Module) -> dict[str, Any]:
-    """No cache, which would cut the influence of earlier tokens; outputs by name."""
-    parameters = inspect.signature(model.forward).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix"):
-        arguments["return_dict"] = True
-    return arguments
 
 
 def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tuple[str, ...] | None:
