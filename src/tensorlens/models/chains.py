@@ -1,4 +1,20 @@
-"""The chain of blocks in what ran: calls alike, one after the other, through which one state flows."""
+"""The chain of blocks in what ran: calls alike, one after the other, through which one state flows.
+
+`find_chain` works from the inside out. Its steps, of which `_Search._parts` takes 2 to 5 in every call that has parts:
+
+1. *States first* (`put_states_first`): where calls alike take a mask or positions before their state, the state is what
+   each of them hands to the next.
+2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with `COVERED` of its weights in it and the
+   state going through them and not around (`_is_cut`, `_joins`), stands for the blocks in it; any other, for itself.
+3. *What repeats* (`_repeated`): stages, calls that have their like beside them, and what stands in one list with those.
+4. *A series* (`_series`): the heaviest sequence of these in which the state flows from each to the next.
+5. *Strike out* (`_lonely`, `_between`): members whose like is not in the series, adapters between the blocks. Then 4
+   again, until there is nothing to strike out.
+6. *Without the stem* (`without_stem`): small convolutions over pixels may be alike too.
+
+If fewer than two blocks come out, it is tried again less strictly: stages around which the state may go, then modules
+that are alike by their class alone.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +47,7 @@ Chain = list[ModuleCall]
 
 
 def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
-    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats.
-
-    Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
-    a run is opened, so that the blocks of several stages come to be one chain.
-    """
+    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats."""
     put_states_first(evidence)
     for sound, by_weights in ((True, True), (False, True), (True, False)):
         search = _Search(evidence, sound, by_weights)

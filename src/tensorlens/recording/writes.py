@@ -261,7 +261,7 @@ def _plain_again(x: Tensor) -> Tensor:
     """
     if type(x) is Live:
         for name in Live.__annotations__:
-            x.__dict__.pop(name, None)
+            vars(x).pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
 
