@@ -28,6 +28,9 @@ SHARE_OF_BATCH = 0.25
 SHARE_OF_RECORDING = 0.3
 """The constants of one recording; blocks beyond it are recorded again when they are needed."""
 
+SHARE_OF_VALUES = 0.1
+"""Values of the blocks between two questions about the inside, and as much again for their cotangents."""
+
 SHARE_OF_FOLDED = 0.25
 """The matrices of folded blocks; those beyond it are folded again when they are needed."""
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of_input
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of_input, observe
 from tensorlens.models.evidence import watch
 from tensorlens.models.inputs import make_input
 from tensorlens.models.layouts import axis_layout, state_of
@@ -222,7 +222,7 @@ class Direct(nn.Module):
 
 def at(model: nn.Module, **arguments) -> Anatomy:
     torch.manual_seed(0)
-    return find_anatomy(model, watch(model, arguments))
+    return observe(model, arguments)[0]
 
 
 STATE = torch.randn(1, L, D)

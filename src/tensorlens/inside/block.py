@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from tensorlens.inside.experts import ExpertRows, expert_rows
 from tensorlens.inside.stream import Stream, Sum, Write
+from tensorlens.memory import SHARE_OF_VALUES, free_bytes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
 from tensorlens.program.pieces import Cotangents, Pieces
@@ -217,6 +218,25 @@ class Block:
         return x if x.shape == self.shape else x.new_zeros(self.shape)
 
 
+class ByBlock(dict[int, dict[int, Tensor]]):
+    """Tensors of blocks that were visited, by block and slot: of all of them while they fit, else of the last one.
+
+    Args:
+        of: The pass they belong to.
+    """
+
+    def __init__(self, of: StreamPass) -> None:
+        super().__init__()
+        device = of.recording.states[0].device
+        self._most = 0.0 if of.recording.is_streamed else SHARE_OF_VALUES * free_bytes(device) / (of.stop - of.start)
+
+    def keep(self, n: int, found: dict[int, Tensor]) -> None:
+        """Keep those of block n; if all blocks took as much there would have to be room for them."""
+        if sum(tensor.nbytes for tensor in found.values()) > self._most:
+            self.clear()
+        self[n] = found
+
+
 class StreamPass:
     """The blocks of an operator at X, one at a time.
 
@@ -232,7 +252,7 @@ class StreamPass:
         self.start, self.stop = operator.span
         self.n_tokens = self.recording.states[self.start].shape[1]
         self._blocks = {n: Block(self, n) for n in range(self.start, self.stop)}
-        self._values: dict[int, dict[int, Tensor]] = {}
+        self._values = ByBlock(self)
 
     def block(self, n: int) -> Block:
         """Block n."""
@@ -256,9 +276,7 @@ class StreamPass:
     def values(self, n: int) -> dict[int, Tensor]:
         """What the marked slots of block n hold at X."""
         if n not in self._values:
-            if self.recording.is_streamed:
-                self._values.clear()
-            self._values[n] = self.block(n).values_of(self.block(n).marked)
+            self._values.keep(n, self.block(n).values_of(self.block(n).marked))
         return self._values[n]
 
     @cached_property

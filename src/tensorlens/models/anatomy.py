@@ -2,7 +2,8 @@
 
 The search, step by step:
 
-1. *Watch* one plain pass: which modules were called, and which tensor was made from which (`evidence.watch`).
+1. *Watch* one plain pass: which modules were called, and which tensor was made from which (`evidence.watch`). Where
+   blocks are run by methods of theirs, watch another pass in which these count as calls (`observe`).
 2. *By the tree*, `_by_tree`: the list of modules with most weights. What a model says of itself comes first (those of
    transformers do): its encoder and decoder, its embeddings.
 3. *By what ran*, `chains.find_chain`: calls alike that follow each other, with one state that flows through them.
@@ -49,6 +50,7 @@ from tensorlens.models.chains import (
 from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED
+from tensorlens.models.module_calls import own_methods
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
@@ -81,6 +83,7 @@ class Anatomy:
         asked: The path of the blocks as the user gave it, if they did.
         n_alike: How many calls of modules like the blocks were seen in all, none of them part of a block; None if that
             was not seen. An input that makes other calls has another anatomy.
+        by_methods: Whether the blocks are run by methods of theirs and not called.
         beside: Where blocks like these ran side by side with them; their own path, if it was they that ran again.
     """
 
@@ -105,6 +108,7 @@ class Anatomy:
     beside: tuple[str, ...] = ()
     asked: str | None = None
     n_alike: int | None = None
+    by_methods: bool = False
 
     @property
     def runs_again(self) -> bool:
@@ -138,7 +142,7 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         evidence: What was seen of a pass; see `watch`.
         blocks: Path of the list of blocks, or several paths with commas between them, where the guess is wrong.
     """
-    model = getattr(model, "_orig_mod", model)  # the model inside of a compiled one
+    model = _inside_compiled(model)
     tree = _by_tree(model, blocks)
     if evidence is None:
         if tree is None:
@@ -146,7 +150,21 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         return tree
     chain = [] if blocks is not None else find_chain(evidence)
     found, calls = _choose(model, tree, chain, evidence)
-    return _with_ends(found, calls, evidence) if calls else _by_body(found)
+    return _with_ends(found, calls, evidence)
+
+
+def observe(model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | None = None) -> tuple[Anatomy, Evidence]:
+    """The anatomy of a model on an input, and the plain pass that shows it.
+
+    Blocks that are run by a method, and not called, are seen in a second pass, in which their methods count as calls.
+    """
+    evidence = watch(model, arguments)
+    tree = _by_tree(_inside_compiled(model), blocks)
+    entered = [one for one in (tree, *tree.alternatives()) if _is_entered_directly(one, evidence)] if tree else []
+    if not entered:
+        return find_anatomy(model, evidence, blocks=blocks), evidence
+    evidence = watch(model, arguments, entered[0].blocks)
+    return replace(find_anatomy(model, evidence, blocks=blocks), by_methods=True), evidence
 
 
 class Anatomies:
@@ -167,8 +185,7 @@ class Anatomies:
         """The anatomy for a forward pass with these keyword arguments."""
         key = self._modules(), kind_of_input(arguments)
         if key not in self._known:
-            self.seen = watch(self._model, arguments)
-            self._known[key] = find_anatomy(self._model, self.seen, blocks=self._blocks)
+            self._known[key], self.seen = observe(self._model, arguments, blocks=self._blocks)
         return self._known[key]
 
     def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
@@ -205,17 +222,14 @@ def _kind(leaf: Any) -> Any:
 
 
 def _choose(model: nn.Module, tree: Anatomy | None, chain: Chain, evidence: Evidence) -> tuple[Anatomy, Chain]:
-    """The anatomy to believe, and the calls of its blocks; none if only what is in the blocks was seen to be called."""
-    is_named = tree is not None and (tree.asked is not None or _is_entered_directly(tree, evidence))
-    is_named = is_named or _is_known_type(model)
+    """The anatomy to believe, and the calls of its blocks."""
+    is_named = _is_known_type(model) or tree is not None and tree.asked is not None
     if chain and not is_named:
         return _by_chain(model, chain, evidence), chain
     for candidate in () if tree is None else (tree, *tree.alternatives()):
         calls = _calls_of(candidate, evidence)
         if calls and (is_named or holds_enough(calls, evidence)):
             return candidate, calls
-        if _is_entered_directly(candidate, evidence):
-            return candidate, []
     if chain:
         return _by_chain(model, chain, evidence), chain
     if tree is None or _calls_of(tree, evidence):
@@ -224,21 +238,18 @@ def _choose(model: nn.Module, tree: Anatomy | None, chain: Chain, evidence: Evid
     raise never_ran(model, tree.stack) if ran is None else _not_seen(model, ran)
 
 
-def _by_body(anatomy: Anatomy) -> Anatomy:
-    """Where the body ends by the tree alone, for blocks whose calls were not seen."""
-    if not _is_known_type(anatomy.model):
-        return anatomy
-    path = next((path for path, module in anatomy.model.named_modules() if module is anatomy.body), "")
-    return replace(anatomy, body_end=path, has_head=bool(path) or anatomy.unembedding is not None)
+def _inside_compiled(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
 
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
-    """Whether blocks ran by their `forward` itself, so that only what is in them was seen."""
+    """Whether blocks ran by a method of theirs, so that only what is in them was seen."""
     paths = {id(module): path for path, module in evidence.root.module.named_modules()}
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
-    return any(paths[id(block)] in inside and not isinstance(block, LISTS) for block in anatomy.blocks)
+    entered = [block for block in anatomy.blocks if paths[id(block)] in inside and not isinstance(block, LISTS)]
+    return any(own_methods(block) for block in entered)
 
 
 def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:

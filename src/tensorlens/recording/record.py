@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy, find_anatomy, never_ran
-from tensorlens.models.evidence import watch
+from tensorlens.models.anatomy import Anatomy, never_ran, observe
 from tensorlens.models.runner import own_errors, running
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
 from tensorlens.recording.recording import Recording
 from tensorlens.recording.tape import Tape
+from tensorlens.recording.walk import ModulePlaces
 
 
 def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, *, n_samples: int = 1) -> Recording:
@@ -36,7 +36,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         try:
             found = _recorded(candidate, inputs, rules or Rules(), n_samples)
         except OtherParts:
-            other = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
+            other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
             found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
             origin = found.from_model("A recording")
             # The next input may go another way again.
@@ -58,11 +58,10 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
     """One anatomy tried; None if no block ran."""
-    weights = [*anatomy.model.parameters(), *anatomy.model.buffers()]
-    copies = False
+    places, copies = ModulePlaces(anatomy.model), False
     while True:
-        run = Tape(rules, weights=weights, n_samples=n_samples, copies=copies)
-        recorder = Recorder(anatomy, inputs, run)
+        run = Tape(rules, weights=places.weights.values(), n_samples=n_samples, copies=copies)
+        recorder = Recorder(anatomy, inputs, run, places)
         try:
             found = recorder.go()
         except StartEarly:
