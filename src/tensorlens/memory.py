@@ -1,4 +1,4 @@
-"""How much memory is free, how to free it, and work cut into pieces that fit."""
+"""The one table of memory shares; how much memory is free, how to free it, and work cut into portions that fit."""
 
 from __future__ import annotations
 
