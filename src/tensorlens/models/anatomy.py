@@ -12,7 +12,7 @@ The search, step by step:
 5. *The ending*, `endings.find_ending`: from the last block through norms and holders until a head begins; there is X^N.
 6. *The head*, `_head`: the unembedding, and where the logits are if a softmax follows.
 7. *The beginning*, `around.start_before`: where X⁰ is what an embedding gives, since the first block takes only a part.
-8. *The axes*, `endings.channel_axes`: which axis of each state holds channels, by the weights that read or wrote it.
+8. *The axes*, `endings.channel_axes`: which axis of each state holds channels, by the weights that read it.
 9. *What goes beside*, `around`: other ways from the input to the output, which certificates must mention.
 
 Steps 5 to 9 are put together in `_with_ends`. `Anatomies` remembers what was found, by kind of input.
@@ -67,7 +67,6 @@ class Anatomy:
         embedding: The layer from token ids to embeddings, if there is one.
         encoder: Path of the encoder, in a model that also has a decoder.
         encoder_blocks: Those of the blocks that are the encoder's.
-        other_stacks: Paths of other lists that might hold the blocks, for inputs that do not go through `stack`.
         body_end: Path of the module whose first output after the last block is $X^N$; None for the output of the last
             block itself; empty for what the model returns, or for the input of its unembedding where it has one.
         has_head: Whether anything follows $X^N$; None if that was not seen.
@@ -95,7 +94,6 @@ class Anatomy:
     embedding: nn.Module | None = None
     encoder: str | None = None
     encoder_blocks: tuple[nn.Module, ...] = ()
-    other_stacks: tuple[str, ...] = ()
     body_end: str | None = None
     has_head: bool | None = None
     gives_raw_logits: bool = False
@@ -120,14 +118,6 @@ class Anatomy:
         """Whether the list of the blocks has more of them than ran."""
         listed = dict(self.model.named_modules()).get(self.stack)
         return isinstance(listed, LISTS) and len(listed) > len(set(self.blocks))
-
-    def alternatives(self) -> Iterator[Anatomy]:
-        """The same model with its blocks in another list."""
-        for stack in self.other_stacks:
-            blocks = blocks_in(self.model.get_submodule(stack))
-            yield replace(
-                self, stack=stack, blocks=blocks, other_stacks=(), encoder=None, encoder_blocks=(), n_alike=None
-            )
 
 
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
@@ -160,10 +150,9 @@ def observe(model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | Non
     """
     evidence = watch(model, arguments)
     tree = _by_tree(_inside_compiled(model), blocks)
-    entered = [one for one in (tree, *tree.alternatives()) if _is_entered_directly(one, evidence)] if tree else []
-    if not entered:
+    if tree is None or not _is_entered_directly(tree, evidence):
         return find_anatomy(model, evidence, blocks=blocks), evidence
-    evidence = watch(model, arguments, entered[0].blocks)
+    evidence = watch(model, arguments, tree.blocks)
     return replace(find_anatomy(model, evidence, blocks=blocks), by_methods=True), evidence
 
 
@@ -226,13 +215,12 @@ def _choose(model: nn.Module, tree: Anatomy | None, chain: Chain, evidence: Evid
     is_named = _is_known_type(model) or tree is not None and tree.asked is not None
     if chain and not is_named:
         return _by_chain(model, chain, evidence), chain
-    for candidate in () if tree is None else (tree, *tree.alternatives()):
-        calls = _calls_of(candidate, evidence)
-        if calls and (is_named or holds_enough(calls, evidence)):
-            return candidate, calls
+    calls = [] if tree is None else _calls_of(tree, evidence)
+    if tree is not None and calls and (is_named or holds_enough(calls, evidence)):
+        return tree, calls
     if chain:
         return _by_chain(model, chain, evidence), chain
-    if tree is None or _calls_of(tree, evidence):
+    if tree is None or calls:
         raise _nothing_repeats(model)
     ran = next((call for call in evidence.calls if call.module in tree.blocks), None)
     raise never_ran(model, tree.stack) if ran is None else _not_seen(model, ran)
@@ -431,14 +419,11 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
             blocks=of_encoder + of_decoder,
             encoder=encoder,
             encoder_blocks=of_encoder,
-            other_stacks=tuple(stack for stack in stacks(model) if stack != decoder_stack),
         )
     found = stacks(model)
     if not found:
         return _of_attributes(common)
-    return Anatomy(
-        **common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])), other_stacks=tuple(found[1:])
-    )
+    return Anatomy(**common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])))
 
 
 def _of_attributes(common: dict[str, Any]) -> Anatomy | None:

@@ -33,8 +33,6 @@ PASSIVE = (*LISTS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
 """What may be in a linear layer besides its weights."""
 COVERED = 0.5
 """A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
-CUT = 0.3
-"""And if the whole state passes through this part of its members: around attention and its like goes a residual."""
 STEM = 0.001
 """A first block with a smaller part of the chain's weights belongs to what comes before."""
 SMALL = 0.2
@@ -276,7 +274,7 @@ class _Search:
         return self.evidence.reaches(sources, entering(first).node, past=past, since=last.start)
 
     def _is_cut(self, parts: list[_Part], stage: ModuleCall) -> bool:
-        """Whether the state of a stage goes through most of its parts, and not around them.
+        """Whether the state of a stage goes through one of its parts at least, and not around all of them.
 
         By its parts, not by the blocks in them: around attention and a feed-forward goes a residual each, and their
         layers may be modules alike, of several weights (LoRA), through which all goes.
@@ -297,7 +295,7 @@ class _Search:
             not self._is_layer(part) and not is_bypassed(part, target)
             for part, target in zip(parts, targets, strict=False)
         ]
-        return sum(cuts) >= CUT * len(cuts)
+        return any(cuts)
 
     def _is_layer(self, part: _Part) -> bool:
         """Whether a part is linear layers alone, and changes the number of channels: one of attention's, with LoRA."""

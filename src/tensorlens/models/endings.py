@@ -221,7 +221,7 @@ _CHANNELS_SECOND = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
 def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
-    """The channel axis of the state that enters each block, and of $X^N$: asked of those who read or wrote it."""
+    """The channel axis of the state that enters each block, and of $X^N$: asked of those who read it."""
     found = [_reading_axis(entering(call), call.walk(), evidence) for call in blocks]
     last = blocks[-1]
     end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), last)
@@ -237,9 +237,8 @@ def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: En
         axis = _reading_axis(end.taken[0], end.walk(), evidence)
         if axis is not None:
             return axis
-    axis = _writing_axis(state, end.walk())
-    if axis is None:  # states joined to one: what follows reads them
-        axis = _reading_axis(state, evidence.calls[end.number :], evidence)
+    # States may have been joined to one: what follows reads them.
+    axis = _reading_axis(state, evidence.calls[end.number :], evidence)
     if axis is None and len(state.shape) == len(entering(last).shape):  # or they are laid out as before
         axis = before
     return axis
@@ -252,13 +251,7 @@ def _reading_axis(state: Seen, calls: Iterable[ModuleCall], evidence: Evidence) 
         for call in calls
         if not call.children and call.taken and evidence.reaches({state.node}, call.taken[0].node, since=state.node)
     ]
-    return _first_axis(state, [(call.taken[0].shape, *_weights_of(call.module, "in")) for call in readers])
-
-
-def _writing_axis(state: Seen, calls: Iterable[ModuleCall]) -> int | None:
-    """The channel axis of a state by the last weights among `calls` that wrote it; None if none tells."""
-    writers = reversed([call for call in calls if not call.children and call.given])
-    return _first_axis(state, [(call.given[0].shape, *_weights_of(call.module, "out")) for call in writers])
+    return _first_axis(state, [(call.taken[0].shape, *_weights_of(call.module)) for call in readers])
 
 
 def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, int | None]]) -> int | None:
@@ -275,12 +268,12 @@ def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, 
     return None
 
 
-def _weights_of(module: Any, side: str) -> tuple[int | None, int | None]:
-    """How many channels a module reads or writes, and at which axis of its own input or output, as far as known."""
+def _weights_of(module: Any) -> tuple[int | None, int | None]:
+    """How many channels a module reads, and at which axis of its input, as far as known."""
     if isinstance(module, _CONVOLUTIONS):
-        return getattr(module, f"{side}_channels"), 1 - module.weight.dim()
-    if isinstance(getattr(module, f"{side}_features", None), int):
-        return getattr(module, f"{side}_features"), -1
+        return module.in_channels, 1 - module.weight.dim()
+    if isinstance(getattr(module, "in_features", None), int):
+        return module.in_features, -1
     if isinstance(module, _CHANNELS_SECOND):
         return int(getattr(module, "num_features", None) or module.num_channels), 1  # type: ignore[arg-type]
     weights = list(module.parameters(recurse=False))

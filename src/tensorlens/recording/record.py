@@ -32,28 +32,27 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         n_samples: How many samples the inputs hold.
     """
     inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
-    for candidate in (anatomy, *anatomy.alternatives()):
-        try:
-            found = _recorded(candidate, inputs, rules or Rules(), n_samples)
-        except OtherParts:
-            other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
-            found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
-            origin = found.from_model("A recording")
-            # The next input may go another way again.
-            return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
-        except (TensorLensError, MemoryError):
+    try:
+        found = _recorded(anatomy, inputs, rules or Rules(), n_samples)
+    except OtherParts:
+        other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
+        found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
+        origin = found.from_model("A recording")
+        # The next input may go another way again.
+        return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
+    except (TensorLensError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
             raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            with own_errors(anatomy.model, inputs), running(anatomy.model):
-                anatomy.model(**inputs)  # raises if the model itself cannot take the input
-            if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
-                raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
-            raise
-        if found is not None:
-            return found
-    raise never_ran(anatomy.model, anatomy.stack)
+        with own_errors(anatomy.model, inputs), running(anatomy.model):
+            anatomy.model(**inputs)  # raises if the model itself cannot take the input
+        if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
+            raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
+        raise
+    if found is None:
+        raise never_ran(anatomy.model, anatomy.stack)
+    return found
 
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
