@@ -422,18 +422,8 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
         )
     found = stacks(model)
     if not found:
-        return _of_attributes(common)
+        return None
     return Anatomy(**common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])))
-
-
-def _of_attributes(common: dict[str, Any]) -> Anatomy | None:
-    """For a model without lists, until it was seen to run: its parts that hold several weights."""
-    parts = {
-        name: part
-        for name, part in common["model"].named_children()
-        if sum(weight.dim() > 1 for weight in part.parameters()) > 1
-    }
-    return Anatomy(**common, stack=", ".join(parts), blocks=tuple(parts.values())) if parts else None
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
