@@ -397,7 +397,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
     """The blocks by the module tree: the list of modules that holds most of the parameters.
 
     With an encoder and a decoder, there is such a list in each. In a model of several towers the one of the language
-    model is taken, if its input goes through it.
+    model is taken; an input that does not go through it is refused, with the advice to name another (`blocks=`).
     """
     unembedding = ask(model, "get_output_embeddings")
     common: dict[str, Any] = {
