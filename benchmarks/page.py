@@ -409,7 +409,7 @@ def _constants(parts: dict[str, Any]) -> str:
             chosen = " (fastest)" if value == str(row["chosen"]) else ""
             rows.append([f"`{row['name']}`", value + chosen, ", ".join(f"{k} {_time(v)}" for k, v in times.items())])
     before = (
-        "What the code ships is the fastest of most runs; `SCALED_BYTES` stays at half a gigabyte, where the time has "
+        "What the code ships is the fastest of most runs; `BYTES_OF_SCALED` stays at half a gigabyte, where the time has "
         "levelled off. See `program/folding.py` and `operators/operator.py` for what each of them does."
     )
     return _table("Constants, by measurement", ["constant", "value", "time"], rows, before)

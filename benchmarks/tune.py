@@ -135,7 +135,7 @@ def _path_errors(T: Any, device: str) -> dict[str, float]:
 
 def _long_input_error(T: Any) -> float:
     recording = T.operator.recording
-    with patch.object(blocks, "KEPT_SHARE", 0.0):  # nothing is kept: every block is recorded again
+    with patch.object(blocks, "SHARE_OF_RECORDING", 0.0):  # nothing is kept: every block is recorded again
         long = record(recording.origin.anatomy, recording.origin.inputs, recording.rules)
     u = torch.randn(1, *T.output.shape, device=T.output.device)
     return parts.relative(long.pull(u, T.operator.span), recording.pull(u, T.operator.span))
@@ -206,7 +206,7 @@ def choose(run: Tuning) -> Rows:
 
     d = tensors[run.sizes.bert].n_channels
     trials: list[tuple[str, Any, str, tuple[Any, ...], Callable[[], dict[str, float]]]] = [
-        ("SCALED_BYTES", folding.SCALED_BYTES, device, tuple(2**n for n in (25, 26, 27, 28, 29, 30)), slices),
+        ("BYTES_OF_SCALED", folding.BYTES_OF_SCALED, device, tuple(2**n for n in (25, 26, 27, 28, 29, 30)), slices),
         ("MIXED_TOGETHER", folding.MIXED_TOGETHER, device, (64, 256, 1024, 4096), slices),
         ("MOST_COTANGENTS", operators.MOST_COTANGENTS, device, (4 * d, 8 * d, 16 * d), norms),
     ]

@@ -17,7 +17,7 @@ from tensorlens import batches
 from tensorlens.batches import Batch
 from tensorlens.maps import baselines, gradients, tensor_maps
 from tensorlens.maps.methods import METHODS, Question
-from tensorlens.models.collated import Collated
+from tensorlens.models.samples import Collated
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.specimen import Specimen
 

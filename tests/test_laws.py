@@ -9,7 +9,7 @@ from portrait import assert_same, outputs, portrait
 from zoo import CASES, ZOO, build, sample
 
 import tensorlens as tl
-from tensorlens.operators.certificate import TOLERANCE_OF_CAPTURE
+from tensorlens.tolerances import CAPTURE
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
@@ -80,7 +80,7 @@ def test_certificate_passes_within_its_own_tolerance(case):
     name, _, T = case
     certificate = T.certificate()
     assert certificate.passed, str(certificate)
-    assert certificate.errors.pop("capture") <= TOLERANCE_OF_CAPTURE / 4
+    assert certificate.errors.pop("capture") <= CAPTURE / 4
     assert max(certificate.errors.values()) <= laws.TOLERANCE_FLOAT32_INSIDE  # however many casts its own allows for
     assert certificate.tolerance <= 10 * laws.TOLERANCE_FLOAT32_INSIDE
     assert not certificate.conventions, "no product of two live branches should be left to a convention"

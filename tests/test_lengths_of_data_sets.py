@@ -10,7 +10,7 @@ import transformers as hf
 import zoo
 
 import tensorlens as tl
-from tensorlens.models.collated import length_of
+from tensorlens.models.samples import length_of
 from tensorlens.specimen import Specimen
 
 pytestmark = pytest.mark.usefixtures("unchecked")

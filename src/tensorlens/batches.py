@@ -27,18 +27,17 @@ from tensorlens.maps import finishing
 from tensorlens.maps.methods import METHODS, Question, check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.memory import clear_memory, free_bytes, is_out_of_memory
-from tensorlens.models.collated import Collated, has_sample_axis, length_of
+from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes, stepwise
-from tensorlens.models.module_tree import parameters
-from tensorlens.models.precision import TOLERANCES, tf32_allowed
-from tensorlens.models.rows import row_error
+from tensorlens.models.precision import tf32_allowed
+from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor, Context
+from tensorlens.tolerances import repeated
 
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
@@ -50,9 +49,6 @@ WINDOW = 16
 
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
 """Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
-
-MEMORY_SHARE = 0.25
-"""Part of the free memory that what a batch holds is planned to take."""
 
 MIXED = "samples go one by one: {} is made of several of them together"
 DIFFERENT = "samples go {}: together they give other numbers than alone"
@@ -307,8 +303,7 @@ def carries_across(recording: Recording) -> bool:
 
 def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
     """How far one sample may be from itself in a batch: code may cast its norms to float32, whatever the states are."""
-    accepted = max(1e-6, 100 * torch.finfo(dtype).eps ** 0.75)
-    return max(accepted, TOLERANCES[torch.float16]) if is_cuda and tf32_allowed() else min(0.1, accepted)
+    return repeated(dtype, in_tf32=is_cuda and tf32_allowed())
 
 
 def map_alone(tensor: AttentionTensor, method: str, out_token: int, options: dict[str, Any]) -> TokenMap:
@@ -446,13 +441,13 @@ class DatasetMaps:
         """Tokens that go into a batch by the memory that is free."""
         if self.batch_size is not None:
             return math.inf
-        return MEMORY_SHARE * free_bytes(self.device) / (self._held or self._guessed_bytes)
+        return SHARE_OF_BATCH * free_bytes(self.device) / (self._held or self._guessed_bytes)
 
     @cached_property
     def _guessed_bytes(self) -> int:
         """About what a program holds for a token: two numbers for each channel that a weight gives."""
         n_ids = vocabulary_size(self.specimen.model)  # embeddings are looked up, not kept
-        weights = [p for p in parameters(self.specimen.model) if p.dim() == 2 and n_ids not in p.shape]
+        weights = [p for p in self.specimen.model.parameters() if p.dim() == 2 and n_ids not in p.shape]
         return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Maps]]:

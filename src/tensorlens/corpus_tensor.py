@@ -28,7 +28,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.depths import at_depths, check_one_stream, logits_from, unembedded
 from tensorlens.maps.files import replace_file
 from tensorlens.models.modes import own_modes
-from tensorlens.models.rows import check_several
+from tensorlens.models.samples import check_several
 from tensorlens.recording.recording import Recording
 from tensorlens.specimen import Specimen
 from tensorlens.strict_json import from_json, to_json

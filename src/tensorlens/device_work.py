@@ -1,4 +1,4 @@
-"""Work that a GPU goes on with by itself: copies that are under way, and small work beside the large."""
+"""Work that a GPU does by itself: copies that are under way, and small work beside the large."""
 
 from __future__ import annotations
 

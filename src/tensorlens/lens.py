@@ -14,10 +14,10 @@ from tensorlens.batches import Asked, Batch, Rows, dataset_maps
 from tensorlens.errors import InputError
 from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.inputs import ModelInput, batch_size, split_batch
+from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
-from tensorlens.models.own_errors import refuse_traced
-from tensorlens.models.rows import check_several
+from tensorlens.models.runner import refuse_traced
+from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
 
@@ -192,7 +192,7 @@ class Lens:
                 own in `Answer.agreement`, with a warning where they differ by more than rounding.
             max_new_tokens: How long an answer may become; no longer than the model has places for.
             seed: Random seed for a sampled answer.
-            **options: Of the model's `generate`. Without any the answer is the greedy one.
+            **options: Options for the model's `generate`. Without any the answer is the greedy one.
         """
         return make_answer(
             self, prompt, answer, logprobs=logprobs, max_new_tokens=max_new_tokens, seed=seed, options=options

@@ -1,10 +1,10 @@
-"""How much memory is free, how to free it, and work cut into pieces that fit."""
+"""The one table of memory shares; how much memory is free, how to free it, and work cut into portions that fit."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -16,8 +16,38 @@ from tensorlens import cancel
 from tensorlens.axes import Range
 from tensorlens.errors import SizeError
 
-SHARE = 0.5
-"""Part of the free memory that one computation may plan with."""
+# The one table of memory. Each share is a part of the memory that is free at that moment, so that what was taken before
+# counts by itself; they need not add up to one.
+
+SHARE_OF_WORK = 0.5
+"""One computation that is cut into pieces (`fitting`): a piece holds inputs and results at the same time."""
+
+SHARE_OF_BATCH = 0.25
+"""What the recording of a batch of `lens.maps` holds: the methods work beside it, and the next batch is prepared."""
+
+SHARE_OF_RECORDING = 0.3
+"""The constants of one recording; blocks beyond it are recorded again when they are needed."""
+
+SHARE_OF_VALUES = 0.1
+"""Values of the blocks between two questions about the inside, and as much again for their cotangents."""
+
+SHARE_OF_FOLDED = 0.25
+"""The matrices of folded blocks; those beyond it are folded again when they are needed."""
+
+SHARE_OF_TOKEN_MATRICES = 0.3
+"""The matrices of single tokens that several pieces of a slice can share."""
+
+SHARE_OF_DENSE = 0.8
+"""A dense T that the user asked for: nothing else needs the memory, but the machine must not stall."""
+
+BYTES_OF_SCALED = {"cuda": 2**29, "cpu": 2**25}
+"""By device: scaled weights while tokens are folded: enough for a large product, on a CPU as much as caches hold."""
+
+BYTES_OF_INNER = {"cuda": 2**30, "cpu": 2**24}
+"""By device: what the feed-forward makes of the samples that go through a folded block at a time."""
+
+BYTES_OF_VECTORS = {"cuda": 2**29, "cpu": 2**26}
+"""By device: one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
 
 ALWAYS_FITS = 2**28
 """Bytes that are taken without asking how much memory is free: asking takes longer than small work does."""
@@ -53,6 +83,11 @@ def _free_elsewhere() -> int:
     return int(psutil.virtual_memory().available)
 
 
+def bytes_on(device: torch.device, table: Mapping[str, int]) -> int:
+    """An entry of the tables by device; other accelerators are given what a CPU is."""
+    return table.get(device.type, table["cpu"])
+
+
 def clear_memory() -> None:
     """Let go of what nobody uses, after memory ran out. To be called outside the handler, which holds the tensors."""
     gc.collect()
@@ -60,7 +95,7 @@ def clear_memory() -> None:
         torch.accelerator.empty_cache()
 
 
-def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE) -> int:
+def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE_OF_WORK) -> int:
     """How many of `wanted` things of `bytes_each` bytes go into the part of the free memory that may be used."""
     if bytes_each * wanted <= ALWAYS_FITS:
         return wanted
@@ -145,13 +180,3 @@ def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch failed for lack of memory; on the CPU it says so in words only."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@contextmanager
-def other_failures_passed_over() -> Iterator[None]:
-    """Pass over what torch cannot do, but not that memory ran out: whoever asked can ask for less."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -13,18 +12,18 @@ from torch import nn
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes
-from tensorlens.models.anatomies import Anatomies
-from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
-from tensorlens.models.forward_signature import check_arguments, is_causal
+from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal
 from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
-from tensorlens.models.rows import make_inputs
+from tensorlens.models.samples import make_inputs
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.record import record
 from tensorlens.recording.recording import Recording
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import repeated
 from tensorlens.versions import package_versions
 
 
@@ -148,23 +147,13 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
         return
     state = recording.states[last]
     size = float(state.norm(dtype=torch.promote_types(state.dtype, torch.float32)))
-    accepted = max(1e-6, 100 * torch.finfo(state.dtype).eps ** 0.75) * size
+    accepted = repeated(state.dtype) * size
     if all(abs(float(one) - size) > accepted for one in calls[last].sizes):
         raise NotLinearError(
             f"`{anatomy.model.__class__.__name__}` gave other numbers in a second pass: what entered block {last} had "
             f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same from the same input; switch "
             "off what is random, and what it keeps from one call to the next outside of its modules."
         )
-
-
-def constant_arguments(model: nn.Module) -> dict[str, Any]:
-    """No cache, which would cut the influence of earlier tokens; outputs by name."""
-    parameters = inspect.signature(model.forward).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix"):
-        arguments["return_dict"] = True
-    return arguments
 
 
 def _out_labels(tokens: tuple[str, ...], n_out: int, *, is_decoder: bool) -> tuple[str, ...] | None:

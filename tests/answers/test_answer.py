@@ -162,7 +162,7 @@ def test_through_follows_every_hop(answer):
 
 def test_long_inputs_keep_no_constants_and_are_pushed_and_pulled_alike(monkeypatch):
     kept = lens_of("llama").answer(PROMPT, GIVEN)
-    monkeypatch.setattr(blocks, "KEPT_SHARE", 0.0)
+    monkeypatch.setattr(blocks, "SHARE_OF_RECORDING", 0.0)
     found = lens_of("llama").answer(PROMPT, GIVEN)
     assert found.tensor.operator.recording.is_streamed and not kept.tensor.operator.recording.is_streamed
     expected = kept.map("sentences", "tokens", engine="pulls")

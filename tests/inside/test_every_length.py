@@ -25,7 +25,7 @@ MEMBERS = {"paper": tl.Rules.paper(), "attn_lrp": tl.Rules.attn_lrp()}
 def tensors(monkeypatch: pytest.MonkeyPatch, lens: tl.Lens, ids: Any = None) -> tuple[tl.AttentionTensor, Any]:
     """The same input with everything kept, and with every block let go."""
     kept = lens(CLEAN if ids is None else ids)
-    monkeypatch.setattr(blocks, "KEPT_SHARE", 0.0)
+    monkeypatch.setattr(blocks, "SHARE_OF_RECORDING", 0.0)
     long = lens(CLEAN if ids is None else ids)
     assert long.operator.recording.is_streamed and not kept.operator.recording.is_streamed
     return kept, long
@@ -68,7 +68,7 @@ def test_patching_and_the_whole_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(row, theirs.reads[head], rtol=1e-10, atol=1e-12)
     assert len(theirs.whys) == 2
     found = tl.patching(lens, CLEAN, CORRUPTED, target=TARGET, verify=True, progress=False)
-    monkeypatch.setattr(blocks, "KEPT_SHARE", 0.3)
+    monkeypatch.setattr(blocks, "SHARE_OF_RECORDING", 0.3)
     whole = tl.patching(lens, CLEAN, CORRUPTED, target=TARGET, verify=True, progress=False)
     torch.testing.assert_close(found.predicted, whole.predicted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.true, whole.true, rtol=1e-10, atol=1e-12)

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.models.anatomies import Anatomies, kind_of
-from tensorlens.models.anatomy import Anatomy, find_anatomy, observe
+from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of_input, observe
 from tensorlens.models.evidence import watch
 from tensorlens.models.inputs import make_input
 from tensorlens.models.layouts import axis_layout, state_of
@@ -237,7 +236,6 @@ def test_a_language_model_by_hand():
     assert found.body_end == "transformer.ln_f"
     assert found.embedding is model.transformer["wte"]
     assert found.unembedding is model.lm_head
-    assert found.reads_state  # though only the last token of it
     assert found.has_head
     assert found.readout is None
 
@@ -272,8 +270,7 @@ def test_blocks_in_a_sequential_and_larger_heads_in_a_list(name):
     assert found.blocks == (*model.blocks, model.last)
     assert found.stack == "blocks, last"
     assert find_anatomy(model, watch(model, {"x": STATE}), blocks=found.stack).blocks == found.blocks
-    assert (found.body_end, found.head_linear, found.unembedding) == ("norm", "fc", None)
-    assert (found.readout, found.ends_in) == ("fc" if name else None, name)
+    assert (found.body_end, found.unembedding, found.readout) == ("norm", None, "fc" if name else None)
 
 
 def test_stages_are_one_chain_and_their_channels_are_those_of_the_weights():
@@ -295,7 +292,6 @@ def test_class_attention_takes_two_tensors_and_is_no_part_of_the_chain():
     found = at(ClassAttention(), x=STATE)
     assert (found.stack, len(found.blocks)) == ("blocks", 3)
     assert found.body_end == "norm"
-    assert found.head_linear == "head"
 
 
 def test_several_states_at_once_are_refused():
@@ -370,7 +366,7 @@ def test_a_pass_is_watched_once_for_a_structure_and_a_kind_of_input():
     assert len(passes) == 1
     model.transformer["h"].append(Block())  # type: ignore[union-attr]
     assert len(anatomies.at({"idx": IDS}).blocks) == 4
-    assert kind_of({"x": STATE}) != kind_of({"x": STATE.transpose(0, 1)})
+    assert kind_of_input({"x": STATE}) != kind_of_input({"x": STATE.transpose(0, 1)})
 
 
 def test_watching_leaves_a_model_as_it_was():

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 import tensorlens as tl
 from tensorlens.errors import LoadError
 from tensorlens.models import foreign_files, onnx_dinov2, torch_folders
-from tensorlens.models.bundled import BUNDLED, Source
-from tensorlens.models.gguf import convert_gguf
-from tensorlens.models.gguf_header import read_once
+from tensorlens.models.bundled import BUNDLED, Installed
+from tensorlens.models.gguf import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
 from tensorlens.views import page
 
@@ -150,13 +149,13 @@ def _read_gguf(file: Path) -> None:
 
 
 def _read_onnx(file: Path) -> None:
-    onnx_dinov2.convert_dinov2("tiny", file)
+    onnx_dinov2.convert_dinov2(Installed(bundled=BUNDLED["dinov2-small-saliency"], paths=(file,)))
 
 
 def _read_bundled(file: Path) -> None:
     """As the bundled packages are read that hold a pickle."""
     torch_folders.convert_torch_folder(
-        Source(bundled=BUNDLED["antiberty"], paths=(file.parent, file.parent / "vocab.txt"))
+        Installed(bundled=BUNDLED["antiberty"], paths=(file.parent, file.parent / "vocab.txt"))
     )
 
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tensorlens.errors import LoadError, MissingExtraError
-from tensorlens.models import hub, loading
+from tensorlens.models import loading, resolving
 from tensorlens.models.loading import load_pretrained
 
 TINY = {
@@ -109,6 +109,14 @@ def test_an_image_processor_beside_the_model_is_loaded(tmp_path: Path):
     assert type(load_pretrained(tmp_path, device="cpu").processor).__name__ == "ViTImageProcessorPil"
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["somebody/kernels", "flash_attention_2"])
+def test_a_configuration_names_no_kernels(tmp_path: Path, key: str, kernel: str):
+    save(transformers.LlamaForCausalLM(LLAMA), tmp_path)
+    edit(tmp_path / "config.json", **{key: kernel})
+    assert load_pretrained(tmp_path, device="cpu").model.config._attn_implementation in ("eager", "sdpa")
+
+
 def test_precision_and_attention(tmp_path: Path):
     save(transformers.LlamaForCausalLM(LLAMA), tmp_path)
     assert load_pretrained(tmp_path, device="cpu").model.dtype == torch.float32
@@ -176,7 +184,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
         load_pretrained("someone/minilm")
     assert isinstance(caught.value.__cause__, OSError)
     assert "Did you mean 'minilm'" in str(caught.value)
-    assert asked == [("someone/minilm", {"timeout": hub.PATIENCE_SECONDS})]
+    assert asked == [("someone/minilm", {"timeout": resolving.PATIENCE_SECONDS})]
 
 
 def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

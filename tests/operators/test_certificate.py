@@ -185,7 +185,7 @@ def test_how_much_is_carried_is_reported() -> None:
 def test_half_precision_is_judged_in_float32(
     name: str, attention: str, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "KEPT_SHARE", 0.0 if is_long else 0.3)
+    monkeypatch.setattr(blocks, "SHARE_OF_RECORDING", 0.0 if is_long else 0.3)
     model = zoo.build(name, attention, dtype=torch.bfloat16)
     T = tl.Lens(model)(zoo.sample(name))
     assert T.operator.recording.is_streamed == is_long

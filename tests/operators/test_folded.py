@@ -50,7 +50,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param != "as it is":
         monkeypatch.setattr(folding, "folding_pays", lambda *_: request.param.startswith("P formed"))
         monkeypatch.setitem(folding.MIXED_TOGETHER, "cpu", 5)
-        monkeypatch.setitem(folding.SCALED_BYTES, "cpu", 3 * 16 * 24 * 8)
+        monkeypatch.setitem(folding.BYTES_OF_SCALED, "cpu", 3 * 16 * 24 * 8)
     return request.param
 
 

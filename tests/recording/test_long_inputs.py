@@ -17,7 +17,7 @@ Patch = pytest.MonkeyPatch
 def long(name: str, monkeypatch: Patch, attention: str = "sdpa", **options: object) -> tl.AttentionTensor:
     """The tensor of an input for whose blocks there is no room."""
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "KEPT_SHARE", 0.0)
+        patch.setattr(blocks, "SHARE_OF_RECORDING", 0.0)
         T = tl.Lens(zoo.build(name, attention, **options))(zoo.sample(name))
     assert T.operator.recording.is_streamed
     return T

@@ -11,7 +11,7 @@ from strangers.models import IDS, NanoGPT, Plain, WithHead, randomised, torch_en
 from torch import nn
 
 import tensorlens as tl
-from tensorlens.models.own_errors import own_errors
+from tensorlens.models.runner import own_errors
 
 FEW: dict[str, Callable[[tl.Lens, Any], Any]] = {
     "a head that is True": lambda lens, T: T.heads({0: [True]}),

@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorlens.answers.prompts import Offsets, Prompt, Speaker, tokenised
 from tensorlens.errors import InputError
 from tensorlens.models.inputs import max_tokens, tokenizer_of
-from tensorlens.models.modes import evaluating, in_own_precision
+from tensorlens.models.runner import running
 
 INCOMPLETE = "\ufffd"
 """What stands for a character of which some bytes are missing."""
@@ -81,7 +81,7 @@ def generated(
         raise InputError("One answer is explained at a time. Leave `num_return_sequences` out.")
     device = next(model.parameters()).device
     ids = torch.tensor([prompt.ids[: prompt.n_encoder or None]], device=device)
-    with evaluating(model), in_own_precision(), torch.no_grad(), torch.random.fork_rng(enabled=seed is not None):
+    with running(model), torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         settings = {"do_sample": False, "pad_token_id": lens.pad_id} | _start(prompt, device) | options

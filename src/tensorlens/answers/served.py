@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tensorlens.errors import InputError
-
-CLOSE_ON_AVERAGE, CLOSE_AT_WORST = 0.05, 0.5
-"""Differences of log-probabilities that rounding explains: a server's bfloat16 gives about 0.01, now and then 0.2."""
+from tensorlens.tolerances import SERVED_AT_WORST, SERVED_ON_AVERAGE
 
 
 class Agreement(NamedTuple):
@@ -31,7 +29,7 @@ class Agreement(NamedTuple):
     @property
     def holds(self) -> bool:
         """Whether the two agree as well as rounding lets them."""
-        return self.mean <= CLOSE_ON_AVERAGE and self.largest <= CLOSE_AT_WORST
+        return self.mean <= SERVED_ON_AVERAGE and self.largest <= SERVED_AT_WORST
 
     def __str__(self) -> str:
         """One sentence."""

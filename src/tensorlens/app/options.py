@@ -82,7 +82,7 @@ class ModelOptions:
 
     def check(self, model: str) -> None:
         """Refuse a name that is no model, or rules that do not exist, before torch is imported or a file is read."""
-        from tensorlens.models.resolving import check_name, is_hub_id
+        from tensorlens.models.resolving import check_model_name, is_hub_id
 
         for option, known, given in (
             ("rules", RULES, self.rules),
@@ -91,9 +91,9 @@ class ModelOptions:
         ):
             if given is not None:
                 check_choice(option, given, known)
-        check_name(model)
+        check_model_name(model)
         if is_hub_id(model):
-            from tensorlens.models.hub import ask_hub
+            from tensorlens.models.resolving import ask_hub
 
             ask_hub(model)
 

@@ -15,16 +15,13 @@ from torch.nn.functional import pad
 
 from tensorlens.inside.experts import ExpertRows, expert_rows
 from tensorlens.inside.stream import Stream, Sum, Write
-from tensorlens.memory import free_bytes
+from tensorlens.memory import SHARE_OF_VALUES, free_bytes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
 from tensorlens.program.pieces import Cotangents, Pieces
 from tensorlens.program.program import Program
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording
-
-KEPT_SHARE = 0.1
-"""Part of the free memory that values, and as much again that cotangents of blocks may take between two questions."""
 
 
 class Finer(NamedTuple):
@@ -232,7 +229,7 @@ class ByBlock(dict[int, dict[int, Tensor]]):
     def __init__(self, of: StreamPass) -> None:
         super().__init__()
         device = of.recording.states[0].device
-        self._most = 0.0 if of.recording.is_streamed else KEPT_SHARE * free_bytes(device) / (of.stop - of.start)
+        self._most = 0.0 if of.recording.is_streamed else SHARE_OF_VALUES * free_bytes(device) / (of.stop - of.start)
 
     def keep(self, n: int, found: dict[int, Tensor]) -> None:
         """Keep those of block n; if all blocks took as much there would have to be room for them."""

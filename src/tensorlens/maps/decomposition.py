@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError, MethodError
+from tensorlens.memory import BYTES_OF_VECTORS, bytes_on
 from tensorlens.models.precision import at_least_float32
 from tensorlens.operators.attention_matrices import Mixing
 from tensorlens.program.folding import dense
@@ -28,8 +29,6 @@ from tensorlens.program.paths import Chain, Path, Wiring, before_weight, has_nor
 from tensorlens.recording.recording import Recording, Span
 
 Vectors = Float[Tensor, "*sample out_token in_token channel"]
-CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**26}
-"""Vectors of one chunk of rows; all of them would be L²·D numbers for each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ class Decomposition:
 
     def chunks(self) -> Iterator[slice]:
         """Ranges of output tokens small enough to hold vectors for every source."""
-        n_tokens, most = self.x.shape[-2], CHUNK_BYTES.get(self.x.device.type, 2**26)
+        n_tokens, most = self.x.shape[-2], bytes_on(self.x.device, BYTES_OF_VECTORS)
         size = max(1, most // self.x.nbytes)
         return (slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size))
 

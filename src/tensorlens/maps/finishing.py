@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens.device_work import on_its_way
 from tensorlens.maps.methods import Answer, Question
 from tensorlens.maps.targets import Classes
-from tensorlens.maps.tensor_maps import NOISE
+from tensorlens.tolerances import MAP_NOISE
 
 WARNING = (
     "these scores are what is left of sums that cancel: {kept:.0e} of their magnitudes, so that rounding may be "
@@ -52,7 +52,7 @@ class Finished:
             kept, noise = self.by_row["kept"][chosen], self.by_row["noise"][chosen]
             found["kept"] = kept.tolist()
             worst = int(noise.argmax())
-            if float(noise[worst]) > NOISE:
+            if float(noise[worst]) > MAP_NOISE:
                 found["warning"] = WARNING.format(kept=float(kept[worst]), noise=min(1.0, float(noise[worst])))
         return found
 

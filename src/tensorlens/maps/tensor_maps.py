@@ -11,12 +11,10 @@ from tensorlens.errors import MethodError
 from tensorlens.maps.methods import Answer, Question, Weighed, method
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.norms import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
+from tensorlens.tolerances import TINY
 
 BY_COMPLETENESS = "by completeness"
 """What the notes say of a bias share inferred from completeness, not measured."""
-
-NOISE = 1e-2
-"""A map whose rounding may be this part of it says so."""
 
 TOKENS_TOGETHER = 2**14
 """Tokens of all the inputs that are pushed together."""
@@ -30,7 +28,7 @@ def not_carried(scores: Tensor, total: Tensor) -> Tensor:
 def _rounding(found: Weighed) -> dict[str, Any]:
     """What part of the summed magnitudes is left in the scores, with a warning where rounding may be as large."""
     kept = found.kept
-    noise = torch.finfo(found.scores.dtype).eps / kept.clamp_min(1e-300)
+    noise = torch.finfo(found.scores.dtype).eps / kept.clamp_min(TINY)
     return {"kept": kept, "noise": noise}
 
 

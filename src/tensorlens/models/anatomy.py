@@ -1,14 +1,35 @@
-"""Where the parts of a model are: by its module tree, and by what was seen of one plain pass."""
+"""Where the parts of a model are: its blocks, where its body ends, its head.
+
+The search, step by step:
+
+1. *Watch* one plain pass: which modules were called, and which tensor was made from which (`evidence.watch`). Where
+   blocks are run by methods of theirs, watch another pass in which these count as calls (`observe`).
+2. *By the tree*, `_by_tree`: the list of modules with most weights. What a model says of itself comes first (those of
+   transformers do): its encoder and decoder, its embeddings.
+3. *By what ran*, `chains.find_chain`: calls alike that follow each other, with one state that flows through them.
+4. *Choose*, `_choose`: the tree's list where the user or the model itself named it and it ran, else the chain, else the
+   tree's list if it holds enough of the weights. A chain with two states is refused (`around`).
+5. *The ending*, `endings.find_ending`: from the last block through norms and holders until a head begins; there is X^N.
+6. *The head*, `_head`: the unembedding, and where the logits are if a softmax follows.
+7. *The beginning*, `around.start_before`: where X⁰ is what an embedding gives, since the first block takes only a part.
+8. *The axes*, `endings.channel_axes`: which axis of each state holds channels, by the weights that read it.
+9. *What goes beside*, `around`: other ways from the input to the output, which certificates must mention.
+
+Steps 5 to 9 are put together in `_with_ends`. `Anatomies` remembers what was found, by kind of input.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from tensorlens.errors import AnatomyError
 from tensorlens.models.around import (
     held_sources,
     refuse_second_state,
@@ -26,11 +47,10 @@ from tensorlens.models.chains import (
     is_in_list,
     leaving,
 )
-from tensorlens.models.channels import reading_axis, writing_axis
-from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
-from tensorlens.models.evidence import Evidence, ModuleCall, watch
+from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
+from tensorlens.models.evidence import Evidence, ModuleCall, Seen, watch
+from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_calls import own_methods
-from tensorlens.models.not_found import never_ran, not_found, not_seen
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
@@ -47,16 +67,12 @@ class Anatomy:
         embedding: The layer from token ids to embeddings, if there is one.
         encoder: Path of the encoder, in a model that also has a decoder.
         encoder_blocks: Those of the blocks that are the encoder's.
-        other_stacks: Paths of other lists that might hold the blocks, for inputs that do not go through `stack`.
         body_end: Path of the module whose first output after the last block is $X^N$; None for the output of the last
             block itself; empty for what the model returns, or for the input of its unembedding where it has one.
         has_head: Whether anything follows $X^N$; None if that was not seen.
-        reads_state: Whether the unembedding takes tokens of $X^N$ as they are, all or some of them.
         gives_raw_logits: Whether the model returns what its unembedding gives, with no soft cap or scale behind it.
-        head_linear: Path of the last linear layer before the model's output, if it is no unembedding.
         readout: Path of the module whose output are the logits, where a softmax or its like follows; None if the model
             returns them itself.
-        ends_in: That softmax or its like, if there is one.
         channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
             told.
         state_place: Which of the floating-point tensors that a block returns is the state.
@@ -78,14 +94,10 @@ class Anatomy:
     embedding: nn.Module | None = None
     encoder: str | None = None
     encoder_blocks: tuple[nn.Module, ...] = ()
-    other_stacks: tuple[str, ...] = ()
     body_end: str | None = None
     has_head: bool | None = None
-    reads_state: bool = False
     gives_raw_logits: bool = False
-    head_linear: str | None = None
     readout: str | None = None
-    ends_in: str | None = None
     channels: tuple[int | None, ...] = ()
     state_place: int = 0
     entry_place: int = 0
@@ -107,21 +119,6 @@ class Anatomy:
         listed = dict(self.model.named_modules()).get(self.stack)
         return isinstance(listed, LISTS) and len(listed) > len(set(self.blocks))
 
-    @cached_property
-    def bytes_per_token(self) -> int:
-        """About how much memory the factors of a pass take: gains, statistics, gates, queries and keys of blocks."""
-        weights = [p for block in self.blocks for p in block.parameters() if p.dim() == 2]
-        # Gains and statistics are held in float32, the rest in the model's own type.
-        return sum(max(3, 2 * weight.dtype.itemsize) * max(weight.shape) for weight in weights)
-
-    def alternatives(self) -> Iterator[Anatomy]:
-        """The same model with its blocks in another list."""
-        for stack in self.other_stacks:
-            blocks = blocks_in(self.model.get_submodule(stack))
-            yield replace(
-                self, stack=stack, blocks=blocks, other_stacks=(), encoder=None, encoder_blocks=(), n_alike=None
-            )
-
 
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
     """Find the blocks of a model, where its body ends, and its head.
@@ -136,25 +133,14 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         blocks: Path of the list of blocks, or several paths with commas between them, where the guess is wrong.
     """
     model = _inside_compiled(model)
-    named = _by_tree(model, blocks)
+    tree = _by_tree(model, blocks)
     if evidence is None:
-        if named is None:
-            raise not_found(model)
-        return named
+        if tree is None:
+            raise _nothing_repeats(model)
+        return tree
     chain = [] if blocks is not None else find_chain(evidence)
-    is_named = blocks is not None or _is_known_type(model)
-    if chain and not is_named:
-        return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
-    for candidate in () if named is None else (named, *named.alternatives()):
-        calls = _calls_of(candidate, evidence)
-        if calls and (is_named or holds_enough(calls, evidence)):
-            return _with_ending(candidate, calls, evidence)
-    if chain:
-        return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
-    if named is None or _calls_of(named, evidence):
-        raise not_found(model)
-    ran = next((call for call in evidence.calls if call.module in named.blocks), None)
-    raise never_ran(model, named.stack) if ran is None else not_seen(model, ran)
+    found, calls = _choose(model, tree, chain, evidence)
+    return _with_ends(found, calls, evidence)
 
 
 def observe(model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | None = None) -> tuple[Anatomy, Evidence]:
@@ -163,12 +149,81 @@ def observe(model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | Non
     Blocks that are run by a method, and not called, are seen in a second pass, in which their methods count as calls.
     """
     evidence = watch(model, arguments)
-    named = _by_tree(_inside_compiled(model), blocks)
-    entered = [one for one in (named, *named.alternatives()) if _is_entered_directly(one, evidence)] if named else []
-    if not entered:
+    tree = _by_tree(_inside_compiled(model), blocks)
+    if tree is None or not _is_entered_directly(tree, evidence):
         return find_anatomy(model, evidence, blocks=blocks), evidence
-    evidence = watch(model, arguments, entered[0].blocks)
+    evidence = watch(model, arguments, tree.blocks)
     return replace(find_anatomy(model, evidence, blocks=blocks), by_methods=True), evidence
+
+
+class Anatomies:
+    """The anatomy of a model at each kind of input, found by one plain pass the first time.
+
+    Args:
+        model: The model.
+        blocks: As for `find_anatomy`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
+        self._model, self._blocks = model, blocks
+        self._known: dict[Any, Anatomy] = {}
+        self.seen: Evidence | None = None
+        """The plain pass of the last input that was new, until somebody has compared it with its recording."""
+
+    def at(self, arguments: Mapping[str, Any]) -> Anatomy:
+        """The anatomy for a forward pass with these keyword arguments."""
+        key = self._modules(), kind_of_input(arguments)
+        if key not in self._known:
+            self._known[key], self.seen = observe(self._model, arguments, blocks=self._blocks)
+        return self._known[key]
+
+    def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
+        """A recording has shown more than a plain pass did."""
+        self._known[self._modules(), kind_of_input(arguments)] = found
+
+    def _modules(self) -> tuple[Any, ...]:
+        """Which modules the model has, and whether hooks or a forward of their own change what they do."""
+        every = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
+        return every + tuple(
+            (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
+            for module in self._model.modules()
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was found: identities mean nothing in another process."""
+        return {"_model": self._model, "_blocks": self._blocks, "_known": {}, "seen": None}
+
+
+def kind_of_input(arguments: Mapping[str, Any]) -> Any:
+    """What an anatomy depends on in an input: its names, types, axes and which of them are single."""
+    return frozenset((keystr(path), _kind(leaf)) for path, leaf in tree_leaves_with_path(dict(arguments)))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, tuple(size == 1 for size in leaf.shape)
+    if isinstance(leaf, Mapping):
+        return kind_of_input(leaf)
+    return leaf if isinstance(leaf, (bool, int, str, torch.dtype, type(None))) else type(leaf)
+
+
+# Step 4: choose -------------------------------------------------------------------------------------------------------
+
+
+def _choose(model: nn.Module, tree: Anatomy | None, chain: Chain, evidence: Evidence) -> tuple[Anatomy, Chain]:
+    """The anatomy to believe, and the calls of its blocks."""
+    is_named = _is_known_type(model) or tree is not None and tree.asked is not None
+    if chain and not is_named:
+        return _by_chain(model, chain, evidence), chain
+    calls = [] if tree is None else _calls_of(tree, evidence)
+    if tree is not None and calls and (is_named or holds_enough(calls, evidence)):
+        return tree, calls
+    if chain:
+        return _by_chain(model, chain, evidence), chain
+    if tree is None or calls:
+        raise _nothing_repeats(model)
+    ran = next((call for call in evidence.calls if call.module in tree.blocks), None)
+    raise never_ran(model, tree.stack) if ran is None else _not_seen(model, ran)
 
 
 def _inside_compiled(model: nn.Module) -> nn.Module:
@@ -183,9 +238,6 @@ def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
     entered = [block for block in anatomy.blocks if paths[id(block)] in inside and not isinstance(block, LISTS)]
     return any(own_methods(block) for block in entered)
-
-
-# By what ran ---------------------------------------------------------------------------------------------------------
 
 
 def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
@@ -233,49 +285,63 @@ def _calls_of(anatomy: Anatomy, evidence: Evidence) -> Chain:
     return _outermost({id(block) for block in anatomy.blocks} - encoder, evidence)
 
 
-def _encoder_calls(anatomy: Anatomy, evidence: Evidence) -> Chain:
-    return _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
-
-
 def _outermost(modules: set[int], evidence: Evidence) -> Chain:
     calls = [call for call in evidence.calls if id(call.module) in modules and call.taken and call.given]
     return [call for call in calls if not any(id(holder.module) in modules for holder in call.holders())]
 
 
-def _with_ending(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
+# Steps 5 to 9: ending, head, beginning, axes, what goes beside --------------------------------------------------------
+
+
+def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
+    """The anatomy of these calls with all that is before, behind and beside them."""
     ending = find_ending(chain, evidence, _known_body(anatomy, chain))
-    linear = ending.head_linear
-    # One that never ran is none: some heads read its weight, joined to another, and make the logits themselves.
-    named = next((call for call in evidence.calls if call.module is anatomy.unembedding), None)
-    unembedding = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
-    if unembedding is not None and not is_all_of_head(named or linear, ending, evidence):
-        unembedding = None
-    readout, ends_in = find_readout(evidence, linear)
-    taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
-    if ending.body_end is None and len(taken) == 1 and taken[0].shape == ending.state.shape:
-        # A final norm that is a mere function: the state is what the head reads.
-        is_same = evidence.is_same(taken[0].node, ending.state.node) or not evidence.is_flow_known
-        ending = ending if is_same else replace(ending, body_end="", state=taken[0])
-    encoder = _encoder_calls(anatomy, evidence)
+    head = _head(anatomy, ending, evidence)
+    ending = _read_by_head(ending, head.taken, evidence)
+    encoder = _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
     ends = [seen.node for seen in (ending.state, evidence.output) if seen is not None]
     start = None if _is_known_type(anatomy.model) else start_before(chain, ends, evidence)
     return replace(
         anatomy if start is None else replace(anatomy, embedding=start.module, starts_early=True),
-        unembedding=unembedding,
+        unembedding=head.unembedding,
         body_end=ending.body_end,
-        has_head=ending.has_head or unembedding is not None,
-        reads_state=bool(taken) and evidence.is_same(taken[-1].node, ending.state.node),
-        gives_raw_logits=_gives_raw_logits(unembedding, evidence),
-        head_linear=None if linear is None or linear.module is unembedding else linear.path,
-        readout=readout,
-        ends_in=ends_in,
-        channels=_channels(encoder, chain, ending, evidence),
+        has_head=ending.has_head or head.unembedding is not None,
+        gives_raw_logits=_gives_raw_logits(head.unembedding, evidence),
+        readout=find_readout(evidence, ending.head_linear),
+        channels=channel_axes((*encoder, *chain), ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
         beside=stacks_beside(chain, encoder, evidence),
-        n_alike=_count_alike(anatomy, (*encoder, *chain), unembedding, evidence),
+        n_alike=_count_alike(anatomy, (*encoder, *chain), head.unembedding, evidence),
         entry_place=chain[0].place,
         state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
     )
+
+
+class _Head(NamedTuple):
+    """The unembedding, if there is one, and the tensors that it took, call by call."""
+
+    unembedding: nn.Linear | None
+    taken: list[Seen]
+
+
+def _head(anatomy: Anatomy, ending: Ending, evidence: Evidence) -> _Head:
+    """The layer from states to logits of a vocabulary, if all that becomes of the state goes through its weights."""
+    # One that never ran is none: some heads read its weight, joined to another, and make the logits themselves.
+    named = next((call for call in evidence.calls if call.module is anatomy.unembedding), None)
+    linear = ending.head_linear
+    unembedding = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
+    if unembedding is not None and not is_all_of_head(named or linear, ending, evidence):
+        unembedding = None
+    taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
+    return _Head(unembedding, taken)
+
+
+def _read_by_head(ending: Ending, taken: Sequence[Seen], evidence: Evidence) -> Ending:
+    """The same ending, or what the head reads where a final norm is a mere function, which no module call shows."""
+    if ending.body_end is not None or len(taken) != 1 or taken[0].shape != ending.state.shape:
+        return ending
+    is_same = evidence.is_same(taken[0].node, ending.state.node) or not evidence.is_flow_known
+    return ending if is_same else replace(ending, body_end="", state=taken[0])
 
 
 def _gives_raw_logits(unembedding: nn.Linear | None, evidence: Evidence) -> bool:
@@ -319,22 +385,7 @@ def _as_unembedding(
     return linear.module if is_per_token and size is not None and linear.module.out_features >= 0.9 * size else None
 
 
-def _channels(encoder: Chain, chain: Chain, ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
-    found = [reading_axis(entering(call), call.walk(), evidence) for call in (*encoder, *chain)]
-    end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), chain[-1])
-    last = found[-1] if end is chain[-1] and ending.state.shape == entering(end).shape else None
-    if end is not chain[-1] and end.taken and end.taken[0].shape == ending.state.shape:
-        last = reading_axis(end.taken[0], end.walk(), evidence)
-    if last is None:
-        last = writing_axis(ending.state, end.walk())
-    if last is None:  # states joined to one: what follows reads them, or they are laid out as before
-        last = reading_axis(ending.state, evidence.calls[end.number :], evidence)
-    if last is None and len(ending.state.shape) == len(entering(chain[-1]).shape):
-        last = found[-1]
-    return (*found, last)
-
-
-# By the tree ---------------------------------------------------------------------------------------------------------
+# Step 2: by the tree --------------------------------------------------------------------------------------------------
 
 
 def _is_known_type(model: nn.Module) -> bool:
@@ -346,7 +397,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
     """The blocks by the module tree: the list of modules that holds most of the parameters.
 
     With an encoder and a decoder, there is such a list in each. In a model of several towers the one of the language
-    model is taken, if its input goes through it.
+    model is taken; an input that does not go through it is refused, with the advice to name another (`blocks=`).
     """
     unembedding = ask(model, "get_output_embeddings")
     common: dict[str, Any] = {
@@ -368,21 +419,37 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
             blocks=of_encoder + of_decoder,
             encoder=encoder,
             encoder_blocks=of_encoder,
-            other_stacks=tuple(stack for stack in stacks(model) if stack != decoder_stack),
         )
     found = stacks(model)
     if not found:
-        return _of_attributes(common)
-    return Anatomy(
-        **common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])), other_stacks=tuple(found[1:])
+        return None
+    return Anatomy(**common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])))
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def _nothing_repeats(model: nn.Module) -> AnatomyError:
+    """Nothing in the model repeats."""
+    return AnatomyError(
+        f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
+        "modules alike that follow each other; found neither. "
+        f'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`. {WHAT_IS_NEEDED}'
     )
 
 
-def _of_attributes(common: dict[str, Any]) -> Anatomy | None:
-    """For a model without lists, until it was seen to run: its parts that hold several weights."""
-    parts = {
-        name: part
-        for name, part in common["model"].named_children()
-        if sum(weight.dim() > 1 for weight in part.parameters()) > 1
-    }
-    return Anatomy(**common, stack=", ".join(parts), blocks=tuple(parts.values())) if parts else None
+def never_ran(model: nn.Module, stack: str) -> AnatomyError:
+    """This input goes past the blocks."""
+    return AnatomyError(
+        f"The blocks in `{stack}` of `{type(model).__name__}` never ran on this input. Expected the forward pass to go "
+        "through them, and no answer from memory; pass the path of the right list as `blocks=`."
+    )
+
+
+def _not_seen(model: nn.Module, ran: ModuleCall) -> AnatomyError:
+    """A block takes or gives something in which no state can be seen."""
+    return AnatomyError(
+        f"`{ran.path}` of `{type(model).__name__}` ran, but no state was seen to {'leave' if ran.taken else 'enter'} "
+        "it: expected a tensor of floats with tokens and channels, by itself or in a tuple, a list, a dictionary or a "
+        "dataclass. Let the block take and return its state so, or pass the path of the right list as `blocks=`."
+    )

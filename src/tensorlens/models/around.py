@@ -119,7 +119,7 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
                 raise AnatomyError(
                     f"`{b.path}` takes two states that blocks before it gave, of shapes {entering(b).shape} and "
                     f"{seen.shape}, both made of the same input; expected one state that goes from block to block. "
-                    "To look at a part in which one of them goes on alone, pass the path of its list as `blocks=`."
+                    "To look at a part in which one of them continues alone, pass the path of its list as `blocks=`."
                 )
 
 

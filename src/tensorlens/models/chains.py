@@ -1,4 +1,20 @@
-"""The chain of blocks in what ran: calls alike, one after the other, through which one state flows."""
+"""The chain of blocks in what ran: calls alike, one after the other, through which one state flows.
+
+`find_chain` works from the inside out. Its steps, of which `_Search._parts` takes 2 to 5 in every call that has parts:
+
+1. *States first* (`put_states_first`): where calls alike take a mask or positions before their state, the state is what
+   each of them hands to the next.
+2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with `COVERED` of its weights in it and the
+   state going through them and not around (`_is_cut`, `_joins`), stands for the blocks in it; any other, for itself.
+3. *What repeats* (`_repeated`): stages, calls that have their like beside them, and what stands in one list with those.
+4. *A series* (`_series`): the heaviest sequence of these in which the state flows from each to the next.
+5. *Strike out* (`_lonely`, `_between`): members whose like is not in the series, adapters between the blocks. Then 4
+   again, until there is nothing to strike out.
+6. *Without the stem* (`without_stem`): small convolutions over pixels may be alike too.
+
+If fewer than two blocks come out, it is tried again less strictly: stages around which the state may go, then modules
+that are alike by their class alone.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +33,6 @@ PASSIVE = (*LISTS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
 """What may be in a linear layer besides its weights."""
 COVERED = 0.5
 """A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
-CUT = 0.3
-"""And if the whole state passes through this part of its members: around attention and its like goes a residual."""
 STEM = 0.001
 """A first block with a smaller part of the chain's weights belongs to what comes before."""
 SMALL = 0.2
@@ -31,11 +45,7 @@ Chain = list[ModuleCall]
 
 
 def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
-    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats.
-
-    Found from the inside out: in every call, the calls alike that follow each other are a run; a call that consists of
-    a run is opened, so that the blocks of several stages come to be one chain.
-    """
+    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats."""
     put_states_first(evidence)
     for sound, by_weights in ((True, True), (False, True), (True, False)):
         search = _Search(evidence, sound, by_weights)
@@ -264,7 +274,7 @@ class _Search:
         return self.evidence.reaches(sources, entering(first).node, past=past, since=last.start)
 
     def _is_cut(self, parts: list[_Part], stage: ModuleCall) -> bool:
-        """Whether the state of a stage goes through most of its parts, and not around them.
+        """Whether the state of a stage goes through one of its parts at least, and not around all of them.
 
         By its parts, not by the blocks in them: around attention and a feed-forward goes a residual each, and their
         layers may be modules alike, of several weights (LoRA), through which all goes.
@@ -285,7 +295,7 @@ class _Search:
             not self._is_layer(part) and not is_bypassed(part, target)
             for part, target in zip(parts, targets, strict=False)
         ]
-        return sum(cuts) >= CUT * len(cuts)
+        return any(cuts)
 
     def _is_layer(self, part: _Part) -> bool:
         """Whether a part is linear layers alone, and changes the number of channels: one of attention's, with LoRA."""

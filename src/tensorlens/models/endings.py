@@ -1,14 +1,15 @@
-"""What follows the blocks: the end of the body, whose output is $X^N$, and the head."""
+"""What follows the blocks: the end of the body, whose output is $X^N$, and the head; and where states hold channels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from tensorlens.models.chains import Chain, is_in_list, leaving
+from tensorlens.models.chains import Chain, entering, is_in_list, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
 from tensorlens.models.module_calls import has_hooks
 
@@ -188,18 +189,17 @@ def _last_linear(state: Seen, evidence: Evidence) -> ModuleCall | None:
     return None
 
 
-def find_readout(evidence: Evidence, head: ModuleCall | None) -> tuple[str | None, str | None]:
-    """Path of the module whose output a softmax or its like turns into the model's output, and what that one is."""
+def find_readout(evidence: Evidence, head: ModuleCall | None) -> str | None:
+    """Path of the module whose output a softmax or its like turns into the model's output, if one does."""
     if evidence.output is None:
-        return None, None
-    made = [end for node, end in evidence.ends.items() if evidence.is_same(node, evidence.output.node)]
-    if not made:
-        return None, None
-    name, source = made[-1]
-    if head is not None and evidence.is_same(head.given[0].node, source):
-        return head.path, name
-    given = [c.path for c in evidence.calls if c.path and c.given and evidence.is_same(c.given[0].node, source)]
-    return (given[-1] if given else None), name
+        return None
+    sources = [taken for node, taken in evidence.ends.items() if evidence.is_same(node, evidence.output.node)]
+    if not sources:
+        return None
+    if head is not None and evidence.is_same(head.given[0].node, sources[-1]):
+        return head.path
+    given = [c.path for c in evidence.calls if c.path and c.given and evidence.is_same(c.given[0].node, sources[-1])]
+    return given[-1] if given else None
 
 
 def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) -> bool:
@@ -212,3 +212,72 @@ def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) 
     if output is None or not call.given or not evidence.is_flow_known:
         return True
     return not evidence.reaches({ending.state.node}, output.node, past={call.given[0].node}, since=ending.state.node)
+
+
+# Which axis of a state holds its channels -----------------------------------------------------------------------------
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CHANNELS_SECOND = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+
+
+def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
+    """The channel axis of the state that enters each block, and of $X^N$: asked of those who read it."""
+    found = [_reading_axis(entering(call), call.walk(), evidence) for call in blocks]
+    last = blocks[-1]
+    end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), last)
+    return (*found, _last_axis(found[-1], last, end, ending, evidence))
+
+
+def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: Ending, evidence: Evidence) -> int | None:
+    """The channel axis of $X^N$: the first of several witnesses that knows."""
+    state, is_block = ending.state, end is last
+    if is_block and state.shape == entering(end).shape and before is not None:
+        return before
+    if not is_block and end.taken and end.taken[0].shape == state.shape:
+        axis = _reading_axis(end.taken[0], end.walk(), evidence)
+        if axis is not None:
+            return axis
+    # States may have been joined to one: what follows reads them.
+    axis = _reading_axis(state, evidence.calls[end.number :], evidence)
+    if axis is None and len(state.shape) == len(entering(last).shape):  # or they are laid out as before
+        axis = before
+    return axis
+
+
+def _reading_axis(state: Seen, calls: Iterable[ModuleCall], evidence: Evidence) -> int | None:
+    """The channel axis of a state by the first weights among `calls` that read it; None if none tells."""
+    readers = [
+        call
+        for call in calls
+        if not call.children and call.taken and evidence.reaches({state.node}, call.taken[0].node, since=state.node)
+    ]
+    return _first_axis(state, [(call.taken[0].shape, *_weights_of(call.module)) for call in readers])
+
+
+def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, int | None]]) -> int | None:
+    """The axis by the first witness that saw the state as it is, or else by the first with a number that fits."""
+    shape = state.shape
+    for other, n_channels, axis in witnesses:
+        if axis is not None and shape == other and -len(shape) <= axis < len(shape) and shape[axis] == n_channels:
+            return axis % len(shape)
+    batch = next((i for i in (0, 1) if shape[i] == 1), None)
+    for _, n_channels, _ in witnesses:
+        fitting = [i for i, size in enumerate(shape) if size == n_channels and i != batch]
+        if len(fitting) == 1:
+            return fitting[0]
+    return None
+
+
+def _weights_of(module: Any) -> tuple[int | None, int | None]:
+    """How many channels a module reads, and at which axis of its input, as far as known."""
+    if isinstance(module, _CONVOLUTIONS):
+        return module.in_channels, 1 - module.weight.dim()
+    if isinstance(getattr(module, "in_features", None), int):
+        return module.in_features, -1
+    if isinstance(module, _CHANNELS_SECOND):
+        return int(getattr(module, "num_features", None) or module.num_channels), 1  # type: ignore[arg-type]
+    weights = list(module.parameters(recurse=False))
+    if not weights or any(weight.dim() != 1 for weight in weights):
+        return None, None
+    # A subclass of the norms may put its channels elsewhere, and an own norm says nothing of where they are.
+    return weights[0].numel(), -1 if type(module) in (nn.LayerNorm, nn.RMSNorm) else None

@@ -6,9 +6,8 @@ is a node, whose parents are the nodes it was made from. Nothing of the pass is 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +16,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorlens.models.modes import evaluating, in_own_precision
-from tensorlens.models.module_calls import Call, observing
-from tensorlens.models.own_errors import own_errors, refuse_without_values
+from tensorlens.models.layouts import is_state, main_tensor
+from tensorlens.models.module_calls import Call
+from tensorlens.models.runner import own_errors, refuse_without_values, running
+from tensorlens.trees import map_tensors, tensors_in
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
 """Operations whose output holds values of their first input, elsewhere. Views share the storage and need no name."""
 
 ENDS = frozenset({"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward", "argmax"})
 """Operations that may turn logits into probabilities, or a choice, at the end of a model."""
-
-
-NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
-"""What the state or the logits are called in outputs with names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class Evidence:
         calls: Every module call, by its beginning.
         parents: For each node the nodes that it was made from.
         origins: For each node the one that first held its values: views and copies have that of their source.
-        ends: For nodes that a softmax or its like made, its name and the node it took.
+        ends: For nodes that a softmax or its like made, the node it took.
         output: What the model returned: its logits or its state.
         is_flow_known: Whether operations were seen; otherwise nodes only tell which modules shared a tensor.
         n_inputs: How many of the nodes, the first ones, are tensors that the model was called with.
@@ -110,7 +106,7 @@ class Evidence:
     calls: tuple[ModuleCall, ...]
     parents: tuple[tuple[int, ...], ...]
     origins: tuple[int, ...]
-    ends: Mapping[int, tuple[str, int]]
+    ends: Mapping[int, int]
     output: Seen | None
     is_flow_known: bool
     n_inputs: int = 0
@@ -175,14 +171,10 @@ def watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[n
 def _watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[nn.Module], flow: _Flow) -> Evidence:
     calls = _Calls(model, flow, methods_of)
     with ExitStack() as stack:
-        stack.enter_context(in_own_precision())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(evaluating(model))
-        stack.enter_context(eagerly())
-        stack.enter_context(observing(calls.at, methods_of))
+        stack.enter_context(running(model, observer=calls.at, methods_of=methods_of))
         if flow.seen:
             stack.enter_context(flow)
-        arguments = copy_containers(arguments)
+        arguments = map_tensors(lambda tensor: tensor, arguments)  # a model may write into dictionaries it is given
         for tensor in tensors_in(arguments):
             flow.see(tensor)
         n_inputs = len(flow.parents)
@@ -200,64 +192,10 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[
     )
 
 
-def copy_containers(value: Any) -> Any:
-    """The same tensors in new dictionaries and lists, for a model that writes into those it is given."""
-    if isinstance(value, Mapping):
-        items = {name: copy_containers(item) for name, item in value.items()}
-        return items if type(value) is dict or not hasattr(value, "data") else type(value)(items)  # type: ignore[call-arg]
-    return [copy_containers(item) for item in value] if type(value) is list else value
-
-
-def main_tensor(output: Any) -> Tensor | None:
-    """The state or the logits in what a module returned: a loss and a missing loss are passed over."""
-    for name in NAMES:
-        named = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(named, Tensor):
-            return named
-    return next((tensor for tensor in tensors_in(output) if _is_state(tensor)), None)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_record(value):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
-
-
-def is_record(value: Any) -> bool:
-    """Whether a value is of a dataclass, and not one itself."""
-    return hasattr(type(value), "__dataclass_fields__")
-
-
-def _is_state(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() >= 2 and not tensor.is_nested
-
-
 def _size(tensor: Tensor) -> Tensor:
     """A norm, on the tensor's own device: nobody waits for it."""
     with torch._C._DisableTorchDispatch():  # it is no part of the flow
         return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Compiled parts run as their own code, and fused Transformer layers as their modules."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class _Flow(TorchDispatchMode):
@@ -268,7 +206,7 @@ class _Flow(TorchDispatchMode):
         self.seen = seen
         self.parents: list[tuple[int, ...]] = []
         self.origins: list[int] = []
-        self.ends: dict[int, tuple[str, int]] = {}
+        self.ends: dict[int, int] = {}
         self._nodes: dict[int, int] = {}
         self._storages: list[StorageWeakRef] = []  # held, so that no address is used twice
 
@@ -288,7 +226,7 @@ class _Flow(TorchDispatchMode):
         if node is not None and name in MOVES:
             self.origins[node] = self.origins[sources[0]]
         if node is not None and name in ENDS:
-            self.ends[node] = name.strip("_"), sources[0]
+            self.ends[node] = sources[0]
 
     def see(self, tensor: Tensor, sources: tuple[int, ...] = ()) -> Seen:
         """A tensor that a module took or gave; one that is new was made from `sources`, by code that was not seen."""
@@ -335,7 +273,7 @@ class _Calls:
         parent = self._open[-1] if self._open else None
         made = ModuleCall(len(self.made), path, module, parent, len(self._flow.parents))
         made.taken = self._taken(args, kwargs)
-        made.sizes = tuple(map(_size, filter(_is_state, tensors_in((args, kwargs)))))
+        made.sizes = tuple(map(_size, filter(is_state, tensors_in((args, kwargs)))))
         made.several_states = bool(args) and _holds_several(args[0])
         self.made.append(made)
         if parent is not None:
@@ -347,9 +285,9 @@ class _Calls:
             self._open.pop()
         found = main_tensor(output)
         sources = tuple(seen.node for seen in made.taken)
-        others = [tensor for tensor in tensors_in(output) if _is_state(tensor) and tensor is not found]
+        others = [tensor for tensor in tensors_in(output) if is_state(tensor) and tensor is not found]
         given = ([] if found is None else [found]) + others
-        made.given = tuple(self._flow.see(tensor, sources) for tensor in given if _is_state(tensor))
+        made.given = tuple(self._flow.see(tensor, sources) for tensor in given if is_state(tensor))
         made.stop = len(self._flow.parents)
         return output
 
@@ -358,8 +296,8 @@ class _Calls:
         return named + taken if "hidden_states" in kwargs or not taken else taken + named
 
     def _seen(self, values: Any) -> tuple[Seen, ...]:
-        return tuple(self._flow.see(tensor) for tensor in tensors_in(values) if _is_state(tensor))
+        return tuple(self._flow.see(tensor) for tensor in tensors_in(values) if is_state(tensor))
 
 
 def _holds_several(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and sum(isinstance(v, Tensor) and _is_state(v) for v in value) > 1
+    return isinstance(value, (tuple, list)) and sum(isinstance(v, Tensor) and is_state(v) for v in value) > 1

@@ -76,6 +76,16 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         ) from error
 
 
+def constant_arguments(model: nn.Module) -> dict[str, Any]:
+    """No cache, which would cut the influence of earlier tokens; outputs by name."""
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix"):
+        arguments["return_dict"] = True
+    return arguments
+
+
 def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
     """The token ids of a text, (sample, token), among the arguments of a forward pass or one dictionary deeper."""
     for level in (arguments, *(value for value in arguments.values() if isinstance(value, Mapping))):

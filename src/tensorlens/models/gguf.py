@@ -11,26 +11,28 @@ import importlib.util
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorlens.errors import LoadError, missing_extra
 from tensorlens.models.cache import cache_key, convert_once
 from tensorlens.models.foreign_files import MOST_BLOCKS, check_proportion, foreign_reader
-from tensorlens.models.gguf_header import read_once
-from tensorlens.models.gguf_tokenizer import Metadata, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAGIC = b"GGUF"
 
 
-def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> Path:
+def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None) -> Path:
     """The folder a `.gguf` file converts to, made on first use.
 
     Args:
         name: For messages and the name of the copy.
         parts: The file, or the pieces it was cut into, in order.
-        pinned: See `cache_key`.
+        version: See `cache_key`.
 
     Raises:
         LoadError: The file is not GGUF, or its architecture is one transformers cannot read.
@@ -46,7 +48,7 @@ def convert_gguf(name: str, parts: Sequence[Path], *, pinned: bool = False) -> P
             with _one_file(parts, target) as file, _progress_for_people(), read_once(file):
                 _dequantise(name, file, target)
 
-    return convert_once(cache_key(name, parts, pinned=pinned), make)
+    return convert_once(cache_key(name, parts, version=version), make)
 
 
 def check_magic(name: str, file: Path) -> None:
@@ -132,3 +134,101 @@ def check_header(name: str, file: Path) -> None:
         count = metadata.get(f"{architecture}.{what}", 0)
         if not isinstance(count, int) or not 0 <= count <= MOST_BLOCKS:
             raise LoadError(f"{name}: the header says {what} = {count}; at most {MOST_BLOCKS} are read.")
+
+
+# The header -----------------------------------------------------------------------------------------------------------
+
+_PATCHING = threading.RLock()
+"""Two conversions at once would each put back what the other has put there."""
+
+
+@contextlib.contextmanager
+def read_once(file: Path) -> Iterator[None]:
+    """Whoever asks for a `gguf.GGUFReader` of `file` gets the same one, for as long as it takes.
+
+    transformers reads the header anew for the configuration, the tokenizer and the weights, each time element by
+    element through `numpy.memmap`, whose every slice runs Python code: with a vocabulary of 150,000 tokens that is most
+    of a conversion.
+    """
+    import gguf
+
+    with _PATCHING:
+        usual, kept = gguf.GGUFReader, _plain_reader(gguf.GGUFReader, file)
+
+        def reader(path: str | os.PathLike[str], *rest: Any, **options: Any) -> Any:
+            is_kept = not rest and not options and Path(path).resolve() == file.resolve()
+            return kept if is_kept else usual(path, *rest, **options)
+
+        gguf.GGUFReader = reader  # type: ignore[assignment,misc]
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = usual
+
+
+def _plain_reader(usual: Any, file: Path) -> Any:
+    """A reader that slices a plain array over the mapped file."""
+
+    class PlainReader(usual):
+        def __setattr__(self, name: str, value: Any) -> None:
+            import numpy as np
+
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+    return PlainReader(file)
+
+
+# The tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `file`, framing its input as the file says."""
+    from tokenizers.models import Unigram
+    from transformers import AutoTokenizer
+
+    metadata = Metadata(file)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    is_gemma = metadata.get("general.architecture", "").startswith("gemma")
+    if is_gemma and isinstance(tokenizer.backend_tokenizer.model, Unigram):
+        raise LoadError(
+            f"{file.name}: this version of transformers takes the tokenizer of Gemma for another kind, and would cut "
+            "texts otherwise than the model was trained on. Install transformers>=5.22."
+        )
+    return _framed(tokenizer, metadata)
+
+
+class Metadata:
+    """Values of a GGUF file by key, each decoded when asked for."""
+
+    def __init__(self, file: Path) -> None:
+        from gguf import GGUFReader
+
+        self._fields = GGUFReader(file).fields
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value of `key`, or `default` if the file has none."""
+        return self._fields[key].contents() if key in self._fields else default
+
+
+def _framed(tokenizer: Any, metadata: Metadata) -> PreTrainedTokenizerBase:
+    """The tokenizer with the first and last token the file asks for, which transformers leaves out."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    # Convention: as in llama.cpp, a sentencepiece vocabulary has a beginning token unless the file denies it.
+    is_sentencepiece = metadata.get("tokenizer.ggml.model", "") == "llama"
+    wants_bos = metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece)
+    wants_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    bos = [tokenizer.bos_token] if wants_bos and tokenizer.bos_token else []
+    eos = [tokenizer.eos_token] if wants_eos and tokenizer.eos_token else []
+    backend = tokenizer.backend_tokenizer
+    if bos or eos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*bos, "$A", *eos],
+            pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
+            special_tokens=[(token, backend.token_to_id(token)) for token in (*bos, *eos)],
+        )
+    # The plain class: a class of the family would build its own frame again on loading.
+    framed = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+    framed.chat_template = tokenizer.chat_template
+    return framed

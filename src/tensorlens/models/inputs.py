@@ -32,9 +32,6 @@ from tensorlens.models.forward_signature import (
 from tensorlens.models.forward_signature import forward_parameters as forward_parameters
 from tensorlens.models.forward_signature import max_tokens as max_tokens
 from tensorlens.models.labels import patch_labels, token_labels, with_patches
-from tensorlens.models.padding import batch_size as batch_size
-from tensorlens.models.padding import drop_padding as drop_padding
-from tensorlens.models.padding import split_batch as split_batch
 from tensorlens.models.plain_text import check_unicode, names_image
 
 
@@ -295,6 +292,40 @@ def _as_tensors(processed: Mapping[str, Any], device: torch.device) -> dict[str,
         for name, value in processed.items()
         if name != "labels"
     }
+
+
+def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """One sample without the padding before and after it, as if it were alone.
+
+    A mask with a hole is no padding: tokens behind it keep their places, and the mask stays. So does one beside given
+    positions, since transformers reads positions alone as several texts in a row.
+    """
+    arguments = dict(arguments)
+    for prefix in ("", "decoder_"):
+        mask = arguments.get(f"{prefix}attention_mask")
+        ids = arguments.get(f"{prefix}input_ids", arguments.get(f"{prefix}inputs_embeds"))
+        has_positions = arguments.get(f"{prefix}position_ids") is not None
+        if mask is None and has_positions and isinstance(ids, Tensor) and ids.dim() >= 2:
+            arguments[f"{prefix}attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
+            continue
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != 1:
+            continue
+        if ids is None or ids.shape[:2] != mask.shape or not mask.any():
+            continue
+        places = mask[0].nonzero()[:, 0]
+        kept = slice(int(places[0]), int(places[-1]) + 1)
+        aligned = [
+            name
+            for name, value in arguments.items()
+            if isinstance(value, Tensor)
+            and value.dim() >= 2
+            and value.shape[:2] == mask.shape
+            and name.startswith("decoder_") == bool(prefix)
+        ]
+        arguments |= {name: arguments[name][:, kept] for name in aligned}
+        if not has_positions and len(places) == kept.stop - kept.start:
+            del arguments[f"{prefix}attention_mask"]
+    return arguments
 
 
 # Images --------------------------------------------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.evidence import main_tensor, tensors_in
+from tensorlens.trees import map_tensors, tensors_in
 
 
 class AxisLayout(NamedTuple):
@@ -114,11 +115,28 @@ def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n
 
 # In what modules take and give ---------------------------------------------------------------------------------------
 
+NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
+"""What the state or the logits are called in outputs with names."""
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """The state or the logits in what a module returned: a loss and a missing loss are passed over."""
+    for name in NAMES:
+        named = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(named, Tensor):
+            return named
+    return next((tensor for tensor in tensors_in(output) if is_state(tensor)), None)
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether a tensor may be a state: of floats, with tokens and channels."""
+    return tensor.is_floating_point() and tensor.dim() >= 2 and not tensor.is_nested
+
 
 def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", place: int = 0) -> Tensor:
     """The hidden state among a block's arguments: `hidden_states`, or a tensor of floats, the first if `place` is 0."""
     candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
-    found = [one for one in tensors_in(candidates) if one.is_floating_point() and one.dim() >= 2]
+    found = [one for one in tensors_in(candidates) if is_state(one)]
     if found:
         return found[place if place < len(found) else 0]
     given = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
@@ -145,7 +163,7 @@ def state_of(output: Any, place: int = 0) -> Tensor:
     """
     found = main_tensor(output) if place == 0 else None
     if found is None:
-        states = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.dim() >= 2]
+        states = [tensor for tensor in tensors_in(output) if is_state(tensor)]
         found = states[place if place < len(states) else 0] if states else None
     if found is None:
         raise AnatomyError(f"Expected a module that returns a state or logits; got {_described(output)}.")
@@ -160,31 +178,10 @@ def _described(output: Any) -> str:
 
 def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
     """What a module takes or gives, with another hidden state in it."""
-    return changed(output, lambda tensor: new if tensor is old else tensor)
-
-
-def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tuples, lists, dictionaries and dataclasses of other tensors; what holds none is not copied."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if next(tensors_in(value), None) is None:
-        return value
-    if isinstance(value, (tuple, list)):
-        parts = [changed(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, Mapping):
-        items = {name: changed(item, change) for name, item in value.items()}
-        return type(value)(**items) if hasattr(value, "to_tuple") else items
-    copied = copy(value)
-    for name in value.__dataclass_fields__:
-        object.__setattr__(copied, name, changed(getattr(value, name, None), change))
-    return copied
+    return map_tensors(lambda tensor: new if tensor is old else tensor, output)
 
 
 def is_plain(value: Any) -> bool:
     """Whether an argument is made of tensors and plain values: no object that a call may change, such as a cache."""
-    if isinstance(value, (tuple, list)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return value is None or isinstance(value, (Tensor, int, float, str, slice, torch.dtype, torch.device, type))
+    plain = (Tensor, int, float, str, slice, torch.dtype, torch.device, type, NoneType)
+    return all(isinstance(leaf, plain) for leaf in tree_leaves(value))

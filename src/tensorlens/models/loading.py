@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorlens.errors import LoadError, missing_extra
+from tensorlens.errors import LoadError, MissingExtraError, missing_extra
+from tensorlens.models.cache import cache_folder
 from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
-from tensorlens.models.hub import ask_hub, not_on_hub
-from tensorlens.models.resolving import Location, resolve, weight_files
+from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,6 +33,9 @@ _AUTO_CLASSES = {
 
 HEADS = ("auto", *_AUTO_CLASSES)
 """What `head=` takes: the checkpoint's own head (`auto`), none, or a named one."""
+
+PLAIN_ATTENTION = (None, "eager", "sdpa")
+"""Attention that the configuration of a checkpoint may ask for by itself."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -80,7 +83,7 @@ def load_pretrained(
         device: Where to put the model; by default the accelerator that torch finds, if any.
         dtype: Precision of the weights, or "auto" for that of the checkpoint; float32 by default.
         device_map: How to spread a large model over devices, as in transformers; excludes `device`.
-        attention: Attention implementation, "eager" or "sdpa"; by default transformers chooses.
+        attention: Attention implementation; by default transformers chooses between "eager" and "sdpa".
         trust_remote_code: Allow code that comes with a hub checkpoint.
         head: Output head; by default the checkpoint's own, or none if its weights are not there.
 
@@ -88,9 +91,11 @@ def load_pretrained(
         LoadError: The model cannot be found or read, or an option is unknown.
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
-    with _quiet():
-        place = _reachable(resolve(name))
+    place = _reachable(resolve(name))
+    with _quiet(), _converted(place):
         config = _load_config(name, place, trust_remote_code)
+        if attention is None:
+            _pin_attention(config)
         model = _load_model(name, place, config, head, options)
         processor = _load_processor(name, place, model, trust_remote_code)
     if device_map is None:
@@ -164,6 +169,18 @@ def _attention(attention: str) -> str:
     return attention
 
 
+def _pin_attention(config: PretrainedConfig) -> None:
+    """Let transformers choose the attention unless the configuration names a plain one.
+
+    Any other name may be a repository of kernels, which are code from elsewhere; so they are for the user to ask for.
+    """
+    for part in [getattr(config, name, None) for name in config.sub_configs]:
+        if part is not None:
+            _pin_attention(part)
+    if config._attn_implementation not in PLAIN_ATTENTION:
+        config._attn_implementation_internal = None
+
+
 def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -187,11 +204,11 @@ def _load_model(
         model_class = _own_class(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
     if place.is_local:
         _check_weights(name, Path(place.path), config, model_class, trust=options["trust_remote_code"])
-    model, missing = _read(name, place, model_class, options)
+    model, missing = _read(name, place, model_class, config, options)
     if head == "auto" and missing:
         prefix = f"{model.base_model_prefix}."
         if model.base_model is not model and not any(key.startswith(prefix) for key in missing):
-            model, missing = _read(name, place, transformers.AutoModel, options)
+            model, missing = _read(name, place, transformers.AutoModel, config, options)
     if missing:
         raise LoadError(
             f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
@@ -229,11 +246,13 @@ def _own_class(config: PretrainedConfig) -> Any:
     return transformers.AutoModel
 
 
-def _read(name: str | Path, place: Location, model_class: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
+def _read(
+    name: str | Path, place: Location, model_class: Any, config: PretrainedConfig, options: dict[str, Any]
+) -> tuple[Any, list[str]]:
     """The model and the weights that were not in the checkpoint."""
     with foreign_reader(lambda said: f"{name}: {model_class.__name__} could not read the checkpoint: {said}"):
         try:
-            model, info = model_class.from_pretrained(place.path, output_loading_info=True, **options)
+            model, info = model_class.from_pretrained(place.path, config=config, output_loading_info=True, **options)
         except ImportError as error:
             raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
     missing = [key for key in info["missing_keys"] if not any(part in key for part in _UNUSED_PARTS)]
@@ -288,6 +307,17 @@ def _has_file(place: Location, file: str) -> bool:
         place.path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
     return found is not None
+
+
+@contextmanager
+def _converted(place: Location) -> Iterator[None]:
+    """What goes wrong with a copy that we converted says where it is: removing it mends it."""
+    try:
+        yield
+    except LoadError as error:
+        if isinstance(error, MissingExtraError) or cache_folder() not in Path(place.path).parents:
+            raise
+        raise LoadError(f"{error} If the converted copy is damaged, remove {place.path}.") from error
 
 
 @contextmanager

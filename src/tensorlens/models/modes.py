@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -11,8 +12,6 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from tensorlens.models.module_tree import walk
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -37,7 +36,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    modules = list(walk(model))
+    modules = list(model.modules())
     training = [module for module in modules if module.training]
     kept = [_Kept(module) for module in modules]
     try:
@@ -106,6 +105,19 @@ def _empty_again(value: Any, before: Any) -> None:
         return
     value.clear()
     (value.extend if isinstance(value, list) else value.update)(before)
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Compiled parts run as their own code, and fused Transformer layers as their modules."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 # The caller -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import LoadError, missing_extra
+from tensorlens.models.bundled import Installed
 from tensorlens.models.cache import cache_key, convert_once
 from tensorlens.models.foreign_files import foreign_reader
 
@@ -43,13 +44,14 @@ _PROCESSOR = {
 }
 
 
-def convert_dinov2(name: str, file: Path) -> Path:
-    """The folder of the backbone in `file`, made on first use.
+def convert_dinov2(source: Installed) -> Path:
+    """The folder of the backbone in a bundled file, made on first use.
 
     Raises:
         MissingExtraError: `onnx` is not installed.
         LoadError: The file holds other weights than expected.
     """
+    name, file = source.bundled.name, source.paths[0]
 
     def make(target: Path) -> None:
         from safetensors.torch import save_file
@@ -70,7 +72,7 @@ def convert_dinov2(name: str, file: Path) -> Path:
                 f"({len(wrong)} in all). Install the package of the pinned version again."
             )
 
-    return convert_once(cache_key(name, [file], pinned=True), make)
+    return convert_once(cache_key(name, [file], version=source.version), make)
 
 
 def _unreadable(name: str, file: Path, said: str) -> str:

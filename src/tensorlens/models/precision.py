@@ -18,8 +18,9 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 """How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
 
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The relative error that rounding may account for, by type: two ways to compute one thing may differ by as much."""
+def at_least_float32(x: Tensor) -> Tensor:
+    """Held factors and folded weights are computed in float32 or better, whatever the storage."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def in_float64(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """From what a user calls a model to something `from_pretrained` can read.
 
-A bundled short name, a `.gguf` file and a local folder become a folder; anything else is taken for a hub id.
+A bundled short name, a `.gguf` file and a local folder become a folder; anything else is taken for a hub id. The hub is
+asked once and briefly, before transformers asks for every file again and again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
-from tensorlens.models.bundled import BUNDLED, find, near_names
+from tensorlens.models.bundled import BUNDLED, find_installed, near_names
 from tensorlens.models.gguf import check_magic, convert_gguf
 from tensorlens.models.onnx_dinov2 import convert_dinov2
 from tensorlens.models.torch_folders import convert_torch_folder
+
+PATIENCE_SECONDS = 5.0
+"""How long the hub may take to say that it is there."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -36,7 +40,7 @@ def resolve(name: str | Path) -> Location:
     Raises:
         LoadError: It is none of them, or it is incomplete.
     """
-    check_name(name)
+    check_model_name(name)
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
@@ -49,12 +53,12 @@ def resolve(name: str | Path) -> Location:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that `check_name` lets pass is neither bundled nor on disk."""
+    """Whether a name that `check_model_name` lets pass is neither bundled nor on disk."""
     path = Path(name).expanduser()
     return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
 
 
-def check_name(name: str | Path) -> None:
+def check_model_name(name: str | Path) -> None:
     """Refuse a name that can be no model. Nothing is read, converted, imported or asked for.
 
     Raises:
@@ -63,7 +67,7 @@ def check_name(name: str | Path) -> None:
     """
     text = str(name)
     if text in BUNDLED:
-        find(text)
+        find_installed(text)
         return
     try:
         _check_path(text, is_path=isinstance(name, Path))
@@ -95,14 +99,14 @@ def _check_path(text: str, *, is_path: bool) -> None:
 
 
 def _bundled_folder(name: str) -> Path:
-    source = find(name)
+    source = find_installed(name)
     match source.bundled.kind:
         case "folder":
             return source.paths[0]
         case "gguf" | "gguf parts":
-            return convert_gguf(name, source.paths, pinned=True)
+            return convert_gguf(name, source.paths, version=source.version)
         case "onnx":
-            return convert_dinov2(name, source.paths[0])
+            return convert_dinov2(source)
         case "torch folder":
             return convert_torch_folder(source)
 
@@ -122,3 +126,52 @@ def _check_folder(folder: Path) -> None:
             f"A model folder holds weights (model.safetensors or pytorch_model.bin), but {folder} does not. "
             "Save the model again with save_pretrained, or copy the missing files."
         )
+
+
+# The hub --------------------------------------------------------------------------------------------------------------
+
+
+def ask_hub(name: str) -> Path | None:
+    """Ask the hub once for the model `name`; the folder of an earlier download if it does not answer.
+
+    Raises:
+        LoadError: It is not on the hub, or the hub does not answer and there is no copy here.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=PATIENCE_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise not_on_hub(name, error) from error
+    except HfHubHTTPError:
+        return None  # an answer of another kind, such as that of a proxy; transformers will say what it is
+    except Exception as error:  # what says that nobody answers changes with the library behind the hub's
+        copy = try_to_load_from_cache(name, "config.json")
+        if not isinstance(copy, str):
+            raise not_on_hub(name, error) from error
+        return Path(copy).parent
+    return None
+
+
+def not_on_hub(name: str, error: BaseException) -> LoadError:
+    """What to say of a name that the hub did not know, or could not be asked about."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return LoadError(f"The hub holds {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        what = "the hub has no public model of this name"
+    elif isinstance(error, (ValueError, KeyError)) and not isinstance(error, OSError):
+        what = f"its configuration could not be read ({error})"
+    else:
+        what = "the hub could not be reached or has no such model"
+    near = near_names(name.split("/")[-1])
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return LoadError(
+        f"{name!r} is neither a bundled model ({', '.join(BUNDLED)}) nor a folder here, and {what}. {hint}"
+        "Hub ids look like organisation/name; check the name and the network, or pass a folder."
+    )

@@ -1,23 +1,29 @@
-"""The user's model run as it is: states read, replaced or stopped at, arguments and modes its own, all left as it was.
+"""The one runner of the user's model: states read, replaced or stopped at, its own modes, everything left as it was.
 
-This is the one place that runs the model without recording it.
+`running` is the context in which the model, or one of its blocks, may be called, by whoever calls it: the search for
+its parts, a recording, generation. `run` is such a call that knows where the parts are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
 
 from tensorlens import cancel
-from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.evidence import eagerly
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
-from tensorlens.models.modes import evaluating, in_own_precision
-from tensorlens.models.module_calls import Call, observing
+from tensorlens.models.modes import eagerly, evaluating, in_own_precision
+from tensorlens.models.module_calls import Call, Observer, observing
+
+if TYPE_CHECKING:
+    from tensorlens.models.anatomy import Anatomy
 
 AtBlock = Callable[[int, Tensor], Tensor | None]
 """Is told the number of a block and a state in the model's own layout; may give another state."""
@@ -37,13 +43,25 @@ class _Reached(BaseException):
 
 
 @contextmanager
-def plainly(model: nn.Module, *, grad: bool = False) -> Iterator[None]:
-    """The modes of a plain pass: at inference, in the model's own precision, compiled parts as their own code."""
-    with ExitStack() as stack:
-        stack.enter_context(in_own_precision())
-        stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(evaluating(model))
-        stack.enter_context(eagerly())
+def running(
+    model: nn.Module,
+    *,
+    grad: bool = False,
+    observer: Observer | None = None,
+    methods_of: Sequence[nn.Module] = (),
+) -> Iterator[None]:
+    """Inside, the model can be called: at inference, in its own precision, compiled parts as their own code.
+
+    Afterwards its modes and data, and those of the caller, are what they were.
+
+    Args:
+        model: The user's model, or a part of it.
+        grad: Whether gradients are followed.
+        observer: Is told of every module call, and may change what it takes and gives.
+        methods_of: Modules whose methods count as calls too; see `observing`.
+    """
+    seen = nullcontext() if observer is None else observing(observer, methods_of)
+    with in_own_precision(), torch.set_grad_enabled(grad), evaluating(model), eagerly(), seen:
         yield
 
 
@@ -79,7 +97,7 @@ def run(
     """
     route = _Route(anatomy, to, n_blocks, entering, leaving, taken or {}, given or {})
     methods_of = anatomy.blocks if anatomy.by_methods else ()
-    with plainly(anatomy.model, grad=grad), observing(route.at, methods_of):
+    with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
         try:
             with within or nullcontext():
                 output = anatomy.model(**inputs)
@@ -153,3 +171,54 @@ class _Route:
 
 def _or(new: Any, old: Any) -> Any:
     return old if new is None else new
+
+
+# What the model itself cannot do --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def own_errors(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """What the model raises in a plain pass, as an `InputError` that says so and shows what it was given."""
+    try:
+        yield
+    except (TensorLensError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        given = ", ".join(f"`{name}` {_described(value)}" for name, value in arguments.items())
+        raise InputError(
+            f"`{type(model).__name__}` itself cannot run on this input: {type(error).__name__}: {error}. It was called "
+            f"with {given or 'nothing'}; pass what its forward takes (token ids are whole numbers)."
+        ) from error
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"({type(value).__name__})"
+    return f"({str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)})"
+
+
+def refuse_traced(model: nn.Module) -> None:
+    """A model that torch has traced runs as one graph: none of its modules is called any more."""
+    called = [n.target for n in model.graph.nodes if n.op == "call_module"] if isinstance(model, GraphModule) else []
+    has_weights = any(list(model.get_submodule(str(path)).parameters()) for path in called)
+    is_flat = isinstance(model, GraphModule) and not has_weights  # an exported one still calls its guards
+    if is_flat or isinstance(model, ScriptModule):
+        how = "exported or traced by `torch.fx`" if is_flat else "scripted or traced by `torch.jit`"
+        raise InputError(
+            f"`{type(model).__name__}` was {how}, so that it runs as one graph in which no block is called as a "
+            "module. Expected a model whose blocks are modules; pass the one that it was made from."
+        )
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """A model on the meta device has shapes alone; weights that a hook brings when they are needed are another case."""
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_meta:
+            raise InputError(
+                f"`{name}` of `{type(model).__name__}` is on the meta device, where tensors have no values. Expected a "
+                "model with its weights; load them, or move it by `to_empty` and fill it, before looking through it."
+            )

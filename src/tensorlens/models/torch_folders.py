@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorlens.errors import LoadError
-from tensorlens.models.bundled import Source
+from tensorlens.models.bundled import Installed
 from tensorlens.models.cache import cache_key, convert_once
 from tensorlens.models.foreign_files import check_config_file, check_zip, foreign_reader
 
@@ -25,7 +25,7 @@ AMINO_ACID = "."
 _RECIPES = {"rxnmapper": ("AlbertForMaskedLM", SMILES_TOKEN), "antiberty": ("BertForMaskedLM", AMINO_ACID)}
 
 
-def convert_torch_folder(source: Source) -> Path:
+def convert_torch_folder(source: Installed) -> Path:
     """The converted copy of a bundled torch folder, made on first use."""
     folder = source.paths[0]
     vocabulary = source.paths[1] if len(source.paths) > 1 else folder / "vocab.txt"
@@ -49,7 +49,7 @@ def convert_torch_folder(source: Source) -> Path:
         model.save_pretrained(target)
         build_tokenizer(vocabulary, pattern, model.config.max_position_embeddings).save_pretrained(target)
 
-    return convert_once(cache_key(source.bundled.name, files, pinned=True), make)
+    return convert_once(cache_key(source.bundled.name, files, version=source.version), make)
 
 
 def build_tokenizer(vocabulary: Path, pattern: str, max_length: int) -> PreTrainedTokenizerBase:

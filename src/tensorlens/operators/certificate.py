@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens import tolerances
 from tensorlens.errors import AnatomyError, InputError, NotLinearError, TensorLensError
 from tensorlens.models.around import said_of
-from tensorlens.models.evidence import tensors_in
-from tensorlens.models.layouts import changed, state_layout, state_of
-from tensorlens.models.precision import TOLERANCES, at_least_float32, in_float64, tf32, tf32_allowed
-from tensorlens.models.runner import End, plainly, run
+from tensorlens.models.layouts import state_layout, state_of
+from tensorlens.models.precision import at_least_float32, in_float64, tf32, tf32_allowed
+from tensorlens.models.runner import End, run
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import words
 from tensorlens.program.program import Program
@@ -41,24 +41,10 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.prologue import Reborn
 from tensorlens.recording.record import record
 from tensorlens.recording.recording import Origin, Recording, Span
-
-FLOAT32 = TOLERANCES[torch.float32]
-"""What is accepted of blocks of a half-precision model in float32: there a fault cannot hide in rounding."""
-
-TOLERANCE_OF_ONE_CAST = 2e-6
-"""What is accepted of a float64 model whose own code casts its state to float32 once."""
-
-TOLERANCE_OF_CAPTURE = 2e-2
-"""The smallest lost path that finite differences are sure to show, as a part of what a block carries."""
+from tensorlens.trees import map_tensors, tensors_in
 
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
-
-MAGNIFIED = 1e4
-"""How many times a rounding of X⁰ must come out larger for a model to be said to magnify it."""
-
-NOTHING = 1e-6
-"""A block or an operator that makes less of a random state than this part of what it gave passes nothing on."""
 
 MOST_TOKENS = 32
 """Tokens of the input that are enough to show which operations carry it."""
@@ -81,8 +67,6 @@ N_CLASSES = 5
 
 N_BLOCKS = 4
 """Blocks of a half-precision model whose laws are measured in float32."""
-
-TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +118,8 @@ class Certificate:
     def accepted(self, law: str) -> float:
         """What is accepted of a law."""
         if law == "capture":
-            return TOLERANCE_OF_CAPTURE
-        return FLOAT32 if law.endswith(", float32") else self.tolerance
+            return tolerances.CAPTURE
+        return tolerances.CERTIFICATE[torch.float32] if law.endswith(", float32") else self.tolerance
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -213,15 +197,15 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
         "value": _value_with_heads(operator, at_x) if operator.heads else relative(at_x - expected, expected),
         "structure": _structure(operator),
     }
-    if seen.error is not None and not (seen.error > TOLERANCE_OF_CAPTURE and seen.is_explained):
+    if seen.error is not None and not (seen.error > tolerances.CAPTURE and seen.is_explained):
         errors["capture"] = seen.error
     probes = Probes(operator, generator)
     of_v = operator.apply(probes.v)
     errors |= probes.laws(expected, bias, of_v)
     moves = relative(of_v, probes.v)
-    moves = moves if max(moves, relative(of_v, expected)) > NOTHING else 0.0
+    moves = moves if max(moves, relative(of_v, expected)) > tolerances.NOTHING else 0.0
     by_block = passing(operator, generator)
-    silent = tuple(n for n, part in enumerate(by_block, operator.span.start) if part <= NOTHING)
+    silent = tuple(n for n, part in enumerate(by_block, operator.span.start) if part <= tolerances.NOTHING)
     seconds = {"laws": time.perf_counter() - began}
     rounded: dict[str, float] = {}
     if operator.dtype in HALF:
@@ -298,11 +282,11 @@ def _of_numbers(operator: FrozenOperator, expected: Tensor, errors: dict[str, fl
     if not moves:
         return ("T V is zero at a random V: everything is held, and B is all of F(X)",)
     recording = operator.recording
-    holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= TOLERANCE_OF_CAPTURE
+    holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= tolerances.CAPTURE
     if holds or not operator.is_whole or recording.origin is None:
         return ()
     moved = relative(plain_output(recording, is_nudged=True)[0] - expected, expected)
-    if moved <= MAGNIFIED * torch.finfo(expected.dtype).eps:
+    if moved <= tolerances.MAGNIFIED_ROUNDING * torch.finfo(expected.dtype).eps:
         return ()
     return (f"a change of X⁰ in its last digit changes the model's own output by {moved:.1e}: it magnifies rounding",)
 
@@ -316,9 +300,9 @@ def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
         found.append(
             f"finite differences say nothing of block {blocks}: it does not run alone, or rounds to half precision"
         )
-    if seen.error is not None and seen.error > TOLERANCE_OF_CAPTURE and seen.jumping:
+    if seen.error is not None and seen.error > tolerances.CAPTURE and seen.jumping:
         found.append(f"`{seen.jumping[0] or 'the model'}` jumps: finite differences say nothing of what it passes on")
-    elif seen.error is not None and seen.error > TOLERANCE_OF_CAPTURE and seen.by_design:
+    elif seen.error is not None and seen.error > tolerances.CAPTURE and seen.by_design:
         found.append(
             f"`{seen.by_design[0] or 'the model'}` holds numbers that finite differences move, by design: what they "
             f"carry, {seen.error:.1e} of a block, is in B"
@@ -352,12 +336,12 @@ def tolerance(recording: Recording) -> float:
     """
     dtype = recording.states[0].dtype
     if dtype == torch.float32 and recording.states[0].is_cuda and tf32_allowed():
-        return TOLERANCES[torch.float16]  # tf32 has as many digits
+        return tolerances.CERTIFICATE[torch.float16]  # tf32 has as many digits
     casts = _casts(recording)
-    halves = [TOLERANCES[kind] for kind in HALF if kind in casts]
+    halves = [tolerances.CERTIFICATE[kind] for kind in HALF if kind in casts]
     if halves or dtype != torch.float64 or torch.float32 not in casts:
-        return max([TOLERANCES[dtype], *halves])
-    return min(FLOAT32, TOLERANCE_OF_ONE_CAST * casts[torch.float32] ** 0.5)
+        return max([tolerances.CERTIFICATE[dtype], *halves])
+    return min(tolerances.CERTIFICATE[torch.float32], tolerances.CAST_TO_FLOAT32 * casts[torch.float32] ** 0.5)
 
 
 def _casts(recording: Recording) -> dict[torch.dtype, int]:
@@ -432,7 +416,7 @@ class Probes:
     def mismatch(self, y: Tensor, pulled: Tensor, x: Tensor, scale: Tensor | None = None) -> float:
         """⟨u, y⟩ - ⟨pulled, x⟩, relative to the norm of y."""
         difference = in_float64(self.u * y).sum() - in_float64(pulled * x).sum()
-        return float(difference.abs() / in_float64(y if scale is None else scale).norm().clamp_min(TINY))
+        return float(difference.abs() / in_float64(y if scale is None else scale).norm().clamp_min(tolerances.TINY))
 
     def composition(self, at_once: Tensor) -> float | None:
         """Relative error of blocks in two steps against all at once; None where a range in the middle is refused.
@@ -470,7 +454,7 @@ class Probes:
         u = recording.head_cotangent(weights, out_token)
         pulled = operator.pull_from_head(u)[0]
         difference = in_float64(u * end).sum() - in_float64(pulled * self.v).sum()
-        return float(difference.abs() / (in_float64(u).norm() * in_float64(end).norm()).clamp_min(TINY))
+        return float(difference.abs() / (in_float64(u).norm() * in_float64(end).norm()).clamp_min(tolerances.TINY))
 
 
 def last_read(recording: Recording, n_tokens: int) -> int:
@@ -488,7 +472,7 @@ def last_read(recording: Recording, n_tokens: int) -> int:
 
 def relative(difference: Tensor, scale: Tensor) -> float:
     """The norm of a difference by that of what it is a difference of."""
-    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(TINY))
+    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(tolerances.TINY))
 
 
 def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str, float]:
@@ -699,7 +683,7 @@ def _in_float32(call: BlockCall) -> BlockCall:
     def wide(x: Tensor) -> Tensor:
         return x.float() if x.dtype in HALF else x
 
-    args, kwargs = changed((call.args, call.kwargs), wide)
+    args, kwargs = map_tensors(wide, (call.args, call.kwargs))
     return call.like(copy.deepcopy(call.module).float(), args, kwargs)
 
 
@@ -733,16 +717,20 @@ def _gap(
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):
         after, before = in_float64(function(x + step * v)), in_float64(function(x - step * v))
         sizes = _sizes((after + before) / 2, 1e-3)
-        gap = (((after - before) / (2 * step) - expected) / sizes).norm() / (expected / sizes).norm().clamp_min(1e-300)
+        gap = (((after - before) / (2 * step) - expected) / sizes).norm() / (expected / sizes).norm().clamp_min(
+            tolerances.TINY
+        )
         best = min(best, float(gap))
-        if best <= TOLERANCE_OF_CAPTURE / 4:
+        if best <= tolerances.CAPTURE / 4:
             break
     return best
 
 
 def _sizes(x: Tensor, least: float) -> Tensor:
     """The size of the numbers along the last axis, and at least a part of the size of all of them."""
-    return torch.maximum(x.square().mean(-1, keepdim=True), least**2 * x.square().mean()).sqrt().clamp_min(1e-300)
+    return (
+        torch.maximum(x.square().mean(-1, keepdim=True), least**2 * x.square().mean()).sqrt().clamp_min(tolerances.TINY)
+    )
 
 
 # The model itself, nothing recorded: the truth that laws compare with -------------------------------------------------
@@ -785,6 +773,6 @@ def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     origin = recording.from_model("A logit after a soft cap or a scale")
     places = torch.tensor(out_tokens, device=recording.states[-1].device)
     keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
-    with plainly(origin.model):
-        logits = state_of(origin.model(**origin.inputs, **({"logits_to_keep": places} if keeps else {})))[0]
+    inputs = {**origin.inputs, **({"logits_to_keep": places} if keeps else {})}
+    logits = state_of(run(origin.anatomy, inputs))[0]
     return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]

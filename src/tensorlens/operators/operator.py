@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import AnatomyError, InputError, SizeError
-from tensorlens.memory import Portions, fitting, free_bytes, in_parts
+from tensorlens.memory import SHARE_OF_DENSE, SHARE_OF_TOKEN_MATRICES, Portions, fitting, free_bytes, in_parts
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import Precision, compute_type, matmul_mode
 from tensorlens.program.folding import FoldedBlocks
@@ -204,9 +204,9 @@ def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
 
 
 def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a tensor that would take more than four fifths of the free memory."""
+    """Refuse a tensor that would take more than its share of the free memory."""
     needed, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
-    if needed > 0.8 * free:
+    if needed > SHARE_OF_DENSE * free:
         raise SizeError(
             f"The dense tensor of shape {tuple(shape)} in {dtype} takes {needed / 2**30:.1f} GiB; "
             f"{free / 2**30:.1f} GiB are free on {device}. "
@@ -510,7 +510,7 @@ class FrozenOperator(TensorOperator):
     def matrices_fit(self, n_passes: int) -> bool:
         """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
         n_bytes = self.n_blocks * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
-        return n_passes > 2 and n_bytes < 0.3 * free_bytes(self.device)
+        return n_passes > 2 and n_bytes < SHARE_OF_TOKEN_MATRICES * free_bytes(self.device)
 
     def _pull_some(
         self, folded: FoldedBlocks | None, out_tokens: Sequence[int], starts: Tensor, keep: bool

@@ -18,6 +18,7 @@ from tensorlens.errors import InputError, check_whole
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import at_least_float32, in_float64
 from tensorlens.operators.operator import TensorOperator, check_token
+from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
 
 EXTRA = 8
 """Vectors that are carried beside those asked for: the last values converge with the gap to what was left out."""
@@ -59,7 +60,7 @@ def spectrum(
     *,
     k: int = 16,
     seed: int = 0,
-    tolerance: float = 1e-4,
+    tolerance: float = SINGULAR_VALUE,
     most: int = 100,
 ) -> Spectrum:
     r"""Leading singular triplets of $T_{ij}$, or of the whole T if no token is named.
@@ -150,7 +151,7 @@ def _iterate(
 
 
 def largest_singular_values(
-    matrices: Float[Tensor, "batch rows columns"], *, tolerance: float = 1e-6, most: int = 200
+    matrices: Float[Tensor, "batch rows columns"], *, tolerance: float = MATRIX_NORM, most: int = 200
 ) -> Float[Tensor, " batch"]:
     """The largest singular value of each matrix, by subspace iteration on a few vectors.
 
@@ -168,7 +169,7 @@ def largest_singular_values(
 
 
 @own_modes
-def spectral_norm(T: TensorOperator, *, tolerance: float = 1e-4, seed: int = 0) -> float:
+def spectral_norm(T: TensorOperator, *, tolerance: float = SINGULAR_VALUE, seed: int = 0) -> float:
     r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
     _check(T, "spectral_norm", tolerance)
     return operator_norm(T, tolerance=tolerance, seed=seed).value
@@ -190,7 +191,7 @@ class MeasuredNorm:
 
 
 def operator_norm(
-    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = 1e-4, seed: int = 0
+    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = SINGULAR_VALUE, seed: int = 0
 ) -> MeasuredNorm:
     r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes a step, nothing of size L·D·L·D.
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.axes import Range
-from tensorlens.memory import fitting, free_bytes
+from tensorlens.memory import BYTES_OF_SCALED, SHARE_OF_FOLDED, bytes_on, fitting, free_bytes
 from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import AttentionStep, Chain, NotFoldable, Path, Piece, Wiring, naming_block, wiring
 from tensorlens.program.program import Program
@@ -36,14 +36,8 @@ ALIGNED = 16
 MIXED_TOGETHER = {"cuda": 1024, "cpu": 64}
 """Cotangents whose heads are copied side by side and mixed by one product."""
 
-SCALED_BYTES = {"cuda": 2**29, "cpu": 2**25}
-"""Memory for the scaled weights of as many tokens as are folded at a time."""
-
 TOKENS_IN_A_BAND = {"cuda": 16, "cpu": 8}
 """Tokens that are pushed together: fewer save more of the work above the diagonal, more make larger products."""
-
-KEPT_SHARE = 0.25
-"""Part of the free memory that folded blocks may take; beyond it each is folded again when it is needed."""
 
 
 # The form of a block: nothing is copied here --------------------------------------------------------------------------
@@ -448,7 +442,7 @@ class FoldedBlocks:
         found = self._folded.get(place)
         if found is None:
             found = fold_block(self._forms[place], self.dtype)
-            if found.n_bytes * (len(self) - len(self._folded)) < KEPT_SHARE * free_bytes(self.device):
+            if found.n_bytes * (len(self) - len(self._folded)) < SHARE_OF_FOLDED * free_bytes(self.device):
                 self._folded[place] = found
         return found
 
@@ -552,7 +546,7 @@ def folding_pays(n_channels: int, n_inner: int, n_cotangents: int) -> bool:
 def token_matrices(block: FoldedBlock, tokens: Range) -> Tensor:
     r"""$P_l^\top$ as (token, channel, channel): scaled weights of some tokens, then one product for all of them."""
     d, n_inner = block.up.shape
-    most = SCALED_BYTES.get(block.up.device.type, 2**25) // (d * n_inner * block.up.element_size())
+    most = bytes_on(block.up.device, BYTES_OF_SCALED) // (d * n_inner * block.up.element_size())
     found = block.up.new_empty(tokens.size, d, d)
     step = max(1, most)
     for gain, part in zip(block.gain[slice(*tokens)].split(step), found.split(step), strict=True):

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.memory import free_bytes
+from tensorlens.memory import SHARE_OF_RECORDING, free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
-from tensorlens.models.module_calls import observing
-from tensorlens.models.precision import TOLERANCES
-from tensorlens.models.runner import plainly
+from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
@@ -26,9 +24,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import is_live, raw
 from tensorlens.recording.tape import Tape, recording_on, spec_of
 from tensorlens.recording.walk import ModuleCalls, ModulePlaces, straight
-
-KEPT_SHARE = 0.3
-"""Part of the free memory that what blocks hold may take; beyond it they are recorded again when they are needed."""
+from tensorlens.tolerances import CERTIFICATE, TINY
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +61,7 @@ class BlockCall:
 
     def run(self, x: Tensor) -> Tensor:
         """What the block itself gives at a state (sample, token, channel), in its own layout."""
-        with plainly(self.module):
+        with running(self.module):
             args, kwargs = put_state(self.args, self.kwargs, self.layout.to_native(x), self.entry)
             return state_of(self.module(*args, **kwargs), self.place)
 
@@ -82,7 +78,7 @@ class BlockCall:
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
         calls = ModuleCalls(places, run, straight)
         try:
-            with plainly(self.module), observing(calls), recording_on(run):
+            with running(self.module, observer=calls), recording_on(run):
                 slot = run.new_slot(spec_of(x))
                 live = self.layout.to_native(run.live(raw(Tensor.clone, x), slot))
                 args, kwargs = put_state(self.args, self.kwargs, live, self.entry)
@@ -143,7 +139,7 @@ class KeptBlocks:
     def __init__(self, weights: Iterable[Tensor]) -> None:
         parameters = [one for one in weights if isinstance(one, nn.Parameter)]
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-        self._budget = KEPT_SHARE * free_bytes(device)
+        self._budget = SHARE_OF_RECORDING * free_bytes(device)
         self._has_other_weights = any([p.is_meta for p in parameters])
         self.calls: list[BlockCall] = []
         self._blocks: list[_Kept] = []
@@ -187,8 +183,8 @@ class KeptBlocks:
 
 def _check_same(n: int, again: Tensor, first: Tensor) -> None:
     """Refuse a block that gives a different state when it is recorded again."""
-    error = float((again.double() - first.double()).norm() / first.double().norm().clamp_min(1e-300))
-    if not error <= TOLERANCES[first.dtype]:
+    error = float((again.double() - first.double()).norm() / first.double().norm().clamp_min(TINY))
+    if not error <= CERTIFICATE[first.dtype]:
         raise InputError(
             f"Block {n} gave a different state when it was recorded again (relative difference {error:.1e}): the model "
             "has changed since this input was recorded, or keeps something from call to call. Ask the lens for the "

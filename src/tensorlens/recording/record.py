@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy, observe
-from tensorlens.models.modes import evaluating, in_own_precision
-from tensorlens.models.not_found import never_ran
-from tensorlens.models.own_errors import own_errors
+from tensorlens.models.anatomy import Anatomy, never_ran, observe
+from tensorlens.models.runner import own_errors, running
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
@@ -35,27 +32,27 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         n_samples: How many samples the inputs hold.
     """
     inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
-    for candidate in (anatomy, *anatomy.alternatives()):
-        try:
-            found = _recorded(candidate, inputs, rules or Rules(), n_samples)
-        except OtherParts:
-            other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
-            found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
-            origin = found.from_model("A recording")
-            # The next input may go another way again.
-            return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
-        except (TensorLensError, MemoryError):
+    try:
+        found = _recorded(anatomy, inputs, rules or Rules(), n_samples)
+    except OtherParts:
+        other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
+        found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
+        origin = found.from_model("A recording")
+        # The next input may go another way again.
+        return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
+    except (TensorLensError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
             raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            _run_plainly(anatomy.model, inputs)  # raises if the model itself cannot take the input
-            if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
-                raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
-            raise
-        if found is not None:
-            return found
-    raise never_ran(anatomy.model, anatomy.stack)
+        with own_errors(anatomy.model, inputs), running(anatomy.model):
+            anatomy.model(**inputs)  # raises if the model itself cannot take the input
+        if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
+            raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
+        raise
+    if found is None:
+        raise never_ran(anatomy.model, anatomy.stack)
+    return found
 
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
@@ -73,13 +70,6 @@ def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples:
             copies = True  # the model has overwritten a constant: record once more, with copies
             continue
         return found
-
-
-def _run_plainly(model: nn.Module, inputs: dict[str, Any]) -> None:
-    with ExitStack() as stack:
-        for context in (own_errors(model, inputs), in_own_precision(), torch.no_grad(), evaluating(model)):
-            stack.enter_context(context)
-        model(**inputs)
 
 
 def _why_it_stopped(model: nn.Module, error: Exception) -> str:

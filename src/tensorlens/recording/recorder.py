@@ -11,19 +11,17 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.evidence import main_tensor
 from tensorlens.models.layouts import (
     AxisLayout,
     axis_layout,
-    changed,
     find_state,
     is_plain,
+    main_tensor,
     put_state,
     state_layout,
     state_of,
 )
-from tensorlens.models.module_calls import observing
-from tensorlens.models.runner import plainly
+from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
@@ -34,6 +32,7 @@ from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
 from tensorlens.recording.tape import Tape, recording_on, spec_of
 from tensorlens.recording.walk import ModuleCalls, ModulePlaces
 from tensorlens.recording.weights import Weights
+from tensorlens.trees import map_tensors
 
 Forward = Callable[..., Any]
 
@@ -92,9 +91,9 @@ class Recorder:
         run, anatomy = self.run, self.anatomy
         try:
             with ExitStack() as stack:
-                stack.enter_context(plainly(anatomy.model))
                 methods_of = anatomy.blocks if anatomy.by_methods else ()
-                stack.enter_context(observing(ModuleCalls(self.places, run, self._at), methods_of))
+                calls = ModuleCalls(self.places, run, self._at)
+                stack.enter_context(running(anatomy.model, observer=calls, methods_of=methods_of))
                 stack.enter_context(recording_on(run))
                 readout = self._run_model()
                 if self.n_entered and self.end is None and anatomy.body_end == "":
@@ -241,7 +240,7 @@ class Recorder:
         is_closed = is_repeatable and not self._encoder and not self.starts_at_embedding
         is_closed &= all(x is state or x.slot is None for x in found_in(args, kwargs))
         stands_in = value_of(state)
-        args, kwargs = changed((args, kwargs), lambda x: stands_in if x is state else value_of(x))
+        args, kwargs = map_tensors(lambda x: stands_in if x is state else value_of(x), (args, kwargs))
         return BlockCall(
             n=n,
             module=module,

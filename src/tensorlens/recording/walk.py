@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tensorlens import cancel
 from tensorlens.models.module_calls import forward_replaced
-from tensorlens.models.module_tree import named_modules
 from tensorlens.recording.live import found_in
 from tensorlens.recording.rules.modules import find_adapter
 from tensorlens.recording.rules.recurrences import with_kernels
@@ -31,7 +30,7 @@ class ModulePlaces:
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
         self.model = model
-        named = named_modules(model, prefix)
+        named = dict(model.named_modules(prefix=prefix))
         self.weights: dict[str, Tensor] = {
             f"{path}.{name}" if path else name: weight
             for path, module in named.items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, Spec, words
 from tensorlens.recording.live import Live, is_live, raw, role_of
 from tensorlens.recording.names import name_of
+from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
@@ -147,7 +147,7 @@ class Writes:
 
     def revive(self, *values: Any) -> None:
         """Make ordinary tensors live if live values were written into their memory."""
-        for x in _tensors(values):
+        for x in tensors_in(values):
             if type(x) is Tensor and self._cell(x) is not None:
                 self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
@@ -264,7 +264,13 @@ def _stand_in(target: Tensor) -> Tensor:
 
 
 def _plain_again(x: Tensor) -> Tensor:
+    """An ordinary tensor, nothing of the recording left on it.
+
+    A copy of the user's would copy it too, and two copies of a weak reference to one storage free it twice.
+    """
     if type(x) is Live:
+        for name in Live.__annotations__:
+            vars(x).pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
 
@@ -332,13 +338,3 @@ def _order(geometry: Geometry) -> list[int] | None:
 
 def _spec(x: Tensor) -> Spec:
     return Spec(tuple(x.shape), x.dtype, x.device)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())

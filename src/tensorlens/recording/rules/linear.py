@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, words
+from tensorlens.program.nodes import Slot, leaves, words
 from tensorlens.program.operations import LINEAR_FUNCTIONS
 from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, after_linear
@@ -31,15 +31,8 @@ def role_after(name: str, *args: Any) -> Role | None:
         # A held factor hands its role on to what it meets, where that is live.
         held = next((x.role for x in met if x.role is Role.ATTENTION), None)
         return held if held and not roles else None
-    reads_weight = any(isinstance(value, Tensor) and type(value) is not Live for value in _flat(args))
+    reads_weight = any(isinstance(value, Tensor) and type(value) is not Live for value in leaves(args))
     return after_linear(name, roles, tape().rules, reads_weight=reads_weight)
-
-
-def _flat(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        found += _flat(value) if isinstance(value, (tuple, list)) else [value]
-    return found
 
 
 def same(x: Live, value: Tensor, role: Role | None) -> Live:

@@ -15,7 +15,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters
-from tensorlens.models.modes import evaluating
+from tensorlens.models.runner import running
 from tensorlens.studies.judge_study.items import Item
 from tensorlens.studies.judge_study.methods import WORD_OVERLAP
 from tensorlens.studies.members import member_lens, split
@@ -117,7 +117,7 @@ def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -
     arguments = lens.specimen.arguments({"input_ids": torch.tensor(list(ids), device=device)})
     if out_token == -1 and "logits_to_keep" in forward_parameters(lens.model):
         arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills the memory
-    with torch.no_grad(), evaluating(lens.model):
+    with running(lens.model):
         return lens.model(**arguments).logits[:, out_token].float().cpu()
 
 

@@ -1,0 +1,58 @@
+"""The one table of tolerances: what error is accepted, where, and why so much. All are relative unless said otherwise.
+
+| question | entry |
+|---|---|
+| the laws of a certificate, a block recorded again | `CERTIFICATE`, by type of numbers |
+| a law of a float64 model that casts to float32 itself | `CAST_TO_FLOAT32` |
+| what a recording may have lost of a block | `CAPTURE` |
+| a block that passes nothing on | `NOTHING` |
+| a model that magnifies rounding | `MAGNIFIED_ROUNDING` |
+| one sample alone and in a batch, one input twice | `repeated` |
+| a map that is mostly rounding | `MAP_NOISE` |
+| iterations towards singular values and norms | `SINGULAR_VALUE`, `MATRIX_NORM` |
+| log-probabilities of a server | `SERVED_ON_AVERAGE`, `SERVED_AT_WORST` |
+"""
+
+from __future__ import annotations
+
+import torch
+
+CERTIFICATE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Two ways to compute one thing may differ by as much: roundings of a deep model add up to some 10³ of one."""
+
+CAST_TO_FLOAT32 = 2e-6
+"""For a float64 model whose own code casts its state to float32 once; n casts give √n times as much."""
+
+CAPTURE = 2e-2
+"""A lost path smaller than this part of what its block carries is not told from the error of finite differences."""
+
+NOTHING = 1e-6
+"""A block or operator that makes less of a random state than this part of what it gave passes nothing on."""
+
+MAGNIFIED_ROUNDING = 1e4
+"""How many roundings one rounding of X⁰ must become for a model to be said to magnify it."""
+
+MAP_NOISE = 1e-2
+"""A map of which rounding may be this part says so."""
+
+SINGULAR_VALUE = 1e-4
+"""Iterations on the operator stop at this change: each costs a push and a pull, and four digits are read."""
+
+MATRIX_NORM = 1e-6
+"""Iterations on matrices in memory stop at this change: they are cheap."""
+
+SERVED_ON_AVERAGE, SERVED_AT_WORST = 0.05, 0.5
+"""Absolute differences of log-probabilities: a server's bfloat16 gives about 0.01, now and then 0.2."""
+
+TINY = 1e-300
+"""Not a tolerance: keeps a norm from being zero where something is divided by it."""
+
+
+def repeated(dtype: torch.dtype, *, in_tf32: bool = False) -> float:
+    """How far a model may be from itself: a second pass, or the same sample in a batch.
+
+    Kernels sum in another order for other sizes: more than one rounding (eps), much less than a fault. Never below
+    1e-6, since code may cast its norms to float32 whatever the states are; products in tf32 have float16's digits.
+    """
+    accepted = max(1e-6, 100 * torch.finfo(dtype).eps ** 0.75)
+    return max(accepted, CERTIFICATE[torch.float16]) if in_tf32 else min(0.1, accepted)
