@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
-from tensorlens.maps.context import Context
-from tensorlens.maps.targets import Classes
+from tensorlens.maps.targets import Classes, Context
 from tensorlens.models.anatomies import Anatomies
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.around import said_of

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.maps.context import Context
-from tensorlens.maps.files import replace_file
-from tensorlens.maps.targets import Classes
+from tensorlens.files import write_whole
+from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.constants import Constants
 from tensorlens.program.files import (
@@ -157,20 +156,20 @@ def _context_record(context: Context) -> ContextRecord:
     )
 
 
-def save(operator: FrozenOperator, context: Context, path: Path, weights: Weights) -> None:
+def write_tensor(operator: FrozenOperator, context: Context, path: Path, weights: Weights) -> None:
     """Write a file whole or not at all."""
     if path.suffix != ".safetensors":
         raise InputError(f"Expected a file name that ends in .safetensors; got {path.name!r}.")
     packed = pack(operator, context, weights)
     header = {"format": FORMAT, "tensor": packed.header.decode()}
     memories = {name: memory.contiguous() for name, memory in packed.memories.items()}
-    replace_file(path, lambda temporary: save_file(memories, temporary, header))
+    write_whole(path, lambda temporary: save_file(memories, temporary, header))
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
+def read_tensor(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
     """The operator and the context of a file.
 
     Raises:

@@ -9,7 +9,7 @@ import zoo
 from tiny_language import tiny_lens, tokenizer
 
 import tensorlens as tl
-from tensorlens.answers.continuing import decoded
+from tensorlens.answers.prompts import decoded
 from tensorlens.errors import InputError, MethodError
 from tensorlens.recording import blocks
 

@@ -12,7 +12,7 @@ from autograd_twin import Twin
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.inside.depths import at_depths
+from tensorlens.corpus_tensor import at_depths
 from tensorlens.inside.target import Pass
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator

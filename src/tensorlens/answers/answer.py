@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.answers.continuing import Continuation, generated, given
-from tensorlens.answers.prompts import Prompt, Speaker, read_prompt
+from tensorlens.answers.prompts import Continuation, Prompt, Speaker, generated, given, read_prompt
 from tensorlens.answers.served import Agreement, agreement, check_served
-from tensorlens.answers.shares import Engine, Shares, shares, through
-from tensorlens.answers.targets import TargetKind, make_targets
+from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
@@ -25,6 +23,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import check_token
 from tensorlens.operators.model_itself import plain_logits
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.printing import text_as_html
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
 THROUGH = "the answer's own steps followed to the prompt; a convention, whose rows sum to nothing exact"
@@ -51,6 +50,9 @@ class Answer:
     tensor: AttentionTensor = field(repr=False)
     lens: Speaker = field(repr=False)
     agreement: Agreement | None = field(default=None, repr=False)
+
+    def _repr_html_(self) -> str:
+        return text_as_html(f"{self!r}\n{self.prompt.text or ' '.join(self.tensor.tokens[: self.n_prompt_tokens])}")
 
     @property
     def n_prompt_tokens(self) -> int:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens.inside.experts import ExpertRows, expert_rows
-from tensorlens.inside.stream import Stream, Sum, Write
+from tensorlens.inside.stream import ExpertRows, Stream, StreamSum, Write, expert_rows
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
 from tensorlens.program.pieces import Cotangents, Pieces
@@ -73,7 +72,7 @@ class Block:
         return [mixture for mixture in self.recording.mixtures if mixture.block == self.n]
 
     @cached_property
-    def sums(self) -> list[Sum] | None:
+    def sums(self) -> list[StreamSum] | None:
         """The sums that write to the stream, the last first; None where the parts cannot be told apart."""
         return self.stream.sums(self.exit) if self.program.steps else None  # nothing depends on a block without steps
 

@@ -7,15 +7,15 @@ that place it is zero.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.inside.block import Block, StreamPass
-from tensorlens.inside.component_map import Component
-from tensorlens.inside.stream import Write
+from tensorlens.inside.stream import Component, Write
 
 ROUNDING = 64
 """Below this many roundings of the whole, experts leave nothing over."""

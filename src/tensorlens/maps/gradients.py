@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.maps.controls import unknown_bias
-from tensorlens.maps.methods import Answer, Question, method
-from tensorlens.maps.tensor_maps import in_class, in_out
+from tensorlens.maps.methods import Question, Scored, method, unknown_bias
+from tensorlens.maps.tensor_maps import in_class_map, in_out_map
 from tensorlens.memory import in_parts
 from tensorlens.models.runner import run
 from tensorlens.operators.operator import FrozenOperator
@@ -38,7 +37,7 @@ MOST_STATES = {"cuda": 128, "cpu": 8}
     signed=True,
     takes_samples=True,
 )
-def times_input(question: Question) -> Answer:
+def times_input(question: Question) -> Scored:
     r"""$⟨\partial r / \partial x_j, x_j⟩$: In+Class, or In+Out without classes, of the member `Rules.jacobian`."""
     recording = _whole(question)
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
@@ -47,10 +46,10 @@ def times_input(question: Question) -> Answer:
         made = record(origin.anatomy, origin.inputs, rules, n_samples=recording.n_samples)
         question = replace(question, operator=FrozenOperator(made, sample=question.operator.sample), shared={})
     if question.has_classes:
-        found = in_class(question)
-        return Answer(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
-    scores = in_out(question).scores
-    return Answer(scores=scores, bias_share=unknown_bias(question), notes={"explains": "output state"})
+        found = in_class_map(question)
+        return Scored(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
+    scores = in_out_map(question).scores
+    return Scored(scores=scores, bias_share=unknown_bias(question), notes={"explains": "output state"})
 
 
 @method(
@@ -60,7 +59,7 @@ def times_input(question: Question) -> Answer:
     signed=True,
     takes_samples=True,
 )
-def integrated(question: Question) -> Answer:
+def integrated(question: Question) -> Scored:
     r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017)."""
     recording = _whole(question)
     rows: dict[int, Tensor] = {}
@@ -70,7 +69,7 @@ def integrated(question: Question) -> Answer:
     scores = torch.stack([rows[row] for row in range(len(question.out_tokens))])
     chosen = question.chosen if question.has_classes else None
     notes = {"explains": "output state"} if chosen is None else _EXPLAINS
-    return Answer(scores=scores, bias_share=unknown_bias(question), chosen=chosen, notes=notes)
+    return Scored(scores=scores, bias_share=unknown_bias(question), chosen=chosen, notes=notes)
 
 
 _EXPLAINS = {"explains": True}

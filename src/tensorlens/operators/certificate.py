@@ -24,6 +24,7 @@ from tensorlens.operators.model_itself import plain_output
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.verify import verify
 from tensorlens.recording.recording import Recording
+from tensorlens.views.printing import text_as_html
 
 FLOAT32 = TOLERANCES[torch.float32]
 """What is accepted of blocks of a half-precision model in float32: there a fault cannot hide in rounding."""
@@ -127,6 +128,9 @@ class Certificate:
             "conventions": {name: list(modules) for name, modules in self.conventions.items()},
             "seconds": self.seconds,
         }
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
 
     def __str__(self) -> str:
         """The verdict, the numbers, what was held, and the rules with the number of modules each."""
