@@ -37,9 +37,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seq
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(*columns, box=None, pad_edge=False)
-    for place in numbers:
-        made.columns[place].justify = "right"
+    made = Table(box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        made.add_column(Text(visible(name) if name else ""), justify="right" if place in numbers else "left")
     for row in rows:
         made.add_row(*(Text(visible(cell) if cell else "") for cell in row))
     return made
