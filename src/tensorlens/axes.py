@@ -35,7 +35,7 @@ FullTensor = Float[Tensor, "out_token out_channel in_token in_channel"]
 """The whole attention tensor T."""
 
 TokenMatrix = Float[Tensor, "out_token in_token"]
-"""A token map: one row an output, one column an input."""
+"""A token map: one row per output, one column per input."""
 
 Attention = Float[Tensor, "head out_token in_token"]
 """Attention probabilities A_h of one block."""

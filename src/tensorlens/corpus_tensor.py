@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import msgspec
 import torch
 from jaxtyping import Float
-from msgspec.structs import force_setattr
 from torch import Tensor
 from tqdm import tqdm
 
@@ -32,7 +31,7 @@ from tensorlens.models.runner import run
 from tensorlens.operators.base import check_token
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
-from tensorlens.records import Index, Record, plain_meta
+from tensorlens.records import Index, Record
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
@@ -68,6 +67,7 @@ class CorpusReading(Record, kw_only=True, tag="tensorlens.corpus_reading/1"):
 
     def __post_init__(self) -> None:
         """Check that both read every block at every token."""
+        super().__post_init__()
         sizes = {len(words) for words in (*self.corpus, *self.plain)}
         if not self.tokens or len(self.corpus) != len(self.plain) or not sizes <= {len(self.tokens)}:
             raise InputError(f"Expected two readings of every block at {len(self.tokens)} tokens; got others.")
@@ -111,7 +111,7 @@ class CorpusTensor(Record, kw_only=True, tag="tensorlens.corpus_tensor/1"):
 
     def __post_init__(self) -> None:
         """Check that each block has a matrix and a bias that fit."""
-        force_setattr(self, "meta", plain_meta(self.meta))
+        super().__post_init__()
         if self.matrices.dim() != 3 or self.bias.shape != self.matrices.shape[:2]:
             raise InputError(
                 f"Expected a matrix and a bias of as many channels for each block; got shapes "
@@ -155,7 +155,7 @@ class CorpusTensor(Record, kw_only=True, tag="tensorlens.corpus_tensor/1"):
             batch_size: How many texts share one recording.
             skip_first: Positions at the start of each text that do not count, neither as source nor as output.
             skip_last: The same at the end.
-            seed: Of the probes.
+            seed: Random seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
         """
         if outputs not in get_args(Outputs):
@@ -251,7 +251,7 @@ class _Sums:
         n_of = counted.sum(1)
         self.n_texts += int((n_of > 0).sum())
         self.n_short += int((n_of == 0).sum())
-        share = counted / n_of.clamp(min=1)[:, None]
+        share = counted / n_of.clamp(min=1)[:, None]  # (sample, token): each text counts as much as any other
         end = recording.states[-1]
         for cotangents in self._cotangents(counted, end):
             self._pull(recording, cotangents, share)
@@ -274,12 +274,13 @@ class _Sums:
             size = min(CHUNK, n - start)
             if self.n_probes is None:
                 units = torch.zeros(size, n_exact // width, width, dtype=end.dtype, device=end.device)
+                # Unit vector number start + r as row r: of (token, channel), or of the channels alone.
                 units.flatten(1)[torch.arange(size), torch.arange(start, start + size)] = 1
             else:
                 shape = (size, *((len(end), n_tokens) if self.outputs == "own" else (len(end), 1)), width)
                 draws = torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
                 units = draws.to(end) / self.n_probes**0.5
-            units = units if units.dim() == 4 else units[:, None]
+            units = units if units.dim() == 4 else units[:, None]  # the same for every sample
             yield units.expand(size, *end.shape) * counted[..., None]
 
     def _pull(self, recording: Recording, cotangents: Tensor, share: Tensor) -> None:
@@ -289,6 +290,7 @@ class _Sums:
             self.bias = end.new_zeros(len(states), end.shape[-1])
         for n, pulled in at_depths(recording, cotangents):
             weighted = pulled * share[..., None]
+            # With Σ_r u_r u_rᵀ = 1, Σ_r u_r (Tᵀu_r)ᵀ is T; at one and the same token t, its block T[t, :, t, :].
             self.matrices[n] += torch.einsum("rsto,rsti->oi", cotangents, weighted)
             if self.outputs == "own":
                 self.bias[n] -= torch.einsum("rsto,rst->o", cotangents, (weighted * states[n]).sum(-1))

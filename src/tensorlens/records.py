@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 import torch
+from msgspec.structs import force_setattr
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as packed
@@ -49,6 +50,16 @@ class Record(msgspec.Struct, frozen=True, eq=False, weakref=True, tag_field="for
 
     loadable: ClassVar[tuple[str, ...]] = (".json",)
     """The suffixes of files that come back with `load`."""
+
+    def __post_init__(self) -> None:
+        """Take copies: tensors on the CPU, `meta` as JSON would give it back. Subclasses add what belongs together."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                copied = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                force_setattr(self, name, copied)
+            elif name == "meta":
+                force_setattr(self, name, plain_meta(value))
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         """What `show` prints, `k` lines of whatever there is most of."""
@@ -170,11 +181,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     shape: tuple[Index, ...]
     values: list[float | Literal["nan", "inf", "-inf"]]
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """A copy of its own, for a record to keep."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _entry(value: Any) -> Any:

@@ -26,7 +26,7 @@ INCOMPLETE = "\ufffd"
 """What stands for a character of which some bytes are missing."""
 
 Offsets = tuple[tuple[int, int] | None, ...]
-"""Where each token stands in a text; None for one that is no part of it."""
+"""Where each token stands in a text; None for one that is not part of it."""
 
 
 @runtime_checkable
@@ -184,7 +184,7 @@ def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]], text: str) -> 
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], text: str) -> int | None:
-    """How much of the text the template makes of the first messages; None if it is no beginning of it."""
+    """How much of the text the template makes of the first messages; None if the text does not begin with it."""
     try:
         beginning = tokenizer.apply_chat_template(list(messages), tokenize=False)
     except Exception:  # noqa: BLE001  templates raise what they like for a chat that does not end with its user
@@ -221,7 +221,7 @@ def given(lens: Speaker, prompt: Prompt, answer: Any) -> Continuation:
     n = len(prompt.ids)
     if ids[:n] != prompt.ids or len(ids) == n:
         raise InputError(
-            f"The answer {answer!r:.40} is no continuation of the tokenised prompt: where they meet, "
+            f"The answer {answer!r:.40} does not continue the tokenised prompt: where they meet, "
             f"{(prompt.text + answer)[len(prompt.text) - 8 : len(prompt.text) + 8]!r} is cut into other tokens. Most "
             "words begin with a space: let the answer begin with it and the prompt end without one, or pass ids."
         )

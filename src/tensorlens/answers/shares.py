@@ -210,6 +210,7 @@ def through(found: Shares, n_prompt_groups: int) -> Tensor:
         n_prompt_groups: How many of the columns are the prompt's.
     """
     scores = in_float64(found.scores)
+    # (token, 1): all magnitudes of a row, by which it is divided
     totals = scores.abs().sum(1, keepdim=True) + in_float64(found.bias).abs()[:, None]
     parts = scores / totals.clamp_min(torch.finfo(torch.float64).tiny)
     prompt, answer = parts[:, :n_prompt_groups], parts[:, n_prompt_groups:]

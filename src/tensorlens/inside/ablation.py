@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
-from msgspec.structs import force_setattr
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
@@ -18,7 +17,7 @@ from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import Said
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.records import Record, plain_meta
+from tensorlens.records import Record
 from tensorlens.views.printing import heading, table
 
 if TYPE_CHECKING:
@@ -53,10 +52,6 @@ class Ablation(Record, kw_only=True, tag="tensorlens.ablation/1"):
     before: tuple[Said, ...]
     after: tuple[Said, ...]
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Take a copy of `meta`."""
-        force_setattr(self, "meta", plain_meta(self.meta))
 
     def __repr__(self) -> str:
         """One line: before, predicted, true."""

@@ -173,7 +173,8 @@ class Block:
         """Numbers (row, …) in the layout of some slot of its stream, summed over channels: (row, token)."""
         if numbers.shape[1:] == self.shape:
             return self.placed(numbers[:, 0].sum(-1))
-        return self.placed(torch.stack([self.to_tokens(one)[0].sum(-1) for one in numbers]))
+        rows = [self.to_tokens(one)[0].sum(-1) for one in numbers]  # each (token,): summed over channels
+        return self.placed(torch.stack(rows))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """What is laid out as some slot of its stream, as (1, token, channel)."""

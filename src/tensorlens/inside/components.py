@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import msgspec
 import torch
 from jaxtyping import Float
-from msgspec.structs import force_setattr
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
@@ -17,7 +16,7 @@ from tensorlens.inside.block import Finer
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
-from tensorlens.records import Record, on_cpu, plain_meta
+from tensorlens.records import Record
 from tensorlens.views.printing import heading, table
 
 if TYPE_CHECKING:
@@ -64,10 +63,8 @@ class ComponentMap(Record, kw_only=True, tag="tensorlens.component_map/2"):
     loadable: ClassVar[tuple[str, ...]] = (".json", ".safetensors")
 
     def __post_init__(self) -> None:
-        """Take copies on the CPU, and check shapes against labels and labels against the range of blocks."""
-        for name in ("scores", "depths"):
-            force_setattr(self, name, on_cpu(getattr(self, name)))
-        force_setattr(self, "meta", plain_meta(self.meta))
+        """Check shapes against labels, and labels against the range of blocks."""
+        super().__post_init__()
         expected = (len(self.labels), len(self.tokens))
         if tuple(self.scores.shape) != expected or self.depths.shape[1:] != self.scores.shape[1:] or not self.tokens:
             raise InputError(

@@ -42,6 +42,7 @@ class Editable(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Its own part of what the slot holds; of a head (token, channel). A view."""
+        # A mixture is (…, head, token, channel), and the axes before it are of size one.
         return x if self.head is None else x.flatten(0, -3)[self.head]
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
-from msgspec.structs import force_setattr
 from torch import Tensor
 
 from tensorlens import cancel
@@ -27,7 +26,7 @@ from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
-from tensorlens.records import Index, Record, Writer, plain_meta
+from tensorlens.records import Index, Record, Writer
 from tensorlens.views.captions import caption_lines
 from tensorlens.views.inside_page import inside_page
 from tensorlens.views.printing import heading, table
@@ -96,7 +95,7 @@ class ComponentGraph(Record, kw_only=True, tag="tensorlens.component_graph/1"):
 
     def __post_init__(self) -> None:
         """Check that nodes stand at tokens and edges between nodes."""
-        force_setattr(self, "meta", plain_meta(self.meta))
+        super().__post_init__()
         n_nodes, n_tokens = len(self.nodes), len(self.tokens)
         if not all(node.token < n_tokens for node in self.nodes):
             raise InputError(f"Expected nodes at the {n_tokens} tokens; got one elsewhere.")
@@ -342,6 +341,7 @@ class Growth:
         """Queue the edges into some nodes, of which the heaviest is chosen next."""
         scores = torch.stack([row.scores.detach().cpu() for row in rows], 1)  # (node, component, token)
         n_tokens = scores.shape[-1]
+        # A row of (component · token) for each node, so that an edge is one index: divmod gives both back.
         for place, found in zip(places, scores.flatten(1), strict=True):
             self.magnitude += float(found.abs().sum())
             best = found.abs().topk(min(MOST_EDGES, int(found.count_nonzero()))).indices.flip(0)
@@ -352,6 +352,7 @@ class Growth:
 
 def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
     chosen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
+    # (…, head, token, channel) as (head, token, channel): all but one head at one token are zero.
     chosen.flatten(0, -3)[head, token] = whole.flatten(0, -3)[head, token]
     return chosen
 

@@ -94,6 +94,7 @@ class Inside(Record, kw_only=True, tag="tensorlens.inside/2"):
 
     def __post_init__(self) -> None:
         """Check that all of it is of the same tokens."""
+        super().__post_init__()
         n_tokens = len(self.total.tokens)
         sizes = {len(self.direct.tokens), len(self.graph.tokens), *(len(one.read) for one in self.heads)}
         if sizes != {n_tokens} or any(max(one.look.query, one.look.key) >= n_tokens for one in self.heads):
@@ -219,7 +220,7 @@ def head_reads(run: Pass) -> list[HeadRead]:
 
 
 def strongest(by_pair: Tensor, attention: Tensor) -> Look:
-    """Of one head's (token, token) effects, the pair that moved the target most."""
+    """The pair of tokens that moved the target most, from one head's effects (out_token, in_token)."""
     place = int(by_pair.abs().argmax())
     i, j = divmod(place, by_pair.shape[1])
     return Look(i, j, float(attention[i, j]))

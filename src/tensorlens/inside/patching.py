@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 from jaxtyping import Float
-from msgspec.structs import force_setattr
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,7 +25,7 @@ from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target, Weights
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
-from tensorlens.records import Record, plain_meta
+from tensorlens.records import Record
 from tensorlens.views.printing import heading, table
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Patching(Record, kw_only=True, tag="tensorlens.patching/2"):
 
     def __post_init__(self) -> None:
         """Check that there is a number for each component."""
-        force_setattr(self, "meta", plain_meta(self.meta))
+        super().__post_init__()
         shapes = {tuple(one.shape) for one in (self.predicted, self.true) if one is not None}
         if shapes != {(len(self.labels),)}:
             raise InputError(f"Expected a number for each of {len(self.labels)} components; got shapes {shapes}.")

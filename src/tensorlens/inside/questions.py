@@ -101,8 +101,8 @@ class InsideQuestions(TensorOperator):
         Args:
             out_token: The output to explain.
             target: As for `map`; None explains the model's own prediction.
-            share: Of the graph.
-            max_nodes: Of the graph.
+            share: As for `graph`.
+            max_nodes: As for `graph`.
             n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
         """
         check_whole(n_whys, "n_whys")

@@ -76,7 +76,7 @@ class Vector(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Its channels, a view of what the slot holds."""
-        by_head = x.flatten(0, -3)[self.head]
+        by_head = x.flatten(0, -3)[self.head]  # (token, channel), or (channel, token) of a key laid out for a product
         return by_head[:, self.token] if self.is_turned else by_head[self.token]
 
 
@@ -160,6 +160,7 @@ class _Score:
         """Over pairs of tokens: what each gives of the query and the keys, and what they are at zero."""
         program = self.run.pieces.program
         at_zero = program.part(program.inputs, [*self.at_x]).observe(program.zeros(), [*self.at_x])
+        # For the query and each key (channel, token and constant): columns add up to the vector.
         parts = [torch.cat([self._by_token(v), v.of(at_zero[v.slot])[:, None]], 1) for v in self.vectors]
         return Pairs(self._pairs(parts), (*tokens, "bias"))
 
@@ -179,12 +180,13 @@ class _Score:
         for slot in pieces.program.inputs:
             value = pieces.at_cuts[slot]
             u = waiting.get(slot, value.new_zeros(1))
-            found.append((u * value).expand(n_rows, *value.shape)[:, 0].sum(-1))
+            found.append((u * value).expand(n_rows, *value.shape)[:, 0].sum(-1))  # (row, token)
         return torch.cat(found, 1)
 
     def by_component(self, block: int) -> Pairs:
         """Over pairs of components: what each wrote of the query and the keys."""
-        values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])
+        # A row of cotangents for each channel of each vector, all in one walk down the stream.
+        values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])  # (vector, channel)
         rows = torch.arange(values.numel(), device=values.device).split(values.shape[1])
         starts: Cotangents = {}
         for vector, place in zip(self.vectors, rows, strict=True):
@@ -230,7 +232,7 @@ def _chosen(recording: Recording, asked: ScoreQuestion) -> tuple[int, Meeting]:
 
 
 class Written(NamedTuple):
-    """Of some vectors what each component wrote, (vector, channel, component and constant)."""
+    """What each component wrote of some vectors: (vector, channel, component), and last what is constant."""
 
     components: tuple[Component, ...]
     parts: Tensor
@@ -253,7 +255,7 @@ def written(run: StreamPass, block: int, attention: int, starts: Cotangents, vec
     least = ROUNDING * torch.finfo(vectors.dtype).eps * torch.stack([*found.values()]).abs().max()
     found = {component: values for component, values in found.items() if bool((values.abs() > least).any())}
     parts = torch.stack([*found.values()], 1) if found else vectors.new_zeros(vectors.numel(), 0)
-    constant = vectors.flatten() - parts.sum(1)
+    constant = vectors.flatten() - parts.sum(1)  # (vector · channel,): what no component wrote
     return Written(tuple(found), torch.cat([parts, constant[:, None]], 1).unflatten(0, vectors.shape))
 
 

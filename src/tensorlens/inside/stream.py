@@ -321,5 +321,6 @@ def _summed_rows(choice: Choice, steps: list[Step], program: Program) -> list[Ex
     slots = [slot for slot in slots if program.specs[slot].shape[:-1] == tuple(chosen.shape)]
     if not slots:
         return []
+    # Row r of the (token · choice) rows is choice r % k of token r // k.
     places = {expert: (chosen.flatten() == expert).nonzero()[:, 0] for expert in chosen.unique().tolist()}
     return [ExpertRows(expert, slots[-1], rows, rows // chosen.shape[1]) for expert, rows in places.items()]

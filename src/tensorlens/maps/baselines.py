@@ -36,7 +36,7 @@ HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc
 
 
 Matrices = Float[Tensor, "*sample out_token in_token"]
-"""Of one sample, or of several that were recorded together."""
+"""One for each of several samples that were recorded together, or for one sample alone."""
 
 
 # Within a block ------------------------------------------------------------------------------------------------------

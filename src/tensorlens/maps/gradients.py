@@ -87,13 +87,13 @@ def integrated_gradients(recording: Recording, question: Question, layer: list[i
     """
     x = recording.states[0].detach()
     points, weights = np.polynomial.legendre.leggauss(n_steps)
-    path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)
+    path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)  # (point, 2)
 
     def along(part: Tensor) -> Tensor:
         alphas, shares = part.T[:, :, None, None, None]
         states = (alphas * x).flatten(0, 1)  # (point · sample, token, channel)
         found = _gradient(recording, states, question, layer)
-        return (shares * found.unflatten(0, (len(part), -1))).sum(0)
+        return (shares * found.unflatten(0, (len(part), -1))).sum(0)  # over points: (sample, token, channel)
 
     most = max(1, MOST_STATES.get(x.device.type, 8) // len(x))
     total = torch.stack(in_parts(path, most, along)).sum(0)
@@ -115,23 +115,9 @@ def _gradient(recording: Recording, x: Tensor, question: Question, layer: list[i
     """The gradient of what the rows explain at each state of a batch (point · sample, token, channel)."""
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
-        ends = _run(recording, x).unflatten(0, (-1, recording.n_samples))
-        total = torch.stack([_explained(question, end, layer) for end in ends]).sum()
+        ends = _run(recording, x).unflatten(0, (-1, recording.n_samples))  # (point, sample, …)
+        total = torch.stack([question.explained(end, layer).sum() for end in ends]).sum()
         return torch.autograd.grad(total, x)[0]
-
-
-def _explained(question: Question, end: Tensor, layer: list[int]) -> Tensor:
-    """The numbers that rows explain, added up, from what one point of the path ended with."""
-    recording, total = question.recording, torch.zeros((), dtype=end.dtype, device=end.device)
-    for row in layer:
-        sample, i = question.of[row], question.out_tokens[row]
-        if not question.has_classes:
-            total = total + end[sample, i] @ recording.states[-1][sample, i].to(end)
-            continue
-        ids, weights = (part[row] for part in question.chosen)
-        logits = recording.logits(end[sample, None], i, ids)[0]
-        total = total + (logits * weights.to(logits)).sum()
-    return total
 
 
 def _run(recording: Recording, x: Tensor) -> Tensor:

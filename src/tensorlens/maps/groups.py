@@ -60,7 +60,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
         groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, a list of (label, start, stop) or of
             passages that stand in the text, or ``{"separator": …}`` for what stands between its occurrences.
         labels: One for each token.
-        meta: Of a map: `text`, and `offsets`, where each token stands in it.
+        meta: The map's: `text`, and `offsets`, where each token stands in it.
 
     Raises:
         InputError: Groups overlap, are empty, lie outside of the text, or are not found in it.
@@ -87,6 +87,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
 
 def group_sums(scores: Tensor, groups: Sequence[Group]) -> Tensor:
     """The columns of each group, added up: (row, group)."""
+    # (in_token,): the group of each token, so that one sum goes over all columns.
     index = torch.zeros(scores.shape[1], dtype=torch.long, device=scores.device)
     for k, group in enumerate(groups):
         index[list(group.tokens)] = k
@@ -97,7 +98,7 @@ def grouped_meta(meta: Mapping[str, Any], groups: Sequence[Group], name: str, as
     """The `meta` of a map whose tokens were put together.
 
     Args:
-        meta: Of the map by tokens.
+        meta: That of the map by tokens.
         groups: What they were put together into.
         name: What to call the groups.
         aside: Tokens that were set aside by choice; so are the groups with one of them.
@@ -260,7 +261,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Word, ..
 
     Args:
         labels: One for each token, as `token_labels` writes them.
-        meta: Of a map. `offsets` (for each token its [start, stop) in the text, or None for one that is no text) and
+        meta: The map's. `offsets` (for each token its [start, stop) in the text, or None for one that is not text) and
             `text` say exactly where a token stands; without them the labels are read.
     """
     offsets, text = meta.get("offsets"), meta.get("text")
@@ -285,7 +286,7 @@ def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
 
 def _by_offsets(labels: Sequence[str], offsets: Sequence[Sequence[int] | None], text: str) -> tuple[Word, ...]:
     found: list[Word] = []
-    begin = end = -1  # of the last word in the text; -1 after a token that is no text
+    begin = end = -1  # of the last word in the text; -1 after a token that is not text
     for k, pair in enumerate(offsets):
         if pair is None or pair[0] == pair[1]:
             found.append(Word(labels[k], k, k + 1))
@@ -331,7 +332,7 @@ def _continues(labels: Sequence[str], k: int) -> bool:
 
 
 def _is_one_word(before: str, after: str) -> bool:
-    """Whether text that ends in `before` goes on with `after` without the end of a word."""
+    """Whether text that ends in `before` continues with `after` without the end of a word."""
     if not before or not after or before[-1].isspace() or after[0].isspace():
         return False
     if _JOINER in (before[-1], after[0]) or unicodedata.category(after[0]) in ("Mn", "Me", "Sk"):

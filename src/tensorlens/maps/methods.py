@@ -41,6 +41,14 @@ class Chosen(NamedTuple):
     ids: Tensor
     weights: Tensor
 
+    def of(self, logits: Tensor) -> Tensor:
+        """(row,): the weighted sum, from logits (row, k) of the classes of each row."""
+        return (logits * self.weights.to(logits)).sum(1)
+
+    def at(self, rows: Sequence[int]) -> Chosen:
+        """What some of the rows explain."""
+        return Chosen(self.ids[list(rows)], self.weights[list(rows)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -76,7 +84,7 @@ class Question:
 
     @property
     def recording(self) -> Recording:
-        """Of one sample or several."""
+        """What the pass left behind, for one sample or several."""
         return self.operator.recording
 
     @property
@@ -146,16 +154,25 @@ class Question:
 
     @cached_property
     def chosen_logits(self) -> Tensor:
-        """(row,): what each row explains, at the input; only the classes with a weight are read."""
-        ids, weights = self.chosen
-        if self.recording.head is None:
-            logits = self.logits.gather(1, ids)
-        else:
-            weight, bias = self.recording.head.weight, self.recording.head.bias
-            assert self.recording.readout is not None, "a head reads something"
-            logits = (weight[ids] * self._read(self.recording.readout)[:, None]).sum(-1)
-            logits = logits if bias is None else logits + bias[ids]
-        return (logits * weights.to(logits)).sum(1)
+        """(row,): what each row explains, at the input."""
+        assert self.recording.readout is not None, "a target has a head"
+        return self.explained(self.recording.readout, range(len(self.out_tokens)))
+
+    def explained(self, end: Tensor, rows: Sequence[int]) -> Tensor:
+        r"""(row,): what some rows explain, from what a pass of all samples ended with.
+
+        $\sum_c w_c\,\mathrm{logit}_c$ of the target, of which only the classes with a weight are read; without classes
+        the length along the output state, $⟨X^N_i, \mathrm{end}_i⟩$.
+        """
+        samples, places = self._places(list(rows), end.device)
+        if not self.has_classes:
+            return (end[samples, places] * self.recording.states[-1][samples, places].to(end)).sum(-1)
+        chosen, head = self.chosen.at(rows), self.recording.head
+        if head is None:
+            return chosen.of((end[samples] if end.dim() == 2 else end[samples, places]).gather(1, chosen.ids))
+        read = end[self._places(list(rows), end.device, read=True)]  # (row, channel)
+        logits = (head.weight[chosen.ids] * read[:, None]).sum(-1)  # (row, k): of the classes with a weight
+        return chosen.of(logits if head.bias is None else logits + head.bias[chosen.ids])
 
     # Pulls ------------------------------------------------------------------------------------------------------------
 
@@ -191,7 +208,7 @@ class Question:
         scores, sizes = (x.new_zeros(len(self.out_tokens), len(x)) for _ in range(2))
         for piece in self.operator.pull_outputs(self.out_tokens, starts[:, None]):
             tokens = slice(*piece.tokens)
-            found = _weighed(piece.rows.transpose(0, 1).to(x), x[tokens])
+            found = _weighed(piece.rows.transpose(0, 1).to(x), x[tokens])  # (output, token) of this piece
             scores[slice(*piece.outputs), tokens] = found.scores
             sizes[slice(*piece.outputs), tokens] = found.sizes
         return Weighed(scores, sizes)

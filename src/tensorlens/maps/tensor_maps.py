@@ -99,8 +99,8 @@ def in_class_map(question: Question) -> Scored:
         return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)
     # Without all of its heads, the model gives other logits than these.
     at_zero = torch.stack([operator.logits_at_zero(i) for i in question.out_tokens])
-    of_bias = (at_zero.gather(1, chosen.ids) * chosen.weights.to(at_zero)).sum(1)
-    return Scored(scores=found.scores, bias_share=of_bias / logits, by_row=by_row, chosen=chosen)
+    share = chosen.of(at_zero.gather(1, chosen.ids)) / logits
+    return Scored(scores=found.scores, bias_share=share, by_row=by_row, chosen=chosen)
 
 
 @method("tensor.contribution", "Length of what each input contributes to the output", takes_samples=True)
@@ -109,7 +109,7 @@ def contribution_map(question: Question) -> Scored:
     if question.is_batch:
         pushed = question.operator.push_each_token(question.out_tokens)
         ends = question.at_outputs(question.recording.states[-1])
-        share = not_carried((pushed * ends[:, None]).sum(-1), _sizes(question))
+        share = not_carried((pushed * ends[:, None]).sum(-1), _sizes(question))  # (row, in_token) before its sum
         return Scored(scores=pushed.norm(dim=-1), bias_share=share, notes={"bias": BY_COMPLETENESS})
     operator, x = question.operator, question.operator.input
     parts = []
@@ -161,4 +161,4 @@ def _sketched(question: Question) -> Tensor:
         for sample, i in zip(question.of, question.out_tokens, strict=True):
             u[sample, i] = probe
         squares.append(question.operator.pull_samples(u).expand_as(x).square().sum(-1))
-    return torch.stack(squares).mean(0).sqrt()
+    return torch.stack(squares).mean(0).sqrt()  # over probes: (sample, in_token)

@@ -22,7 +22,7 @@ from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
 from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, grouped_meta
 from tensorlens.maps.methods import METHODS
-from tensorlens.records import Record, Writer, on_cpu, plain_meta
+from tensorlens.records import Record, Writer
 from tensorlens.views.answer_text import answer_text
 from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sum_lines, title_of
 from tensorlens.views.labels import visible
@@ -74,13 +74,13 @@ class TokenMap(Record, kw_only=True, tag="tensorlens.token_map/1"):
     loadable: ClassVar[tuple[str, ...]] = (".json", ".safetensors")
 
     def __post_init__(self) -> None:
-        """Check shapes against labels, move both tensors to the CPU and take copies."""
+        """Check labels, and shapes against labels."""
+        super().__post_init__()
         for name in ("out_tokens", "in_tokens"):
             force_setattr(self, name, _labels(name, getattr(self, name)))
         n_out, n_in = len(self.out_tokens), len(self.in_tokens)
-        force_setattr(self, "scores", _numbers("scores", self.scores, (n_out, n_in)))
-        force_setattr(self, "bias_share", _numbers("bias_share", self.bias_share, (n_out,)))
-        force_setattr(self, "meta", plain_meta(self.meta))
+        _check_numbers("scores", self.scores, (n_out, n_in))
+        _check_numbers("bias_share", self.bias_share, (n_out,))
 
     def __repr__(self) -> str:
         """One line: method, size and target."""
@@ -310,7 +310,7 @@ def _labels(name: str, labels: Any) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
+def _check_numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = getattr(tensor, "dtype", type(tensor).__name__)
         raise InputError(f"Expected {name} as a tensor of floats, got {kind}. Convert it with .float().")
@@ -319,7 +319,6 @@ def _numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
             f"Expected {name} of shape {shape} to match out_tokens and in_tokens, got {tuple(tensor.shape)}. "
             "Pass one label for each row and each column."
         )
-    return on_cpu(tensor)
 
 
 def _array(tensor: Tensor) -> Any:
@@ -336,7 +335,7 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
 
     Args:
         scores: (out_token, in_token).
-        meta: Of the map: `set_aside` if someone chose, `causal` if it is known.
+        meta: The map's: `set_aside` if someone chose, `causal` if it is known.
     """
     n_out, n_in = scores.shape
     chosen = meta.get("set_aside")
