@@ -64,7 +64,7 @@ class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{place}, `{self.operation}` in `{self.module or 'the model'}`: in {where}{how}"
 
 
-class Comparison(Record, kw_only=True, dict=True, tag="tensorlens.comparison/1"):
+class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.comparison/1"):
     """How two attention tensors differ.
 
     Attributes:
@@ -104,7 +104,7 @@ class Comparison(Record, kw_only=True, dict=True, tag="tensorlens.comparison/1")
 
     @property
     def _tensors(self) -> tuple[AttentionTensor, AttentionTensor]:
-        found = self.__dict__.get("tensors")
+        found = getattr(self, "_tensors_compared", None)
         if found is None:
             raise MethodError("This comparison was loaded without its tensors. Ask `tl.compare` for a new one.")
         return found
@@ -164,7 +164,7 @@ def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PR
         raise InputError(f"`probes` must be a number of directions, 1 or more; got {probes!r:.60}.")
     steps = tuple(_differences(first.program, second.program))
     made = Comparison(steps=steps, distance=_distance(first, second, probes, seed), probes=probes, seed=seed)
-    made.__dict__["tensors"] = first, second
+    force_setattr(made, "_tensors_compared", (first, second))  # beside the fields: they are not saved
     return made
 
 

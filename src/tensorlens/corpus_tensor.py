@@ -52,7 +52,7 @@ Reading = tuple[tuple[tuple[Said, ...], ...], ...]
 """By block and token, the words that a state reads as."""
 
 
-class CorpusReading(Record, kw_only=True, tag="tensorlens.corpus_reading/1"):
+class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_reading/1"):
     """What each state will become, in words: by the mean operator of a corpus, and by the plain logit lens.
 
     Attributes:
@@ -76,7 +76,9 @@ class CorpusReading(Record, kw_only=True, tag="tensorlens.corpus_reading/1"):
         """One line: sizes."""
         return f"CorpusReading({len(self.corpus)} blocks × {len(self.tokens)} tokens)"
 
-    def show(self, token: int = -1, console: Console | None = None) -> None:
+    def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one token
+        self, token: int = -1, console: Console | None = None
+    ) -> None:
         """Print the words of each block at one token; without a console, to standard output."""
         print_parts(self._at(check_token(token, len(self.tokens), "token")), console)
 
@@ -90,7 +92,7 @@ class CorpusReading(Record, kw_only=True, tag="tensorlens.corpus_reading/1"):
         yield table(("block", "corpus", "logit lens"), rows)
 
 
-class CorpusTensor(Record, kw_only=True, tag="tensorlens.corpus_tensor/1"):
+class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_tensor/1"):
     """The mean operator of a corpus from every block to the end.
 
     Attributes:

@@ -28,7 +28,7 @@ Named = Component | tuple[int, int] | str
 """A component, a head as (block, head), or a component's name, such as ``"block 3, feed-forward"``."""
 
 
-class Ablation(Record, kw_only=True, tag="tensorlens.ablation/1"):
+class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
     """A target with components switched off, predicted and true.
 
     Attributes:

@@ -33,7 +33,7 @@ class TopComponent(NamedTuple):
     token: int
 
 
-class ComponentMap(Record, kw_only=True, tag="tensorlens.component_map/2"):
+class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_map/2"):
     r"""What each component carries of a target at every token.
 
     Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target, so what passes

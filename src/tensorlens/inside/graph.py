@@ -70,7 +70,7 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     weight: float
 
 
-class ComponentGraph(Record, kw_only=True, tag="tensorlens.component_graph/1"):
+class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.component_graph/1"):
     """What flowed from the input to a target, and by which components.
 
     For every node that something flows into: the edges into it, its constant and its cut sum to its value.

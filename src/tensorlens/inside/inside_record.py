@@ -77,7 +77,7 @@ class HeadRead(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unkno
     why: Why | None = None
 
 
-class Inside(Record, kw_only=True, tag="tensorlens.inside/2"):
+class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
     """The inside of a model at one input, for one target.
 
     Attributes:

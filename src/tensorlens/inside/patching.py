@@ -40,7 +40,7 @@ class Correlation(NamedTuple):
     n: int
 
 
-class Patching(Record, kw_only=True, tag="tensorlens.patching/2"):
+class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
     """Effects of patching each component from a corrupted run into a clean one, over all tokens.
 
     Attributes:

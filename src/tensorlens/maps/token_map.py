@@ -43,7 +43,7 @@ class Top(NamedTuple):
     score: float
 
 
-class TokenMap(Record, kw_only=True, tag="tensorlens.token_map/1"):
+class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     """How much each input token carries of each output token: row i, column j is i ← j.
 
     Holds one copy of the scores on the CPU and nothing of the model. `meta` is kept in its JSON
@@ -187,7 +187,9 @@ class TokenMap(Record, kw_only=True, tag="tensorlens.token_map/1"):
         order = strength.argsort(descending=True, stable=True)[:k].tolist()
         return [Top(j, self.in_tokens[j], float(row[j])) for j in order]
 
-    def show(self, console: Console | None = None, out_token: int | None = None) -> None:
+    def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one output
+        self, console: Console | None = None, out_token: int | None = None
+    ) -> None:
         """Print the map to the terminal; `out_token` prints that row only."""
         from tensorlens.views import terminal
 
