@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.device_work import on_its_way
+from tensorlens.device_work import on_its_way, sent
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.maps.defaults import METHOD_OF_CLASSES, own_prediction
 from tensorlens.maps.targets import Classes, Target, no_head
@@ -47,6 +47,8 @@ class Chosen(NamedTuple):
 
     def at(self, rows: Sequence[int]) -> Chosen:
         """What some of the rows explain."""
+        if len(rows) == len(self.ids):  # all of them: rows are not repeated
+            return self
         return Chosen(self.ids[list(rows)], self.weights[list(rows)])
 
 
@@ -149,8 +151,8 @@ class Question:
         found = [list(self.classes.weights(one).items()) for one in wanted]  # type: ignore[arg-type]
         longest = max(map(len, found))
         filled = [some + [(0, 0.0)] * (longest - len(some)) for some in found]
-        ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
-        return Chosen(ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device))
+        ids = sent([[index for index, _ in some] for some in filled], device)
+        return Chosen(ids, sent([[weight for _, weight in some] for some in filled], device))
 
     @cached_property
     def chosen_logits(self) -> Tensor:
@@ -164,13 +166,14 @@ class Question:
         $\sum_c w_c\,\mathrm{logit}_c$ of the target, of which only the classes with a weight are read; without classes
         the length along the output state, $⟨X^N_i, \mathrm{end}_i⟩$.
         """
-        samples, places = self._places(list(rows), end.device)
+        head = self.recording.head
+        places = self._places(list(rows), end.device, read=self.has_classes and head is not None)
+        read = end[places[0]] if end.dim() == 2 else end[places]  # (row, channel), or (row, class) without a known head
         if not self.has_classes:
-            return (end[samples, places] * self.recording.states[-1][samples, places].to(end)).sum(-1)
-        chosen, head = self.chosen.at(rows), self.recording.head
+            return (read * self.recording.states[-1][places].to(end)).sum(-1)
+        chosen = self.chosen.at(rows)
         if head is None:
-            return chosen.of((end[samples] if end.dim() == 2 else end[samples, places]).gather(1, chosen.ids))
-        read = end[self._places(list(rows), end.device, read=True)]  # (row, channel)
+            return chosen.of(read.gather(1, chosen.ids))
         logits = (head.weight[chosen.ids] * read[:, None]).sum(-1)  # (row, k): of the classes with a weight
         return chosen.of(logits if head.bias is None else logits + head.bias[chosen.ids])
 
@@ -239,7 +242,7 @@ class Question:
     def _places(self, layer: list[int], device: torch.device, *, read: bool = False) -> tuple[Tensor, Tensor]:
         """Samples and outputs of some rows, or where the head reads these."""
         outputs = [self.recording.place_read(self.out_tokens[row]) if read else self.out_tokens[row] for row in layer]
-        return torch.tensor([self.of[row] for row in layer], device=device), torch.tensor(outputs, device=device)
+        return sent([self.of[row] for row in layer], device), sent(outputs, device)
 
 
 class Weighed(NamedTuple):
