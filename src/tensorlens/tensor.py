@@ -264,9 +264,9 @@ class AttentionTensor(InsideQuestions):
         Args:
             method: A name in `METHODS`.
             out_token: The output to explain, several of them as a list, range or slice, or None for every one.
-            target: For `tensor.in_class`: a token string, an id, a class label, or a pair of them for a contrast;
-                None explains the model's own prediction. A logit is what the unembedding gives, before any soft cap
-                or scale.
+            target: For `tensor.in_class`: a token string, an id, a class label, a pair of them for a contrast, or
+                weights by id; None explains the model's own prediction. A logit is what the unembedding gives, before
+                any soft cap or scale.
             groups: Sum the inputs of each group: ``"words"``, ``"sentences"``, ``"lines"``, or a list of (label, start,
                 stop); see `TokenMap.group`.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.

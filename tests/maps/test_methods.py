@@ -62,6 +62,14 @@ def test_a_contrast_is_the_difference_of_two_targets(name):
     assert torch.allclose(both, apart[0] - apart[1], rtol=1e-9)
 
 
+def test_weights_by_class_are_a_target():
+    T = lens_on("gpt2")
+    by_weights, by_pair = (T.map("tensor.in_class", -1, target) for target in ({5: 1.0, 6: -1.0}, (5, 6)))
+    assert torch.equal(by_weights.scores, by_pair.scores) and by_weights.meta == by_pair.meta
+    with pytest.raises(tl.InputError, match="id: number"):
+        T.map("tensor.in_class", -1, {5: float("nan")})
+
+
 @pytest.mark.parametrize("target", [5, (5, 6)])
 @pytest.mark.parametrize("part", ["whole", "range", "heads", "range and heads"])
 def test_the_bias_share_of_in_class_is_what_a_run_at_zero_gives(part, target):

@@ -293,7 +293,7 @@ def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
 
 
 def _membership(parts: Sequence[Group], n_tokens: int) -> Tensor:
-    """(part, token): one where a token belongs to a part."""
+    """(part, token): 1 where a token belongs to a part."""
     rows = torch.zeros(len(parts), n_tokens, dtype=torch.float64)
     for row, part in zip(rows, parts, strict=True):
         row[list(part.tokens)] = 1

@@ -22,7 +22,7 @@ from tensorlens.inside.edits import Edit, edited_logits, parts
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.defaults import OUT_TOKEN
-from tensorlens.maps.targets import Target, Weights
+from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.records import Record
@@ -112,7 +112,7 @@ def patching(
     lens: Callable[[Any], Any],
     clean: Any,
     corrupted: Any,
-    target: Target | Weights | None = None,
+    target: Target | None = None,
     *,
     out_token: int = OUT_TOKEN,
     verify: bool = False,

@@ -16,7 +16,7 @@ from tensorlens.inside.score import By, grouped, score_map
 from tensorlens.inside.target import Explained
 from tensorlens.maps.defaults import MAX_NODES, OUT_TOKEN, SHARE
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.targets import Context, Target, Weights
+from tensorlens.maps.targets import Context, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.base import TensorOperator
@@ -168,5 +168,5 @@ class InsideQuestions(TensorOperator):
             raise InputError(f"`over` must be a list of attention tensors; got {over!r:.60}.")
         return ablation(self._explained(out_token, target), components, to, [one.operator for one in others])
 
-    def _explained(self, out_token: int, target: Target | Weights | None) -> Explained:
+    def _explained(self, out_token: int, target: Target | None) -> Explained:
         return Explained.at(self.operator, self.context, self.meta(), out_token, target)

@@ -33,7 +33,7 @@ class Explained:
     operator: FrozenOperator
     classes: Classes | None
     out_token: int
-    target: Target | Weights | None
+    target: Target | None
     tokens: tuple[str, ...]
     meta: dict[str, Any]
 
@@ -44,7 +44,7 @@ class Explained:
         context: Context,
         meta: dict[str, Any],
         out_token: int,
-        target: Target | Weights | None,
+        target: Target | None,
     ) -> Explained:
         """The target at an output; a head that reads the whole input at once has only one."""
         i = one_output(operator.recording, out_token)

@@ -14,10 +14,11 @@ from torch import Tensor
 from tensorlens.errors import InputError, MethodError
 from tensorlens.models.plain_text import check_unicode
 
-Target = str | int | tuple[str | int, str | int]
-
 Weights = dict[int, float]
 """Weights on logits by class."""
+
+Target = str | int | tuple[str | int, str | int] | Weights
+"""What is explained: a token or class, a pair of them for a contrast, or weights by class."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -42,8 +43,8 @@ class Classes:
     tokenizer: Any = None
     labels: dict[int, str] | None = None
 
-    def weights(self, target: Target | Weights) -> Weights:
-        """Weights on logits: +1 for the target, and -1 for the other one of a pair; or as they are given."""
+    def weights(self, target: Target) -> Weights:
+        """Weights on logits: +1 for the target, and -1 for what a pair is against; or as they are given."""
         if isinstance(target, dict):
             if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
                 raise InputError(
