@@ -199,7 +199,7 @@ def read_tensor(path: Path, model: torch.nn.Module | None, device: str | None) -
             # than those of memory that torch has laid out. And whoever overwrites the file does not change T.
             return unpack(record, lambda name: opened.get_tensor(name).clone(), model, device)
     except SafetensorError as error:
-        raise InputError(f"Expected a safetensors file; {path.name!r} is damaged: {error}") from error
+        raise InputError(f"Expected a safetensors file; {path.name!r} is damaged: {str(error)[:300]}") from error
 
 
 def unpack(
@@ -222,7 +222,9 @@ def unpack(
     except InputError:
         raise
     except (TensorLensError, msgspec.MsgspecError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {error}") from error
+        raise InputError(
+            f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {str(error)[:300]}"
+        ) from error
 
 
 def _device(record: TensorRecord, asked: str | None) -> torch.device | None:

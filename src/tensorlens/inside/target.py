@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.inside.block import Finer, StreamPass
+from tensorlens.inside.block import ByBlock, Finer, StreamPass
 from tensorlens.maps.defaults import one_output, own_prediction
 from tensorlens.maps.targets import Classes, Context, Target, Weights, no_head
 from tensorlens.operators.operator import FrozenOperator
@@ -94,7 +94,7 @@ class Pass(StreamPass):
         super().__init__(operator, pieces, finer)
         self.weights, self.out_token = weights, out_token
         self._waiting = {self.stop: self._at_last_state()}
-        self._cotangents: dict[int, Cotangents] = {}
+        self._cotangents = ByBlock(self)
 
     @cached_property
     def value(self) -> float:
@@ -125,10 +125,9 @@ class Pass(StreamPass):
         """λ at the marked slots of block n."""
         if n not in self._cotangents:
             waiting = self.waiting(n + 1)
-            if self.recording.is_streamed:
-                self._cotangents.clear()
             found, waiting = self.pieces.pull(n - self.start, waiting, self.block(n).marked)
-            self._cotangents[n], self._waiting[n] = found, waiting
+            self._cotangents.keep(n, found)
+            self._waiting[n] = waiting
         return self._cotangents[n]
 
 
