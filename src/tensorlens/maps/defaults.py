@@ -36,7 +36,7 @@ def one_output(recording: Recording, out_token: int) -> int:
     return 0 if recording.pools else check_token(out_token, recording.states[-1].shape[1])
 
 
-def has_one_row(recording: Recording, method: str) -> bool:
+def has_one_row(recording: Recording, method: str | None) -> bool:
     """Whether a map has one row whatever its output: logits of the whole input are explained."""
     return recording.pools and method == METHOD_OF_CLASSES
 
