@@ -243,9 +243,10 @@ def sketches(device: str, names: tuple[str, ...], precisions: tuple[str, ...], n
 
 
 def _in_out(operator: FrozenOperator) -> Any:
-    from tensorlens.maps.collapse import in_out
+    from tensorlens.maps.methods import Question
+    from tensorlens.maps.tensor_maps import in_out_map
 
-    return in_out(operator, operator.input, operator.output, range(operator.shape[0]))
+    return in_out_map(Question(operator=operator, out_tokens=tuple(range(operator.shape[0])))).scores
 
 
 def spearman(a: Any, b: Any) -> float:

@@ -69,6 +69,20 @@ def _places(value: object):
         yield from _places(one)
 
 
+def header_words(draw: random.Random, content: bytes) -> bytes:
+    """The same in the JSON that stands in the header of a safetensors file, and in the record within it."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    records = [key for key, text in header.get("__metadata__", {}).items() if text.startswith("{")]
+    if draw.random() < 0.7 and records:
+        header["__metadata__"][records[0]] = reword(draw, header["__metadata__"][records[0]].encode()).decode()
+        changed = json.dumps(header).encode()
+    else:
+        changed = reword(draw, json.dumps(header).encode())
+    changed += b" " * (-len(changed) % 8)
+    return len(changed).to_bytes(8, "little") + changed + content[8 + size :]
+
+
 BYTES = (flip, cut, grow, splice)
 WORDS = (reword, reword, reword, flip, cut)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 import zoo
@@ -136,7 +137,7 @@ def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
 
     def faulty(self, *args, **options):
         pending = begin(self, *args, **options)
-        return lambda: [replace(one, scores=2 * one.scores) for one in pending()]
+        return lambda: [msgspec.structs.replace(one, scores=2 * one.scores) for one in pending()]
 
     monkeypatch.setattr(Batch, "begin", faulty)
     found = list(lens.maps(inputs, "tensor.in_out", batch_size=3))

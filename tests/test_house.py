@@ -25,8 +25,6 @@ BARE_JSON = {
     "src/tensorlens/app/explorer/server.py",
     "src/tensorlens/app/map_command.py",
     "src/tensorlens/app/methods_command.py",
-    "src/tensorlens/maps/files.py",
-    "src/tensorlens/maps/token_map.py",
     "src/tensorlens/models/onnx_dinov2.py",
     "src/tensorlens/views/page.py",
 }

@@ -12,19 +12,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, islice
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
-from tensorlens.maps import finishing
-from tensorlens.maps.methods import METHODS, Question, check_question
+from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row, one_output, own_prediction
+from tensorlens.maps.methods import METHODS, Finished, Question, begin_finishing, begin_predictions, check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_of_memory
@@ -59,7 +60,7 @@ class Asked:
     """What is asked of every sample; see `Lens.maps`."""
 
     methods: tuple[str, ...]
-    out_token: int = -1
+    out_token: int = OUT_TOKEN
     target: Target | None = None
     probes: int | None = None
     seed: int = 0
@@ -187,8 +188,8 @@ class Batch(Sequence[AttentionTensor]):
     @own_modes
     def maps(
         self,
-        method: str = "tensor.in_out",
-        out_token: int = -1,
+        method: str = METHOD,
+        out_token: int = OUT_TOKEN,
         target: Target | None = None,
         *,
         targets: Sequence[Target] | None = None,
@@ -237,7 +238,7 @@ class Batch(Sequence[AttentionTensor]):
         key = (places, repr(target), repr(targets))
         question = Question(
             operator=FrozenOperator(recording),
-            out_tokens=(0,) * len(self) if recording.pools and method == "tensor.in_class" else places,
+            out_tokens=(0,) * len(self) if has_one_row(recording, method) else places,
             samples=tuple(range(len(self))),
             lengths=self.lengths,
             target=target,
@@ -249,10 +250,10 @@ class Batch(Sequence[AttentionTensor]):
             shared=self._shared.setdefault(key, {}),
         )
         try:
-            waiting = finishing.begin(METHODS[method].compute(question), question.classes)
+            waiting = begin_finishing(METHODS[method].compute(question), question.classes)
         except MethodError:  # each sample alone says why, or has another way
             return None
-        said = finishing.predictions(question)
+        said = begin_predictions(question)
 
         def finish() -> list[TokenMap]:
             found, best = waiting(), said()
@@ -260,10 +261,10 @@ class Batch(Sequence[AttentionTensor]):
 
         return finish
 
-    def _map(self, i: int, method: str, place: int, found: finishing.Finished, best: str | None) -> TokenMap:
+    def _map(self, i: int, method: str, place: int, found: Finished, best: str | None) -> TokenMap:
         context = self._context(i)
         labels = context.out_tokens or context.tokens
-        pools = self.recording.pools and method == "tensor.in_class"
+        pools = has_one_row(self.recording, method)
         meta = found.meta(i)
         return TokenMap(
             scores=found.scores[i : i + 1, : self.lengths[i]],
@@ -309,13 +310,12 @@ def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
 def map_alone(tensor: AttentionTensor, method: str, out_token: int, options: dict[str, Any]) -> TokenMap:
     """The map of one sample alone, as one of a data set: it says what the model predicts too."""
     recording, classes = tensor.operator.recording, tensor.context.classes
-    pools = recording.pools and method == "tensor.in_class"
+    pools = has_one_row(recording, method)
     found = tensor.map(method, None if pools else out_token, **options)
     if recording.readout is None or classes is None:
         return found
-    place = 0 if recording.pools else check_token(out_token, tensor.shape[0])
-    sample = tensor.operator.sample
-    best = int(recording.logits(recording.readout, place)[sample].argmax())
+    logits = recording.logits(recording.readout, one_output(recording, out_token))
+    best = int(own_prediction(logits[tensor.operator.sample]))
     return replace(found, meta=found.meta | {"prediction": classes.name(best)})
 
 

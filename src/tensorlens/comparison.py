@@ -8,103 +8,144 @@ Both norms are sketched: for Gaussian probes u, $E\lVert u^\top A \rVert^2 = \lV
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 from jaxtyping import Float
+from msgspec.structs import force_setattr
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
+from tensorlens.records import Index, Record
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.printing import heading, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PROBES = 16
 """Random directions of each norm; the relative error of a norm is about one over their root twice."""
 
 
-class StepDifference(NamedTuple):
+class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step that two programs do not share.
 
     Attributes:
         kind: It is in the first alone, in the second alone, or in both with other constants.
-        step: The step, the first's where both have it.
-        distance: Of its constants: the largest relative difference; None where it is in one alone.
+        operation: What it does.
+        module: Where in the model.
+        block: In which block; None outside of all.
+        distance: The largest relative difference of its constants; None where it is in one alone.
     """
 
     kind: Literal["first alone", "second alone", "constants"]
-    step: Step
+    operation: str
+    module: str
+    block: Index | None
     distance: float | None
+
+    @classmethod
+    def of(cls, kind: Any, step: Step, distance: float | None = None) -> StepDifference:
+        """The difference that a step of a program is."""
+        return cls(kind, step.operation, step.module, step.block, distance)
 
     def __str__(self) -> str:
         """One line: where, what, how much."""
-        place = "outside of blocks" if self.step.block is None else f"block {self.step.block}"
+        place = "outside of blocks" if self.block is None else f"block {self.block}"
         how = "" if self.distance is None else f", constants differ by {self.distance:.1e}"
         where = self.kind if self.distance is None else "both"
-        return f"{place}, `{self.step.operation}` in `{self.step.module or 'the model'}`: in {where}{how}"
+        return f"{place}, `{self.operation}` in `{self.module or 'the model'}`: in {where}{how}"
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.comparison/1"):
     """How two attention tensors differ.
 
     Attributes:
-        first: One of them.
-        second: The other.
+        steps: The steps that differ, in the order of the programs.
+        distance: ‖T₁ - T₂‖ over ‖T₁‖ (Frobenius, sketched); None where the shapes differ.
         probes: How many random directions the norms are sketched with.
         seed: Random seed for the directions.
-        steps: The steps that differ, in the order of the programs.
+        pairs: `per_pair`, once it was asked for.
     """
 
-    first: AttentionTensor = field(repr=False)
-    second: AttentionTensor = field(repr=False)
-    probes: int
+    steps: tuple[StepDifference, ...]
+    distance: float | None
+    probes: Index
     seed: int
-    steps: tuple[StepDifference, ...] = field(repr=False)
+    pairs: Float[Tensor, "out_token in_token"] | None = None
 
     def __repr__(self) -> str:
         """One line: steps and distance."""
         distance = "shapes differ" if self.distance is None else f"distance {self.distance:.2e}"
         return f"Comparison({len(self.steps)} steps differ, {distance})"
 
-    @cached_property
-    def distance(self) -> float | None:
-        """‖T₁ - T₂‖ over ‖T₁‖ (Frobenius, sketched); None where the shapes differ."""
-        if self.first.operator.shape != self.second.operator.shape:
-            return None
-        generator = torch.Generator().manual_seed(self.seed)
-        apart, size = 0.0, 0.0
-        for _ in range(self.probes):
-            u = torch.randn(self.first.operator.output.shape, generator=generator)
-            one, other = (t.operator.adjoint(u.to(t.operator.output)).double().cpu() for t in (self.first, self.second))
-            apart, size = apart + float((one - other).square().sum()), size + float(one.square().sum())
-        return (apart / size) ** 0.5 if size else (0.0 if apart == 0 else float("inf"))
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(repr(self))
+        most = sorted(self.steps, key=lambda step: -(math.inf if step.distance is None else step.distance))[:k]
+        rows = [(str(one.block), one.operation, one.module, one.kind, f"{one.distance or 0:.1e}") for one in most]
+        yield table(("block", "operation", "module", "in", "by"), rows, numbers=(4,))
 
-    @cached_property
+    @property
+    def first(self) -> AttentionTensor:
+        """One of the two."""
+        return self._tensors[0]
+
+    @property
+    def second(self) -> AttentionTensor:
+        """The other."""
+        return self._tensors[1]
+
+    @property
+    def _tensors(self) -> tuple[AttentionTensor, AttentionTensor]:
+        found = getattr(self, "_tensors_compared", None)
+        if found is None:
+            raise MethodError("This comparison was loaded without its tensors. Ask `tl.compare` for a new one.")
+        return found
+
+    @property
     def per_pair(self) -> Float[Tensor, "out_token in_token"] | None:
-        """The same for every pair of tokens; NaN where T₁ is zero and T₂ is not; None where the shapes differ."""
-        if self.first.operator.shape != self.second.operator.shape:
-            return None
-        n_out, n_channels = self.first.operator.output.shape
-        generator = torch.Generator().manual_seed(self.seed)
-        rows = []
-        for i in range(n_out):
-            starts = torch.randn(self.probes, n_channels, generator=generator)
-            one, other = (self._pulled(t.operator, i, starts) for t in (self.first, self.second))
-            apart, size = ((one - other).square().sum((0, 2)), one.square().sum((0, 2)))
-            ratio = (apart / size).sqrt()
-            rows.append(torch.where(size == 0, torch.where(apart == 0, 0.0, torch.nan), ratio))
-        return torch.stack(rows).float()
+        """The distance of every pair of tokens; NaN where T₁ is zero and T₂ is not; None where the shapes differ."""
+        if self.pairs is None and self.distance is not None:
+            force_setattr(self, "pairs", _per_pair(*self._tensors, self.probes, self.seed))
+        return self.pairs
 
-    def _pulled(self, operator: FrozenOperator, out_token: int, starts: Tensor) -> Tensor:
-        u = operator.output.new_zeros(len(starts), *operator.output.shape)
-        u[:, out_token] = starts.to(u)
-        return operator.adjoint(u).double().cpu()
+
+def _distance(first: AttentionTensor, second: AttentionTensor, probes: int, seed: int) -> float | None:
+    if first.operator.shape != second.operator.shape:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    apart, size = 0.0, 0.0
+    for _ in range(probes):
+        u = torch.randn(first.operator.output.shape, generator=generator)
+        one, other = (t.operator.adjoint(u.to(t.operator.output)).double().cpu() for t in (first, second))
+        apart, size = apart + float((one - other).square().sum()), size + float(one.square().sum())
+    return (apart / size) ** 0.5 if size else (0.0 if apart == 0 else float("inf"))
+
+
+def _per_pair(first: AttentionTensor, second: AttentionTensor, probes: int, seed: int) -> Tensor:
+    n_out, n_channels = first.operator.output.shape
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(n_out):
+        starts = torch.randn(probes, n_channels, generator=generator)
+        one, other = (_pulled(t.operator, i, starts) for t in (first, second))  # (probe, in_token, in_channel)
+        apart, size = ((one - other).square().sum((0, 2)), one.square().sum((0, 2)))
+        ratio = (apart / size).sqrt()
+        rows.append(torch.where(size == 0, torch.where(apart == 0, 0.0, torch.nan), ratio))
+    return torch.stack(rows).float()
+
+
+def _pulled(operator: FrozenOperator, out_token: int, starts: Tensor) -> Tensor:
+    u = operator.output.new_zeros(len(starts), *operator.output.shape)
+    u[:, out_token] = starts.to(u)
+    return operator.adjoint(u).double().cpu()
 
 
 def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PROBES, seed: int = 0) -> Comparison:
@@ -121,7 +162,10 @@ def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PR
             raise InputError(f"`compare` expected two attention tensors; got {type(one).__name__}.")
     if type(probes) is not int or probes < 1:
         raise InputError(f"`probes` must be a number of directions, 1 or more; got {probes!r:.60}.")
-    return Comparison(first, second, probes, seed, tuple(_differences(first.program, second.program)))
+    steps = tuple(_differences(first.program, second.program))
+    made = Comparison(steps=steps, distance=_distance(first, second, probes, seed), probes=probes, seed=seed)
+    force_setattr(made, "_tensors_compared", (first, second))  # beside the fields: they are not saved
+    return made
 
 
 def _differences(first: Program, second: Program) -> Iterator[StepDifference]:
@@ -132,10 +176,10 @@ def _differences(first: Program, second: Program) -> Iterator[StepDifference]:
             for one, other in zip(ones[a:b], others[c:d], strict=True):
                 distance = _apart(first, one, second, other)
                 if distance > 0:
-                    yield StepDifference("constants", one, distance)
+                    yield StepDifference.of("constants", one, distance)
             continue
-        yield from (StepDifference("first alone", step, None) for step in ones[a:b])
-        yield from (StepDifference("second alone", step, None) for step in others[c:d])
+        yield from (StepDifference.of("first alone", step) for step in ones[a:b])
+        yield from (StepDifference.of("second alone", step) for step in others[c:d])
 
 
 def _key(step: Step) -> Any:

@@ -10,35 +10,37 @@ words. With `outputs="later"` it is Σ_{i' ≥ i} T[i', :, i, :] instead, averag
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+import msgspec
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.batches import Batch
-from tensorlens.errors import InputError, TensorLensError
-from tensorlens.inside.depths import at_depths, check_one_stream, logits_from, unembedded
-from tensorlens.maps.files import replace_file
+from tensorlens.errors import InputError, MethodError, TensorLensError
+from tensorlens.maps.targets import Classes, Said
+from tensorlens.models.layouts import state_of
 from tensorlens.models.modes import own_modes
+from tensorlens.models.runner import run
 from tensorlens.models.samples import check_several
-from tensorlens.recording.recording import Recording
+from tensorlens.operators.operator import check_token
+from tensorlens.program.several import of_each
+from tensorlens.recording.recording import Recording, Span
+from tensorlens.records import Index, Record
 from tensorlens.specimen import Specimen
-from tensorlens.strict_json import from_json, to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
+from tensorlens.views.captions import caption_lines
+from tensorlens.views.printing import as_html, heading, print_parts, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
-FORMAT = "tensorlens.corpus_tensor/1"
 Outputs = Literal["own", "later"]
 EXACT_UP_TO = 4096
 """How many cotangents a text may take before probes are used instead."""
@@ -46,15 +48,11 @@ DEFAULT_PROBES = 64
 CHUNK = 32
 
 
-class Word(NamedTuple):
-    """A word that a state reads as, and its probability."""
-
-    name: str
-    probability: float
+Reading = tuple[tuple[tuple[Said, ...], ...], ...]
+"""By block and token, the words that a state reads as."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CorpusReading:
+class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_reading/1"):
     """What each state will become, in words: by the mean operator of a corpus, and by the plain logit lens.
 
     Attributes:
@@ -64,25 +62,37 @@ class CorpusReading:
     """
 
     tokens: tuple[str, ...]
-    corpus: tuple[tuple[tuple[Word, ...], ...], ...]
-    plain: tuple[tuple[tuple[Word, ...], ...], ...]
+    corpus: Reading
+    plain: Reading
 
-    def show(self, token: int = -1, console: Console | None = None) -> None:
-        """Print the first word of each block at one token; without a console, to standard output."""
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
+    def __post_init__(self) -> None:
+        """Check that both read every block at every token."""
+        super().__post_init__()
+        sizes = {len(words) for words in (*self.corpus, *self.plain)}
+        if not self.tokens or len(self.corpus) != len(self.plain) or not sizes <= {len(self.tokens)}:
+            raise InputError(f"Expected two readings of every block at {len(self.tokens)} tokens; got others.")
 
-        table = Table("block", "corpus", "logit lens", box=None, pad_edge=False)
-        for n, (ours, plain) in enumerate(zip(self.corpus, self.plain, strict=True)):
-            table.add_row(str(n), *(Text(", ".join(repr(word.name) for word in one[token])) for one in (ours, plain)))
-        console = console or RichConsole(highlight=False)
-        console.print(Text(f"at token {self.tokens[token]!r}", style="bold"))
-        console.print(table)
+    def __repr__(self) -> str:
+        """One line: sizes."""
+        return f"CorpusReading({len(self.corpus)} blocks × {len(self.tokens)} tokens)"
+
+    def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one token
+        self, token: int = -1, console: Console | None = None
+    ) -> None:
+        """Print the words of each block at one token; without a console, to standard output."""
+        print_parts(self._at(check_token(token, len(self.tokens), "token")), console)
+
+    def _repr_html_(self) -> str:
+        return as_html(lambda console: self.show(console=console))
+
+    def _at(self, token: int) -> Iterator[RenderableType]:
+        yield heading(f"at token {self.tokens[token]!r}")
+        both = enumerate(zip(self.corpus, self.plain, strict=True))
+        rows = [(str(n), *(", ".join(repr(word.name) for word in one[token]) for one in pair)) for n, pair in both]
+        yield table(("block", "corpus", "logit lens"), rows)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CorpusTensor:
+class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_tensor/1"):
     """The mean operator of a corpus from every block to the end.
 
     Attributes:
@@ -95,14 +105,31 @@ class CorpusTensor:
 
     matrices: Float[Tensor, "block out_channel in_channel"]
     bias: Float[Tensor, "block out_channel"]
-    outputs: str
-    n_texts: int
-    meta: dict[str, Any] = field(default_factory=dict)
+    outputs: Outputs
+    n_texts: Index
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    loadable: ClassVar[tuple[str, ...]] = (".safetensors",)
+
+    def __post_init__(self) -> None:
+        """Check that each block has a matrix and a bias that fit."""
+        super().__post_init__()
+        if self.matrices.dim() != 3 or self.bias.shape != self.matrices.shape[:2]:
+            raise InputError(
+                f"Expected a matrix and a bias of as many channels for each block; got shapes "
+                f"{tuple(self.matrices.shape)} and {tuple(self.bias.shape)}."
+            )
+        if self.outputs not in get_args(Outputs):
+            raise InputError(f"`outputs` must be 'own' or 'later'; got {self.outputs!r:.60}.")
 
     def __repr__(self) -> str:
         """One line: sizes."""
         n, n_out, n_in = self.matrices.shape
         return f"CorpusTensor({self.meta.get('model')}, {n} blocks, {n_out} × {n_in}, {self.n_texts} texts)"
+
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(repr(self))
+        yield table(("", ""), [*caption_lines(f"mean operator, outputs={self.outputs!r}", self.meta, 0)])
 
     @classmethod
     @own_modes
@@ -130,11 +157,11 @@ class CorpusTensor:
             batch_size: How many texts share one recording.
             skip_first: Positions at the start of each text that do not count, neither as source nor as output.
             skip_last: The same at the end.
-            seed: Of the probes.
+            seed: Random seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
         """
-        if outputs not in ("own", "later"):
-            raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r}.")
+        if outputs not in get_args(Outputs):
+            raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r:.60}.")
         check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed))
         bar = tqdm(unit=" texts", disable=None if progress is None else not progress)
@@ -173,51 +200,19 @@ class CorpusTensor:
                 f"Expected a tensor of {len(self.matrices)} blocks with {self.matrices.shape[2]} channels and a head; "
                 f"got {expected[0]} blocks with {expected[1]} channels."
             )
-        read = unembedded if self.meta.get("rules", {}).get("include_final_norm", True) else logits_from
+        rules = self.meta.get("rules")
+        is_normed = not isinstance(rules, dict) or rules.get("include_final_norm", True)
+        read = unembedded if is_normed else logits_from
         corpus, plain = [], []
         for n, state in enumerate(states):
             y = state @ self.matrices[n].to(state).T + self.bias[n].to(state)
-            corpus.append(_words(read(recording, y), classes, k))
-            plain.append(_words(logits_from(recording, state), classes, k))
+            corpus.append(_said(read(recording, y), classes, k))
+            plain.append(_said(logits_from(recording, state), classes, k))
         return CorpusReading(tokens=T.tokens, corpus=tuple(corpus), plain=tuple(plain))
 
-    def save(self, path: str | Path) -> Path:
-        """Write a .safetensors file, whole or not at all."""
-        path = Path(path)
-        if path.suffix != ".safetensors":
-            raise InputError(f"Expected a name ending in .safetensors; got {path.name!r}.")
-        tensors = {name: getattr(self, name).contiguous() for name in ("matrices", "bias")}
-        record = to_json({"outputs": self.outputs, "n_texts": self.n_texts, "meta": self.meta})
-        content = save(tensors, metadata={"format": FORMAT, "record": record})
-        replace_file(path, lambda temporary: _put(temporary, content))
-        return path
 
-    @classmethod
-    def load(cls, path: str | Path) -> CorpusTensor:
-        """Read a file of `save`; `InputError` for a foreign or damaged one."""
-        path = Path(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                if header["format"] != FORMAT:
-                    raise ValueError("another format")
-                tensors = {name: file.get_tensor(name) for name in ("matrices", "bias")}
-            return cls(**tensors, **from_json(header["record"]))
-        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-            raise InputError(
-                f"Expected a file that CorpusTensor.save wrote ({FORMAT!r}) in {path.name!r}; got one that cannot be "
-                f"read ({type(error).__name__}: {error})."
-            ) from error
-
-
-def _put(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
-def _words(logits: Tensor, classes: Any, k: int) -> tuple[tuple[Word, ...], ...]:
-    best = logits.float().softmax(-1).topk(min(k, logits.shape[-1]))
-    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(tuple(Word(classes.name(index), share) for index, share in zip(*row, strict=True)) for row in rows)
+def _said(logits: Tensor, classes: Classes, k: int) -> tuple[tuple[Said, ...], ...]:
+    return tuple([classes.said(one, k) for one in logits.float().softmax(-1)])
 
 
 def _in_batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -258,7 +253,7 @@ class _Sums:
         n_of = counted.sum(1)
         self.n_texts += int((n_of > 0).sum())
         self.n_short += int((n_of == 0).sum())
-        share = counted / n_of.clamp(min=1)[:, None]
+        share = counted / n_of.clamp(min=1)[:, None]  # (sample, token): each text counts as much as any other
         end = recording.states[-1]
         for cotangents in self._cotangents(counted, end):
             self._pull(recording, cotangents, share)
@@ -281,12 +276,13 @@ class _Sums:
             size = min(CHUNK, n - start)
             if self.n_probes is None:
                 units = torch.zeros(size, n_exact // width, width, dtype=end.dtype, device=end.device)
+                # Unit vector number start + r as row r: of (token, channel), or of the channels alone.
                 units.flatten(1)[torch.arange(size), torch.arange(start, start + size)] = 1
             else:
                 shape = (size, *((len(end), n_tokens) if self.outputs == "own" else (len(end), 1)), width)
                 draws = torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
                 units = draws.to(end) / self.n_probes**0.5
-            units = units if units.dim() == 4 else units[:, None]
+            units = units if units.dim() == 4 else units[:, None]  # the same for every sample
             yield units.expand(size, *end.shape) * counted[..., None]
 
     def _pull(self, recording: Recording, cotangents: Tensor, share: Tensor) -> None:
@@ -296,6 +292,60 @@ class _Sums:
             self.bias = end.new_zeros(len(states), end.shape[-1])
         for n, pulled in at_depths(recording, cotangents):
             weighted = pulled * share[..., None]
+            # With Σ_r u_r u_rᵀ = 1, Σ_r u_r (Tᵀu_r)ᵀ is T; at one and the same token t, its block T[t, :, t, :].
             self.matrices[n] += torch.einsum("rsto,rsti->oi", cotangents, weighted)
             if self.outputs == "own":
                 self.bias[n] -= torch.einsum("rsto,rst->o", cotangents, (weighted * states[n]).sum(-1))
+
+
+# Cotangents at the states of every depth, and the model's own head on any state ---------------------------------------
+
+
+def check_one_stream(recording: Recording) -> None:
+    """Refuse a model whose states are not one stream of (token, channel).
+
+    Raises:
+        MethodError: there is an encoder, or states change their number of tokens on the way.
+    """
+    sizes = {state.shape[1] for state in recording.states}
+    if recording.n_encoder_blocks or recording.starts_at_embedding or len(sizes) > 1:
+        raise MethodError(
+            f"`{recording.name}` has no single stream of (token, channel) from its first block to its last; the "
+            "operator of a corpus needs one."
+        )
+
+
+def at_depths(recording: Recording, cotangents: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Cotangents (row, sample, token, channel) of $X^N$ at the state that enters each block, from the last block."""
+    pieces = recording.pieces(Span(0, recording.n_blocks))
+    waiting = {pieces.program.outputs[0]: cotangents}
+    for n in reversed(range(recording.n_blocks)):
+        pieces.programs[n].load()
+        waiting = of_each(lambda one, n=n: pieces.pull(n, one)[1], waiting)
+        yield n, waiting[recording.slots[n][0]]
+
+
+def unembedded(recording: Recording, states: Tensor) -> Tensor:
+    """Logits (token, class) of states after the final norm.
+
+    Raises:
+        MethodError: Something stands between the output state and the unembedding.
+    """
+    head, readout = recording.head, recording.readout
+    is_direct = readout is not None and readout.shape == recording.states[-1].shape
+    if head is None or readout is None or not is_direct or not torch.allclose(readout, recording.states[-1]):
+        raise MethodError(
+            f"`{recording.name}` does not read its words from the output state by one matrix; fit with "
+            "`Rules(include_final_norm=False)`, which reads them by the model's own head."
+        )
+    return torch.nn.functional.linear(states, head.weight, head.bias)
+
+
+def logits_from(recording: Recording, states: Tensor) -> Tensor:
+    """The model's own logits (token, class) with `states` (token, channel) for what its last block gives."""
+    origin, last = recording.from_model("The model's own head"), recording.n_blocks - 1
+
+    def put_in(n: int, state: Tensor) -> Tensor | None:
+        return states.reshape(state.shape).to(state) if n == last else None
+
+    return state_of(run(origin.anatomy, origin.inputs, n_blocks=recording.n_blocks, leaving=put_in))[0]

@@ -12,6 +12,7 @@ from torch import nn
 from tensorlens.answers.answer import Answer, make_answer
 from tensorlens.batches import Asked, Batch, Rows, dataset_maps
 from tensorlens.errors import InputError
+from tensorlens.maps.defaults import METHOD, OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput
@@ -130,9 +131,9 @@ class Lens:
     def maps(
         self,
         inputs: Iterable[Any],
-        method: str | Sequence[str] = "tensor.in_out",
+        method: str | Sequence[str] = METHOD,
         *,
-        out_token: int = -1,
+        out_token: int = OUT_TOKEN,
         target: Target | None = None,
         batch_size: int | None = None,
         probes: int | None = None,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens, load
+from tensorlens.maps.defaults import METHOD_OF_CLASSES
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
@@ -53,7 +54,7 @@ class Mapper:
     def __init__(
         self,
         model: str,
-        method: str = "tensor.in_class",
+        method: str = METHOD_OF_CLASSES,
         *,
         column: str = "text",
         target: Target | None = None,

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
-from tensorlens.maps.context import Context
-from tensorlens.maps.targets import Classes
+from tensorlens.maps.targets import Classes, Context
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence

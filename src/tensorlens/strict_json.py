@@ -1,4 +1,4 @@
-"""JSON that every reader takes: a number that is not finite becomes null, and a file is written whole or not at all.
+"""JSON that every reader takes: a number that is not finite becomes null.
 
 Python's own writer puts ``NaN`` and ``Infinity`` into the text, which JSON does not know and most readers refuse.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tensorlens.files import write_whole
 
 
 def to_json(value: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
@@ -33,20 +34,13 @@ def from_json(text: str | bytes) -> Any:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file whole or not at all: to a temporary name beside it, then over it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
+    """Write a text whole or not at all."""
+    return write_whole(path, text)
 
 
 def write_json(path: Path, value: Any) -> Path:
     """Write `value` as an indented file, whole or not at all."""
-    return write_text(path, to_json(value, indent=1) + "\n")
+    return write_whole(path, to_json(value, indent=1) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -19,8 +19,8 @@ from tensorlens.errors import NotLinearError as NotLinearError
 from tensorlens.errors import SizeError as SizeError
 from tensorlens.errors import TensorLensError as TensorLensError
 from tensorlens.inside.ablation import Ablation as Ablation
-from tensorlens.inside.component_graph import ComponentGraph as ComponentGraph
-from tensorlens.inside.component_map import ComponentMap as ComponentMap
+from tensorlens.inside.components import ComponentMap as ComponentMap
+from tensorlens.inside.graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.inside_record import Inside as Inside
 from tensorlens.inside.patching import Patching as Patching
 from tensorlens.inside.patching import patching as patching

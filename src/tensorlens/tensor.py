@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tensorlens import tensor_files
 from tensorlens.errors import InputError, MethodError, check_iterable
 from tensorlens.inside.questions import InsideQuestions
-from tensorlens.maps import finishing
-from tensorlens.maps.context import Context as Context
+from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.methods import METHODS, NormKind, Question, check_out_token, check_question
+from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
+from tensorlens.maps.targets import Context as Context
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import modes_left, own_modes
@@ -28,6 +28,7 @@ from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import Program
 from tensorlens.recording.recording import Span
+from tensorlens.views.printing import text_as_html
 
 OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
@@ -70,6 +71,9 @@ class AttentionTensor(InsideQuestions):
         heads = f", some heads of block {', '.join(map(str, self.operator.heads))}" if self.operator.heads else ""
         return f"AttentionTensor({self.context.meta.get('model')}, {size}, blocks {start}:{stop}{heads})"
 
+    def _repr_html_(self) -> str:
+        return text_as_html(f"{self!r}\n{' '.join(self.tokens)}")
+
     def __copy__(self) -> AttentionTensor:
         """Itself: it cannot be changed, and the model it belongs to is not its own."""
         return self
@@ -99,7 +103,7 @@ class AttentionTensor(InsideQuestions):
                 checksums, for a lens that has them.
         """
         path = Path(path)
-        tensor_files.save(self.operator, self.context, path, weights)
+        tensor_files.write_tensor(self.operator, self.context, path, weights)
         return path
 
     @classmethod
@@ -111,7 +115,7 @@ class AttentionTensor(InsideQuestions):
             lens: Of the model, for a file with ``weights="reference"``.
             device: Where its numbers go; where they were if None, or on the CPU where this machine has no such device.
         """
-        return cls(*tensor_files.load(Path(path), None if lens is None else lens.model, device))
+        return cls(*tensor_files.read_tensor(Path(path), None if lens is None else lens.model, device))
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class AttentionTensor(InsideQuestions):
     @own_modes
     def map(
         self,
-        method: str = "tensor.in_out",
+        method: str = METHOD,
         out_token: OutTokens = None,
         target: Target | None = None,
         *,
@@ -224,9 +228,9 @@ class AttentionTensor(InsideQuestions):
         Args:
             method: A name in `METHODS`.
             out_token: The output to explain, several of them as a list, range or slice, or None for every one.
-            target: For `tensor.in_class`: a token string, an id, a class label, or a pair of them for a contrast;
-                None explains the model's own prediction. A logit is what the unembedding gives, before any soft cap
-                or scale.
+            target: For `tensor.in_class`: a token string, an id, a class label, a pair of them for a contrast, or
+                weights by id; None explains the model's own prediction. A logit is what the unembedding gives, before
+                any soft cap or scale.
             groups: Sum the inputs of each group: ``"words"``, ``"sentences"``, ``"lines"``, or a list of (label, start,
                 stop); see `TokenMap.group`.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
@@ -242,7 +246,7 @@ class AttentionTensor(InsideQuestions):
         if groups is not None:  # before the work
             find_groups(groups, self.tokens, self.context.meta)
         operator = self.operator if precision is None else self.with_precision(precision).operator
-        pools = operator.recording.pools and method == "tensor.in_class"
+        pools = has_one_row(operator.recording, method)
         question = Question(
             operator=operator,
             out_tokens=(0,) if pools else every,
@@ -253,7 +257,7 @@ class AttentionTensor(InsideQuestions):
             probes=probes and int(probes),
             seed=int(seed),
         )
-        found = finishing.begin(METHODS[method].compute(question), question.classes)()
+        found = begin_finishing(METHODS[method].compute(question), question.classes)()
         made = TokenMap(
             scores=found.scores,
             out_tokens=found.names if pools and found.names else tuple(self.out_tokens[i] for i in every),
@@ -331,7 +335,7 @@ class AttentionTensor(InsideQuestions):
         return self._certified
 
     @own_modes
-    def predictions(self, k: int = 5, out_token: int = -1) -> list[Prediction]:
+    def predictions(self, k: int = 5, out_token: int = OUT_TOKEN) -> list[Prediction]:
         """The `k` classes or next tokens that the model ranks highest at one output, with its own logits.
 
         They come from the whole model, its soft caps and scales included, whatever the range of blocks.

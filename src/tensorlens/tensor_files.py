@@ -6,6 +6,7 @@ the file: operations come from the table of this library.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,9 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.maps.context import Context
-from tensorlens.maps.files import replace_file
-from tensorlens.maps.targets import Classes
+from tensorlens.files import write_whole
+from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.constants import Constants
 from tensorlens.program.files import (
@@ -37,7 +37,7 @@ from tensorlens.program.marks import Choice, Meeting, Mixture
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Head, ModuleOutput, Recording, Span
 
-FORMAT = "tensorlens.attention_tensor/1"
+FORMAT = "tensorlens.attention_tensor/2"
 
 Weights = Literal["inside", "reference"]
 """Whether a file holds the model's weights, or their names and checksums for a lens that has them."""
@@ -157,20 +157,24 @@ def _context_record(context: Context) -> ContextRecord:
     )
 
 
-def save(operator: FrozenOperator, context: Context, path: Path, weights: Weights) -> None:
+def write_tensor(operator: FrozenOperator, context: Context, path: Path, weights: Weights) -> None:
     """Write a file whole or not at all."""
     if path.suffix != ".safetensors":
         raise InputError(f"Expected a file name that ends in .safetensors; got {path.name!r}.")
     packed = pack(operator, context, weights)
-    header = {"format": FORMAT, "tensor": packed.header.decode()}
+    header = {"format": FORMAT, "tensor": packed.header.decode(), "checksum": _checksum(packed.header)}
     memories = {name: memory.contiguous() for name, memory in packed.memories.items()}
-    replace_file(path, lambda temporary: save_file(memories, temporary, header))
+    write_whole(path, lambda temporary: save_file(memories, temporary, header))
+
+
+def _checksum(record: bytes) -> str:
+    return f"{zlib.crc32(record):08x}"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
+def read_tensor(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
     """The operator and the context of a file.
 
     Raises:
@@ -186,11 +190,16 @@ def load(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple
                     f"Expected a file of the format {FORMAT!r}, which `AttentionTensor.save` writes; {path.name!r} is "
                     f"of {header.get('format', 'no known format')!r:.60}."
                 )
+            record = header.get("tensor", "").encode()
+            if header.get("checksum") != _checksum(record):  # steps with other arguments would only fail when asked
+                raise InputError(
+                    f"Expected a file as `AttentionTensor.save` wrote it; {path.name!r} was changed since."
+                )
             # Copies: a file places tensors at any multiple of their size, and products of such memory round otherwise
             # than those of memory that torch has laid out. And whoever overwrites the file does not change T.
-            return unpack(header["tensor"].encode(), lambda name: opened.get_tensor(name).clone(), model, device)
+            return unpack(record, lambda name: opened.get_tensor(name).clone(), model, device)
     except SafetensorError as error:
-        raise InputError(f"Expected a safetensors file; {path.name!r} is damaged: {error}") from error
+        raise InputError(f"Expected a safetensors file; {path.name!r} is damaged: {str(error)[:300]}") from error
 
 
 def unpack(
@@ -213,7 +222,9 @@ def unpack(
     except InputError:
         raise
     except (TensorLensError, msgspec.MsgspecError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {error}") from error
+        raise InputError(
+            f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {str(error)[:300]}"
+        ) from error
 
 
 def _device(record: TensorRecord, asked: str | None) -> torch.device | None:

@@ -9,7 +9,7 @@ import zoo
 from tiny_language import tiny_lens, tokenizer
 
 import tensorlens as tl
-from tensorlens.answers.continuing import decoded
+from tensorlens.answers.prompts import decoded
 from tensorlens.errors import InputError, MethodError
 from tensorlens.recording import blocks
 
@@ -307,7 +307,7 @@ def test_an_answer_that_is_cut_into_other_tokens_than_the_prompt_is_refused():
     merging = tokenizer().backend_tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
     merging.add_tokens(["there?!"])  # a token across the border
     lens = tl.Lens(tiny_lens().model, type(tokenizer())(tokenizer_object=merging, eos_token="<|endoftext|>"))
-    with pytest.raises(InputError, match="no continuation of the tokenised prompt.*there\\?!"):
+    with pytest.raises(InputError, match="does not continue the tokenised prompt.*there\\?!"):
         lens.answer(PROMPT, "! It was I.")
     assert lens.answer(PROMPT, " It was I.").text == " It was I."
 

@@ -12,7 +12,7 @@ from autograd_twin import block_paths, logit
 from test_components import FAMILIES, OUT, TARGET, Knots, family, found, tolerance
 
 import tensorlens as tl
-from tensorlens.inside.component_map import Component
+from tensorlens.inside.stream import Component
 
 
 @pytest.mark.parametrize("name", FAMILIES)

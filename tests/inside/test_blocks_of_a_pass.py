@@ -12,7 +12,7 @@ from autograd_twin import Twin
 from torch import Tensor, nn
 
 import tensorlens as tl
-from tensorlens.inside.depths import at_depths
+from tensorlens.corpus_tensor import at_depths
 from tensorlens.inside.target import Pass
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
@@ -312,6 +312,6 @@ def test_several_cotangents_go_through_fused_attention_together(mask: str, n_sha
     masks = {"none": None, "added": hidden.double() * -2.0, "chosen": ~hidden}
     spec = Spec(tuple(v.shape), v.dtype, v.device)
     args = (q, k, spec, masks[mask], False, None, n_shared > 1)
-    pull = OPERATIONS["attention"].pull
-    one_by_one = torch.stack([pull(one, args, {})[0] for one in u])
-    torch.testing.assert_close(torch.vmap(lambda one: pull(one, args, {})[0])(u), one_by_one, rtol=1e-10, atol=1e-12)
+    pull = OPERATIONS["attention"].pull(args, {})
+    one_by_one = torch.stack([pull(one)[0] for one in u])
+    torch.testing.assert_close(torch.vmap(lambda one: pull(one)[0])(u), one_by_one, rtol=1e-10, atol=1e-12)

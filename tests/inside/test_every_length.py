@@ -11,8 +11,7 @@ import transformers as hf
 import zoo
 
 import tensorlens as tl
-from tensorlens.inside.component_map import ComponentMap
-from tensorlens.inside.components import find
+from tensorlens.inside.components import ComponentMap, find_components
 from tensorlens.inside.target import Pass
 from tensorlens.recording import blocks
 
@@ -87,7 +86,7 @@ def test_one_block_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, long = tensors(monkeypatch, tl.Lens(zoo.build("llama", "sdpa")))
     for T, n_there in ((kept, 3), (long, 1)):
         run = Pass(T.operator, {TARGET: 1.0}, OUT)
-        find(run, "total")
+        find_components(run, "total")
         assert len(run._values) == len(run._cotangents) == n_there
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from playwright.sync_api import expect
 from test_components import FAMILIES, OUT, TARGET, family, found, tolerance
 
@@ -32,8 +32,11 @@ def test_a_head_reads_only_what_its_attention_lets_it(tmp_path: Any) -> None:
     assert max(float(row[OUT + 1 :].abs().max()) for row in record.reads.values()) == 0.0  # later than the output
     path = record.save(tmp_path / "inside.json")
     content = from_json(path.read_text("utf-8"))
-    assert content["total"]["scores"] == record.total.scores.tolist()
+    assert content["total"]["scores"]["values"] == record.total.scores.flatten().tolist()
     assert len(content["graph"]["nodes"]) == len(record.graph.nodes)
+    back = tl.Inside.load(path)
+    assert back.as_dict() == record.as_dict() and back.payload() == record.payload()
+    assert back.reads.keys() == record.reads.keys() and back.whys.keys() == record.whys.keys()
     with pytest.raises(tl.InputError, match="html"):
         record.save(tmp_path / "inside.txt")
 

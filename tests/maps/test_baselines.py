@@ -273,7 +273,7 @@ def question(T, token):
 
 def explained(T, token, x):
     """The number that gradients are of, by the model itself with another first state."""
-    return gradients._explained(question(T, token), gradients._run(T.operator.recording, x[None]), [0])
+    return question(T, token).explained(gradients._run(T.operator.recording, x[None]), [0])[0]
 
 
 @pytest.mark.parametrize("name", names(lambda family: True))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from view_samples import HOSTILE
 
 from tensorlens.errors import InputError
-from tensorlens.maps import files
+from tensorlens.files import write_whole
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap, Top
 
@@ -223,7 +223,7 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        files.replace_file(path, fail)
+        write_whole(path, fail)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -249,7 +249,7 @@ def test_load_names_what_is_wrong_with_a_file(tmp_path):
 def test_a_truncated_file_is_refused(tmp_path, suffix, part):
     path = make(torch.rand(4, 4)).save(tmp_path / f"map{suffix}")
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
-    with pytest.raises(InputError, match="complete token map"):
+    with pytest.raises(InputError, match="whole file that `TokenMap.save` wrote"):
         TokenMap.load(path)
 
 

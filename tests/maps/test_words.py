@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from tensorlens.errors import InputError
+from tensorlens.maps.groups import find_words
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.maps.words import words
 
 PARIS = ("The", " E", "iff", "el", " Tower", ",", " isn", "'t", " in", " Par", "is", ".")
 
 
 def labels(tokens, **meta) -> list[str]:
-    return [word.label for word in words(tokens, meta)]
+    return [word.label for word in find_words(tokens, meta)]
 
 
 def token_map(in_tokens, scores=None, **meta) -> TokenMap:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,11 @@ import transformers
 from damage import ALL, BYTES, MOST_BYTES, SAMPLE, WORDS, peak, refusals
 from safetensors.torch import load_file
 
-import tensorlens as tl
 from tensorlens.errors import LoadError
 from tensorlens.models import foreign_files, onnx_dinov2, torch_folders
 from tensorlens.models.bundled import BUNDLED, Installed
 from tensorlens.models.gguf import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
-from tensorlens.views import page
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -108,38 +105,6 @@ def _onnx(path: Path) -> Path:
     return path / "tiny.onnx"
 
 
-def _map(path: Path, suffix: str) -> Path:
-    """A saved map with all that its `meta` may hold."""
-    found = tl.TokenMap(
-        scores=torch.randn(2, 5),
-        out_tokens=("a", "b"),
-        in_tokens=("c", "d", "e", "f", "g"),
-        method="tensor.in_class",
-        bias_share=torch.rand(2),
-        meta={
-            "model": "tiny",
-            "target": "x − y",
-            "logit": [1.0, 2.0],
-            "text": "cdefg",
-            "out_positions": [0, 1],
-            "offsets": [[k, k + 1] for k in range(5)],
-            "causal": True,
-            "set_aside": [0],
-            "blocks": [0, 2],
-            "heads": {"0": [1]},
-            "rules": {"gate": "half"},
-            "grid": {"rows": 2, "columns": 2, "first": 1},
-            "certificate": {"passed": True, "errors": {"value": 1e-6}},
-        },
-    )
-    return found.save(path / f"map{suffix}")
-
-
-def _read_map(file: Path) -> None:
-    """Read, and shown as a page."""
-    page.fragment(tl.TokenMap.load(file).view())
-
-
 def _read_folder(file: Path) -> None:
     load_pretrained(file.parent, device="cpu")
 
@@ -165,8 +130,6 @@ FORMATS = {
     "safetensors": (_folder, "model.safetensors", _read_folder, BYTES),
     "pickle": (lambda path: _folder(path, pickled=True), "pytorch_model.bin", _read_folder, BYTES),
     "bundled pickle": (lambda path: _folder(path, pickled=True), "pytorch_model.bin", _read_bundled, BYTES),
-    "map": (partial(_map, suffix=".json"), "map.json", _read_map, WORDS),
-    "map of tensors": (partial(_map, suffix=".safetensors"), "map.safetensors", _read_map, BYTES),
     "config": (_folder, "config.json", _read_folder, WORDS),
     "tokenizer": (_folder, "tokenizer.json", _read_folder, WORDS),
     "tokenizer config": (_folder, "tokenizer_config.json", _read_folder, WORDS),

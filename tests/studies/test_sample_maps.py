@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 import zoo
+from msgspec.structs import replace
 from tiny_study import TEXTS, study, tokenizer
 
 import tensorlens as tl

@@ -5,8 +5,9 @@ import pytest
 from view_samples import map_view
 
 from tensorlens.errors import InputError
+from tensorlens.views.captions import caption_lines, row_caption_lines, sum_lines
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.record import PatchGrid, caption_lines, palette, row_caption_lines, sum_lines
+from tensorlens.views.record import PatchGrid, palette
 
 
 def test_limit_is_the_largest_finite_size():

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.answers.continuing import Continuation, generated, given
-from tensorlens.answers.prompts import Prompt, Speaker, read_prompt
+from tensorlens.answers.prompts import Continuation, Prompt, Speaker, generated, given, read_prompt
 from tensorlens.answers.served import Agreement, agreement, check_served
-from tensorlens.answers.shares import Engine, Shares, shares, through
-from tensorlens.answers.targets import TargetKind, make_targets
+from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta
 from tensorlens.maps.targets import no_head
@@ -25,6 +23,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.operators.certificate import plain_logits
 from tensorlens.operators.operator import check_token
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.printing import text_as_html
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
 THROUGH = "the answer's own steps followed to the prompt; a convention, whose rows sum to nothing exact"
@@ -37,7 +36,7 @@ class Answer:
     Attributes:
         text: The answer.
         ids: Its tokens; the one that ended it is left out.
-        offsets: Where each token stands in the text; None for one that is no part of it.
+        offsets: Where each token stands in the text; None for one that is not part of it.
         prompt: What was asked.
         tensor: T at prompt and answer together, the model's own earlier tokens as inputs.
         lens: Where it came from.
@@ -51,6 +50,9 @@ class Answer:
     tensor: AttentionTensor = field(repr=False)
     lens: Speaker = field(repr=False)
     agreement: Agreement | None = field(default=None, repr=False)
+
+    def _repr_html_(self) -> str:
+        return text_as_html(f"{self!r}\n{self.prompt.text or ' '.join(self.tensor.tokens[: self.n_prompt_tokens])}")
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -95,14 +97,14 @@ class Answer:
         of its tokens, added up. The answer's own tokens are one column, ``answer``.
 
         Args:
-            groups: Of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None, and
-                turns for chat messages.
+            groups: Groups of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None,
+                and turns for chat messages.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
                 characters of the answer.
             target: ``"centred"``, the logit less the mean over the vocabulary; ``"logit"``; ``"runner_up"``, the logit
                 less that of the likeliest other token.
             against: Another answer to the same prompt: the one row explains the difference of the two.
-            through: Follow what falls on the answer's own tokens to the prompt. A convention, no sum.
+            through: Follow what falls on the answer's own tokens to the prompt. A convention: nothing is summed.
             answer_columns: One column for each part of the answer instead of one for all.
             set_aside: Tokens of the prompt, by position, with columns of their own, out of the colours though not out
                 of the sum: the first token carries what attention has no other place for.
@@ -284,14 +286,14 @@ def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
         made = replace(made, arguments=made.arguments | {"decoder_input_ids": ids})
     if prompt.text is None:
         return made
-    text = prompt.text + "\n" * (n > 0)  # the two are no text together
+    text = prompt.text + "\n" * (n > 0)  # the two together are not a text
     own = tuple([pair and (pair[0] + len(text), pair[1] + len(text)) for pair in found.offsets])
     offsets = None if prompt.offsets is None else prompt.offsets + own
     return ModelInput(arguments=made.arguments, kind="text", text=text + found.text, offsets=offsets)
 
 
 def _membership(parts: Sequence[Group], n_tokens: int) -> Tensor:
-    """(part, token): one where a token belongs to a part."""
+    """(part, token): 1 where a token belongs to a part."""
     rows = torch.zeros(len(parts), n_tokens, dtype=torch.float64)
     for row, part in zip(rows, parts, strict=True):
         row[list(part.tokens)] = 1

@@ -46,7 +46,7 @@ def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
     """A server's log-probabilities, one for each token of an answer.
 
     Raises:
-        InputError: There are more or fewer, or they are no log-probabilities.
+        InputError: There are more or fewer, or they are not log-probabilities.
     """
     if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
         raise InputError(

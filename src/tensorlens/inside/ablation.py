@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
-from rich.console import Console
-from rich.text import Text
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.component_map import Component
-from tensorlens.inside.edits import Edit, Part, edited_logits, logits_of_model, parts, predicted_change
-from tensorlens.inside.record_files import read_document, reading, save_record
+from tensorlens.inside.edits import Edit, Editable, edited_logits, logits_of_model, parts, predicted_change
+from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
-from tensorlens.maps.targets import Classes
+from tensorlens.maps.targets import Said
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.strict_json import to_json
+from tensorlens.records import Record
+from tensorlens.views.printing import heading, table
 
-FORMAT = "tensorlens.ablation/1"
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 Replacement = Literal["zero", "mean"]
 Named = Component | tuple[int, int] | str
 """A component, a head as (block, head), or a component's name, such as ``"block 3, feed-forward"``."""
 
 
-class Said(NamedTuple):
-    """One of the classes that the model ranks highest."""
-
-    name: str
-    index: int  # type: ignore[assignment]
-    probability: float
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Ablation:
+class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
     """A target with components switched off, predicted and true.
 
     Attributes:
@@ -53,48 +44,27 @@ class Ablation:
     """
 
     components: tuple[Component, ...]
-    to: str
+    to: Replacement
     target: str
     value: float
     predicted: float
     true: float
     before: tuple[Said, ...]
     after: tuple[Said, ...]
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """One line: before, predicted, true."""
         numbers = f"{self.value:.4g} → {self.predicted:.4g} predicted, {self.true:.4g} true"
         return f"Ablation({len(self.components)} to {self.to}: {self.target!r} {numbers})"
 
-    def show(self, console: Console | None = None) -> None:
-        """Print the numbers and what the model says before and after; without a console, to standard output."""
-        console = console or Console(highlight=False)
-        console.print(Text(f"{', '.join(map(str, self.components))} at {self.to}", style="bold"))
-        console.print(Text(f"{self.target!r}: {self.value:.4g}; predicted {self.predicted:.4g}; true {self.true:.4g}"))
-        for name, said in (("before", self.before), ("after", self.after)):
-            console.print(Text(f"{name}: " + ", ".join(f"{one.name!r} {one.probability:.1%}" for one in said)))
-
-    def save(self, path: str | Path) -> Path:
-        """Write a .json file, whole or not at all."""
-        return save_record(path, {".json": lambda: to_json(self.as_dict())})
-
-    def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds."""
-        own = ("to", "target", "value", "predicted", "true", "meta")
-        said = {name: [one._asdict() for one in getattr(self, name)] for name in ("before", "after")}
-        components = [asdict(component) for component in self.components]
-        return {"format": FORMAT, "components": components, **{name: getattr(self, name) for name in own}, **said}
-
-    @classmethod
-    def load(cls, path: str | Path) -> Ablation:
-        """Read a file of `save`; `InputError` for a foreign or damaged one."""
-        path = Path(path)
-        with reading(cls, FORMAT, path):
-            found = read_document(path, FORMAT)
-            before, after = (tuple(Said(**one) for one in found.pop(name)) for name in ("before", "after"))
-            components = tuple(Component(**one) for one in found.pop("components"))
-            return cls(components=components, before=before, after=after, **found)
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(f"{', '.join(map(str, self.components))} at {self.to}")
+        numbers = (f"{one:.4g}" for one in (self.value, self.predicted, self.true))
+        yield table((repr(self.target), "predicted", "true"), [tuple(numbers)])
+        said = zip_longest(self.before[:k], self.after[:k])
+        rows = [["" if one is None else f"{one.name!r} {one.probability:.1%}" for one in pair] for pair in said]
+        yield table(("before", "after"), rows)
 
 
 def ablation(
@@ -129,25 +99,19 @@ def ablation(
         target=asked.name,
         value=run.value,
         predicted=run.value + predicted,
-        true=float(sum(weight * logits[index] for index, weight in asked.weights.items())),
-        before=_said(before, asked.classes),
-        after=_said(logits, asked.classes),
+        true=run.read(logits),
+        before=asked.classes.said(in_float64(before).softmax(-1)),
+        after=asked.classes.said(in_float64(logits).softmax(-1)),
         meta=asked.meta,
     )
 
 
-def _said(logits: Tensor, classes: Classes, k: int = 5) -> tuple[Said, ...]:
-    best = in_float64(logits).softmax(-1).topk(min(k, len(logits)))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(Said(classes.name(index), index, probability) for index, probability in pairs)
-
-
-def _chosen(run: Pass, components: Any) -> list[Part]:
-    known: dict[Any, Part] = {part.component: part for block in reversed(run.downwards) for part in parts(block)}
-    by_name: dict[Any, Part] = {str(component): part for component, part in known.items()}
-    heads: dict[Any, Part] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
+def _chosen(run: Pass, components: Any) -> list[Editable]:
+    known: dict[Any, Editable] = {part.component: part for block in reversed(run.downwards) for part in parts(block)}
+    by_name: dict[Any, Editable] = {str(component): part for component, part in known.items()}
+    heads: dict[Any, Editable] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
     single = isinstance(components, (str, Component)) or _is_pair(components)
-    found: list[Part] = []
+    found: list[Editable] = []
     for one in [components] if single else _listed(components):
         by = heads if _is_pair(one) else known if isinstance(one, Component) else by_name
         part = by.get(one) if isinstance(one, Hashable) else None
@@ -173,7 +137,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(type(number) is int for number in value)
 
 
-def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[FrozenOperator]) -> list[Tensor]:
+def _values(run: Pass, chosen: list[Editable], to: Replacement, over: Sequence[FrozenOperator]) -> list[Tensor]:
     """What stands in the place of each part."""
     if to == "zero":
         return [torch.zeros_like(_value(run, part)) for part in chosen]
@@ -189,17 +153,17 @@ def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[Froze
     return [_at_every_token(run, part, one / n) for part, one, n in zip(chosen, sums, n_tokens, strict=True)]
 
 
-def _value(run: Pass, part: Part) -> Tensor:
+def _value(run: Pass, part: Editable) -> Tensor:
     return part.of(run.values(part.block)[part.slot])
 
 
-def _over_tokens(run: Pass, part: Part) -> Tensor:
+def _over_tokens(run: Pass, part: Editable) -> Tensor:
     """The sum of what a part wrote over tokens, (channel,)."""
     value = _value(run, part)
     return value.sum(0) if part.head is not None else run.block(part.block).to_tokens(value)[0].sum(0)
 
 
-def _at_every_token(run: Pass, part: Part, vector: Tensor) -> Tensor:
+def _at_every_token(run: Pass, part: Editable, vector: Tensor) -> Tensor:
     value = _value(run, part)
     if part.head is not None:
         return vector.expand_as(value)

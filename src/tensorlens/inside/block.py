@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens.inside.experts import ExpertRows, expert_rows
-from tensorlens.inside.stream import Stream, Sum, Write
+from tensorlens.inside.stream import ExpertRows, Stream, StreamSum, Write, expert_rows
 from tensorlens.memory import SHARE_OF_VALUES, free_bytes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
@@ -75,7 +74,7 @@ class Block:
         return [mixture for mixture in self.recording.mixtures if mixture.block == self.n]
 
     @cached_property
-    def sums(self) -> list[Sum] | None:
+    def sums(self) -> list[StreamSum] | None:
         """The sums that write to the stream, the last first; None where the parts cannot be told apart."""
         return self.stream.sums(self.exit) if self.program.steps else None  # nothing depends on a block without steps
 
@@ -176,7 +175,8 @@ class Block:
         """Numbers (row, …) in the layout of some slot of its stream, summed over channels: (row, token)."""
         if numbers.shape[1:] == self.shape:
             return self.placed(numbers[:, 0].sum(-1))
-        return self.placed(torch.stack([self.to_tokens(one)[0].sum(-1) for one in numbers]))
+        rows = [self.to_tokens(one)[0].sum(-1) for one in numbers]  # each (token,): summed over channels
+        return self.placed(torch.stack(rows))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """What is laid out as some slot of its stream, as (1, token, channel)."""

@@ -1,20 +1,125 @@
-"""Components of a target: what each head, feed-forward and bias carries of it, at every token."""
+"""`ComponentMap`: what each head, feed-forward and bias carries of a target at every token, and how it is found."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import msgspec
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
 from tensorlens.inside.block import Finer
-from tensorlens.inside.component_map import Component, ComponentMap
+from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
+from tensorlens.records import Record
+from tensorlens.views.printing import heading, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Effect = Literal["total", "direct"]
+
+
+class TopComponent(NamedTuple):
+    """One of the components that carry most: its score over all tokens, and the token where it carries most."""
+
+    component: Component
+    score: float
+    token: int
+
+
+class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_map/2"):
+    r"""What each component carries of a target at every token.
+
+    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target, so what passes
+    through several components counts in each; at every depth, the flow and the biases after it sum to the target.
+    Direct effects count the path along the stream alone and sum to the target.
+
+    Attributes:
+        scores: One row per component, one column per token.
+        labels: The component of each row.
+        tokens: A label for each token.
+        effect: ``"total"`` or ``"direct"``.
+        target: What is explained.
+        value: The number that is explained.
+        depths: The flow $⟨λ^n_j, X^n_j⟩$: row n is the state that enters block n, the last one leaves the last block.
+        meta: Model, versions, rules, blocks, output.
+    """
+
+    scores: Float[Tensor, "component token"]
+    labels: tuple[Component, ...]
+    tokens: tuple[str, ...]
+    effect: Effect
+    target: str
+    value: float
+    depths: Float[Tensor, "depth token"]
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    loadable: ClassVar[tuple[str, ...]] = (".json", ".safetensors")
+
+    def __post_init__(self) -> None:
+        """Check shapes against labels, and labels against the range of blocks."""
+        super().__post_init__()
+        expected = (len(self.labels), len(self.tokens))
+        if tuple(self.scores.shape) != expected or self.depths.shape[1:] != self.scores.shape[1:] or not self.tokens:
+            raise InputError(
+                f"Expected scores of shape {expected}, at least one token, and a flow with as many columns; got "
+                f"{tuple(self.scores.shape)} and {tuple(self.depths.shape)}."
+            )
+        heads = [label for label in self.labels if label.head is not None]
+        if any(label.block not in self._blocks or (label.head or 0) >= len(self.labels) for label in heads):
+            raise InputError(f"Expected heads of the blocks {self._blocks}, counted from 0; got others.")
+
+    @property
+    def _blocks(self) -> range:
+        """The blocks of the flow: one fewer than its depths."""
+        blocks = self.meta.get("blocks")
+        first = blocks[0] if isinstance(blocks, list) and blocks and type(blocks[0]) is int else 0
+        return range(first, first + len(self.depths) - 1)
+
+    def __repr__(self) -> str:
+        """One line: what of what."""
+        return (
+            f"ComponentMap({self.effect} effects of {len(self.labels)} components × {len(self.tokens)} tokens on "
+            f"{self.target!r} = {self.value:.4g})"
+        )
+
+    def flow(self) -> Float[Tensor, "depth token"]:
+        """What the state at each depth and token carries of the target; of total effects, row 0 is the In+Class map."""
+        return self.depths.clone()
+
+    def heads(self) -> Float[Tensor, "block head"]:
+        """Each head's score over all tokens; NaN where a block has fewer heads, or none that can be told apart."""
+        found = [
+            (label, row) for label, row in zip(self.labels, self.scores.sum(1), strict=True) if label.head is not None
+        ]
+        size = max((label.head for label, _ in found if label.head is not None), default=-1) + 1
+        table = torch.full((len(self._blocks), size), float("nan"), dtype=self.scores.dtype)
+        for label, score in found:
+            assert label.block is not None and label.head is not None, "a head is in a block"
+            place = label.block - self._blocks.start, label.head
+            table[place] = score + torch.nan_to_num(table[place])
+        return table
+
+    def top(self, k: int = 10) -> list[TopComponent]:
+        """The components with the largest scores over all tokens, of either sign."""
+        k = check_whole(k, "k", 1)
+        sums = self.scores.sum(1)
+        best = sums.abs().topk(min(k, len(sums))).indices.tolist()
+        return [TopComponent(self.labels[i], float(sums[i]), int(self.scores[i].abs().argmax())) for i in best]
+
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(f"{self.effect} effects on {self.target!r} = {self.value:.4g}")
+        rows = [(str(one), f"{score:+.4g}", f"{token} {self.tokens[token]!r}") for one, score, token in self.top(k)]
+        yield table(("component", "score", "most at"), rows, numbers=(1,))
+
+
+# Finding them ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -41,13 +146,13 @@ class Found:
 def component_map(asked: Explained, effect: Effect, finer: Finer | None = None) -> ComponentMap:
     """All components of a target, as a record."""
     run = Pass(asked.operator, asked.weights, asked.out_token, finer)
-    found, meta = find(run, effect), asked.meta
+    found, meta = find_components(run, effect), asked.meta
     if run.side_channel is not None:
         meta = meta | {"flow": f"of the state alone: {run.side_channel} also reads what earlier blocks left for it"}
     return found.as_map(effect, run, replace(asked, meta=meta))
 
 
-def find(run: Pass, effect: Effect) -> Found:
+def find_components(run: Pass, effect: Effect) -> Found:
     """All components of a pass.
 
     Args:

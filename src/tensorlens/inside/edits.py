@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.inside.block import Block, StreamPass
-from tensorlens.inside.component_map import Component
-from tensorlens.inside.stream import is_matrix
+from tensorlens.inside.stream import Component, is_matrix
 from tensorlens.inside.target import Pass
 from tensorlens.models.layouts import replace_state, state_of
 from tensorlens.models.runner import AtModule
@@ -29,7 +28,7 @@ from tensorlens.program.program import Program
 from tensorlens.recording.recording import Recording
 
 
-class Part(NamedTuple):
+class Editable(NamedTuple):
     """A component that can be given another value: a whole write, or one head of its mixture."""
 
     component: Component
@@ -43,25 +42,26 @@ class Part(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Its own part of what the slot holds; of a head (token, channel). A view."""
+        # A mixture is (…, head, token, channel), and the axes before it are of size one.
         return x if self.head is None else x.flatten(0, -3)[self.head]
 
 
 class Edit(NamedTuple):
     """Another value for a part, in the shape of its own."""
 
-    part: Part
+    part: Editable
     value: Tensor
 
 
-def parts(block: Block) -> Iterator[Part]:
+def parts(block: Block) -> Iterator[Editable]:
     """Attention outputs, their heads, and feed-forwards of one block, in the order of the pass."""
     for write, kind in block.writes:
-        yield Part(Component(block=block.n, kind=kind), block.n, write.slot)
+        yield Editable(Component(block=block.n, kind=kind), block.n, write.slot)
         mixture = block.heads_of(write)
         if mixture is None:
             continue
         for head in range(block.specs[mixture.slot].shape[-3]):
-            yield Part(Component(block=block.n, kind=f"{kind} head", head=head), block.n, mixture.slot)
+            yield Editable(Component(block=block.n, kind=f"{kind} head", head=head), block.n, mixture.slot)
 
 
 # By T -----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-r"""The graph of a target: components at tokens, and what each gave to which.
+r"""`ComponentGraph`: components at tokens, what each gave to which, and how the graph of a target grows.
 
 The edge from b to c is ⟨λ_c pulled from c to the place where it reads the stream, and along it, y_b⟩. What enters c
 sums to its total effect:
@@ -9,22 +9,30 @@ sums to its total effect:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
-from tensorlens.inside.component_graph import ComponentGraph, Edge, Node
-from tensorlens.inside.component_map import Component
 from tensorlens.inside.components import from_target
+from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
+from tensorlens.records import Index, Record, Writer
+from tensorlens.views.captions import caption_lines
+from tensorlens.views.inside_page import inside_page
+from tensorlens.views.printing import heading, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 AT_A_TIME = 32
 """How many nodes are opened together: pulling them one by one would take as many walks."""
@@ -33,6 +41,135 @@ MOST_EDGES = 8192
 """How many of the edges into one node are remembered, the heaviest; the rest is cut off in any case."""
 
 Key = tuple[Component, int]
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    r"""A component at one token.
+
+    Attributes:
+        component: Which one; of kind ``"target"`` for the target itself.
+        token: Where.
+        value: Its total effect $e_c = ⟨λ_c, y_c⟩$ at this token; of the embedding and of biases, into which nothing
+            flows, what they gave to the nodes of the graph.
+        constant: What biases inside it give of that.
+        cut: What the edges that were left out give: the value less the constant and the edges into it.
+    """
+
+    component: Component
+    token: Index
+    value: float
+    constant: float = 0.0
+    cut: float = 0.0
+
+
+class Edge(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one node gave to another, by the residual stream alone. Numbers count nodes."""
+
+    source: Index
+    target: Index
+    weight: float
+
+
+class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.component_graph/1"):
+    """What flowed from the input to a target, and by which components.
+
+    For every node that something flows into: the edges into it, its constant and its cut sum to its value.
+
+    Attributes:
+        nodes: The first is the target.
+        edges: In the order they were kept, the heaviest first as far as they were known.
+        tokens: A label for each token.
+        target: What is explained.
+        value: The number that is explained.
+        share: The part of the magnitude of all that flows into the nodes that the edges carry.
+        meta: Model, versions, rules, blocks, output; the share and the number of nodes that were asked for.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    tokens: tuple[str, ...]
+    target: str
+    value: float
+    share: float
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that nodes stand at tokens and edges between nodes."""
+        super().__post_init__()
+        n_nodes, n_tokens = len(self.nodes), len(self.tokens)
+        if not all(node.token < n_tokens for node in self.nodes):
+            raise InputError(f"Expected nodes at the {n_tokens} tokens; got one elsewhere.")
+        if not all(max(edge.source, edge.target) < n_nodes for edge in self.edges):
+            raise InputError(f"Expected edges between the {n_nodes} nodes; got one elsewhere.")
+
+    def __repr__(self) -> str:
+        """One line: how much of what."""
+        size = f"{len(self.nodes)} nodes, {len(self.edges)} edges, {self.share:.0%} of what flows into them"
+        return f"ComponentGraph({self.target!r} = {self.value:.4g}: {size})"
+
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(repr(self))
+        edges = sorted(self.edges, key=lambda edge: -abs(edge.weight))[:k]
+        rows = [(self.name(edge.source), self.name(edge.target), f"{edge.weight:+.4g}") for edge in edges]
+        yield table(("from", "to", "weight"), rows, numbers=(2,))
+
+    def name(self, node: int) -> str:
+        """What a node is called: its component and its token."""
+        one = self.nodes[node]
+        if one.component.kind == "target":
+            return f"target {self.target!r}"
+        return f"{one.component} at {one.token} {self.tokens[one.token]!r}"
+
+    def _writers(self) -> Mapping[str, Writer]:
+        return {**super()._writers(), ".html": page_writer(self.payload, f"Graph of {self.target}")}
+
+    def payload(self) -> dict[str, Any]:
+        """What the page takes, as plain values."""
+        nodes = [self._node_payload(i) for i in range(len(self.nodes))]
+        edges = msgspec.to_builtins(self.edges)
+        own = {key: value for key, value in self.meta.items() if key not in ("text", "offsets")}
+        return {
+            "title": f"Graph of {self.target!r}",
+            "target": self.target,
+            "value": self.value,
+            "tokens": list(self.tokens),
+            "caption": [list(line) for line in caption_lines("tensor.components", own, 1)],
+            "graph": {"nodes": nodes, "edges": edges, "share": self.share},
+            "components": None,
+        }
+
+    def _node_payload(self, i: int) -> dict[str, Any]:
+        node = self.nodes[i]
+        is_target = node.component.kind == "target"
+        return {
+            "name": f"target {self.target}" if is_target else str(node.component),
+            "short": self.target if is_target else node.component.short,
+            "kind": node.component.kind,
+            "block": node.component.block,
+            "column": node.component.column,
+            "token": node.token,
+            "value": node.value,
+            "constant": node.constant,
+            "cut": node.cut,
+        }
+
+
+def page_writer(payload: Callable[[], dict[str, Any]], title: str) -> Writer:
+    """What fills a page of the inside; numbers that are not finite cannot be drawn."""
+
+    def write(path: Path) -> None:
+        try:
+            text = inside_page(payload(), title)
+        except ValueError as error:  # strict JSON
+            raise InputError(
+                f"Expected finite numbers to draw; this record holds others ({error}). Save it as .json instead."
+            ) from error
+        path.write_text(text, encoding="utf-8")
+
+    return write
+
+
+# Growing one ----------------------------------------------------------------------------------------------------------
 
 
 def check_growth(share: float, max_nodes: int) -> None:
@@ -55,7 +192,7 @@ def component_graph(asked: Explained, share: float, max_nodes: int) -> Component
     return grown.as_graph(replace(asked, meta=meta), share, max_nodes)
 
 
-class Source(NamedTuple):
+class Inlet(NamedTuple):
     """A component that something can flow into: where it reads the stream, the slot of what it wrote, and its head.
 
     `slot` is None for a whole block.
@@ -204,6 +341,7 @@ class Growth:
         """Queue the edges into some nodes, of which the heaviest is chosen next."""
         scores = torch.stack([row.scores.detach().cpu() for row in rows], 1)  # (node, component, token)
         n_tokens = scores.shape[-1]
+        # A row of (component · token) for each node, so that an edge is one index: divmod gives both back.
         for place, found in zip(places, scores.flatten(1), strict=True):
             self.magnitude += float(found.abs().sum())
             best = found.abs().topk(min(MOST_EDGES, int(found.count_nonzero()))).indices.flip(0)
@@ -214,19 +352,20 @@ class Growth:
 
 def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
     chosen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
+    # (…, head, token, channel) as (head, token, channel): all but one head at one token are zero.
     chosen.flatten(0, -3)[head, token] = whole.flatten(0, -3)[head, token]
     return chosen
 
 
-def _sources(run: Pass) -> Iterator[tuple[Component, Source]]:
+def _sources(run: Pass) -> Iterator[tuple[Component, Inlet]]:
     for block in reversed(run.downwards):
         if block.sums is None:
-            yield Component(block=block.n, kind="block"), Source(Read(block.n, 0), None)
+            yield Component(block=block.n, kind="block"), Inlet(Read(block.n, 0), None)
         places = {write.slot: place for place, one in enumerate(block.sums or ()) for write in one.writes}
         for write, kind in block.writes:
             read, mixture = Read(block.n, places[write.slot]), block.heads_of(write)
             if mixture is None:
-                yield Component(block=block.n, kind=kind), Source(read, write.slot)
+                yield Component(block=block.n, kind=kind), Inlet(read, write.slot)
                 continue
             for head in range(block.specs[mixture.slot].shape[-3]):
-                yield Component(block=block.n, kind=f"{kind} head", head=head), Source(read, mixture.slot, head)
+                yield Component(block=block.n, kind=f"{kind} head", head=head), Inlet(read, mixture.slot, head)

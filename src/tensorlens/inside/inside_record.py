@@ -3,76 +3,129 @@ r"""`Inside`: heads, feed-forwards, flow and graph of one target, together, as a
 What a head read of token j, over all tokens where it wrote:
 
     r_{h,j} = Σ_i A_{h,ij} ⟨λ_{h,i}, v_{h,j}⟩,   Σ_j r_{h,j} = e_h
+
+The strongest thing that a head read is the pair of tokens with the largest $|A_{h,ij}⟨λ_{h,i}, v_{h,j}⟩|$: at i it
+looked at j, and what it took from there moved the target most. The score that made it look there says why.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
+import msgspec
 import torch
-from rich.console import Console
+from jaxtyping import Float
+from msgspec.structs import replace
 from torch import Tensor
 
-from tensorlens.errors import MethodError
-from tensorlens.inside.component_graph import ComponentGraph
-from tensorlens.inside.component_map import Component, ComponentMap
-from tensorlens.inside.components import Effect, find
-from tensorlens.inside.graph import Growth, check_growth
-from tensorlens.inside.looks import Look, Why, strongest, why
-from tensorlens.inside.record_files import save_record
+from tensorlens.errors import InputError, MethodError
+from tensorlens.inside.components import ComponentMap, Effect, find_components
+from tensorlens.inside.graph import ComponentGraph, Growth, check_growth, page_writer
+from tensorlens.inside.score import score_map
+from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
+from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.attention_matrices import mixing
-from tensorlens.strict_json import to_json
-from tensorlens.views.inside_page import inside_page
+from tensorlens.operators.operator import FrozenOperator
+from tensorlens.records import Index, Record, Writer
 
-FORMAT = "tensorlens.inside/1"
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 MOST_READ = 1024
 """Up to how many tokens it is said what heads read: that needs their attention matrices."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Inside:
+MOST_ROWS = 16
+"""How many rows and columns of a pair map a picture shows; the weakest go into one of all others."""
+
+
+class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a head looked: from which token to which, and with what weight."""
+
+    query: Index
+    key: Index
+    attention: float
+
+
+class Why(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The score behind a look, over pairs of tokens and over pairs of components."""
+
+    by_token: TokenMap
+    by_component: TokenMap
+
+    def payload(self) -> dict[str, Any]:
+        """Both as small tables that sum to the score."""
+        score = float(self.by_token.scores.sum())
+        return {"score": score, "token": condensed(self.by_token), "component": condensed(self.by_component)}
+
+
+class HeadRead(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """One head of one input.
+
+    Attributes:
+        head: Which one.
+        read: What it read of each token, over all tokens where it wrote.
+        look: Where it looked when it read what moved the target most.
+        why: Why it looked there; None for all but the strongest.
+    """
+
+    head: Component
+    read: Float[Tensor, " token"]
+    look: Look
+    why: Why | None = None
+
+
+class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
     """The inside of a model at one input, for one target.
 
     Attributes:
         total: Total effects of all components.
         direct: Direct effects of all components.
         graph: Nodes and edges grown from the target.
-        reads: For each head, what it read of each token; none where attention cannot be told apart, or is too large.
-        looks: For each of these heads, where it looked when it read what moved the target most.
-        whys: For the strongest of them, why it looked there.
+        heads: What each head read, and where it looked; none where attention cannot be told apart, or is too large.
     """
 
     total: ComponentMap
     direct: ComponentMap
     graph: ComponentGraph
-    reads: dict[Component, Tensor]
-    looks: dict[Component, Look] = field(default_factory=dict)
-    whys: dict[Component, Why] = field(default_factory=dict)
+    heads: tuple[HeadRead, ...] = ()
 
-    def show(self, console: Console | None = None, k: int = 10) -> None:
-        """Print the strongest components and the heaviest edges; without a console, to standard output."""
-        self.total.show(console, k)
-        self.graph.show(console, k)
+    def __post_init__(self) -> None:
+        """Check that all of it is of the same tokens."""
+        super().__post_init__()
+        n_tokens = len(self.total.tokens)
+        sizes = {len(self.direct.tokens), len(self.graph.tokens), *(len(one.read) for one in self.heads)}
+        if sizes != {n_tokens} or any(max(one.look.query, one.look.key) >= n_tokens for one in self.heads):
+            raise InputError(f"Expected components, graph and heads of the same {n_tokens} tokens; got others.")
 
-    def save(self, path: str | Path) -> Path:
-        """Write a .html page that needs nothing else, or a .json file; whole or not at all."""
-        page = f"Inside: {self.total.target}"
-        contents = {".html": lambda: inside_page(self.payload(), page), ".json": lambda: to_json(self.as_dict())}
-        return save_record(path, contents)
+    def __repr__(self) -> str:
+        """One line: what of what."""
+        size = f"{len(self.total.labels)} components, {len(self.graph.nodes)} nodes, {len(self.heads)} heads"
+        return f"Inside({self.total.target!r} = {self.total.value:.4g}: {size})"
 
-    def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds: the three records; by the names of heads what they read, where they looked, why."""
-        records = {name: getattr(self, name).as_dict() for name in ("total", "direct", "graph")}
-        reads = {str(head): row.tolist() for head, row in self.reads.items()}
-        return {
-            "format": FORMAT,
-            **records,
-            "reads": reads,
-            "looks": {str(head): self._look(head) for head in self.looks},
-        }
+    @property
+    def reads(self) -> dict[Component, Tensor]:
+        """For each head, what it read of each token."""
+        return {one.head: one.read for one in self.heads}
+
+    @property
+    def looks(self) -> dict[Component, Look]:
+        """For each of these heads, where it looked when it read what moved the target most."""
+        return {one.head: one.look for one in self.heads}
+
+    @property
+    def whys(self) -> dict[Component, Why]:
+        """For the strongest of them, why it looked there."""
+        return {one.head: one.why for one in self.heads if one.why is not None}
+
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield from self.total._printed(k)
+        yield from self.graph._printed(k)
+
+    def _writers(self) -> Mapping[str, Writer]:
+        return {".html": page_writer(self.payload, f"Inside: {self.total.target}"), **super()._writers()}
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values."""
@@ -87,7 +140,8 @@ class Inside:
             effect: [[values.get(cells[n, c], 0.0) if (n, c) in cells else None for c in columns] for n in blocks]
             for effect, values in sums.items()
         }
-        details = [[self._detail(cells.get((n, column)), sums) for column in columns] for n in blocks]
+        heads = {one.head: one for one in self.heads}
+        details = [[_detail(cells.get((n, column)), self.total, sums, heads) for column in columns] for n in blocks]
         return {
             **self.graph.payload(),
             "title": f"Inside {self.total.meta.get('model') or 'the model'}",
@@ -100,19 +154,22 @@ class Inside:
             },
         }
 
-    def _detail(self, label: Component | None, sums: dict[str, dict[Component, float]]) -> dict[str, Any] | None:
-        if label is None:
-            return None
-        wrote = self.total.scores[self.total.labels.index(label)].tolist()
-        read = self.reads[label].tolist() if label in self.reads else None
-        told = {"wrote": wrote, "read": read, "look": self._look(label)}
-        return told | {effect: values.get(label, 0.0) for effect, values in sums.items()}
 
-    def _look(self, label: Component) -> dict[str, Any] | None:
-        look = self.looks.get(label)
-        if look is None:
-            return None
-        return look._asdict() | {"why": self.whys[label].payload() if label in self.whys else None}
+def _detail(
+    label: Component | None,
+    total: ComponentMap,
+    sums: dict[str, dict[Component, float]],
+    heads: dict[Component, HeadRead],
+) -> dict[str, Any] | None:
+    """What the page says of one component."""
+    if label is None:
+        return None
+    told: dict[str, Any] = {"wrote": total.scores[total.labels.index(label)].tolist(), "read": None, "look": None}
+    if label in heads:
+        one = heads[label]
+        look = msgspec.to_builtins(one.look) | {"why": None if one.why is None else one.why.payload()}
+        told |= {"read": one.read.tolist(), "look": look}
+    return told | {effect: values.get(label, 0.0) for effect, values in sums.items()}
 
 
 def _columns(found: ComponentMap) -> list[str]:
@@ -129,37 +186,73 @@ def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> 
     """Everything about one target, and why the strongest heads looked where they did."""
     check_growth(share, max_nodes)
     run = Pass(asked.operator, asked.weights, asked.out_token)
-    totals, directs = (find(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
+    totals, directs = (find_components(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
     graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)
-    reads, looks = head_reads(run)
+    heads = head_reads(run)
     worth = dict(zip(totals.labels, totals.scores.sum(1).abs().tolist(), strict=True))
-    first = sorted(looks, key=lambda head: -worth[head])[:n_whys]
-    found = {head: why(asked.operator, head, looks[head], asked.tokens) for head in first}
-    whys = {head: one for head, one in found.items() if one is not None}
-    return Inside(total=totals, direct=directs, graph=graph, reads=reads, looks=looks, whys=whys)
+    first = {one.head for one in sorted(heads, key=lambda one: -worth[one.head])[:n_whys]}
+    told = [
+        replace(one, why=why(asked.operator, one.head, one.look, asked.tokens)) if one.head in first else one
+        for one in heads
+    ]
+    return Inside(total=totals, direct=directs, graph=graph, heads=tuple(told))
 
 
-def head_reads(run: Pass) -> tuple[dict[Component, Tensor], dict[Component, Look]]:
+def head_reads(run: Pass) -> list[HeadRead]:
     """What each head read of each token, over all tokens where it wrote; and where it looked for most of it."""
     if run.n_tokens > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.start:
-        return {}, {}
-    found, looks = {}, {}
+        return []
+    found: list[HeadRead] = []
     for block in run.downwards:
         try:
             mixed = mixing(run.recording, block.n)
         except MethodError:
-            return {}, {}
+            return []
         mixture = next((block.heads_of(write) for write, kind in block.writes if kind == "attention"), None)
         if mixture is None:
             continue
-        cotangent = run.cotangents(block.n)[mixture.slot].flatten(0, -3)
-        by_pair = mixed.attention * torch.einsum("hic,hjc->hij", cotangent, mixed.values)
+        cotangent = run.cotangents(block.n)[mixture.slot].flatten(0, -3)  # (head, out_token, channel)
+        by_pair = mixed.attention * torch.einsum("hic,hjc->hij", cotangent, mixed.values)  # (head, out_token, in_token)
         for head, pairs in enumerate(by_pair.cpu()):
             label = Component(block=block.n, kind="attention head", head=head)
-            found[label] = pairs.sum(0)
-            looks[label] = strongest(pairs, mixed.attention[head])
-    return _in_order(found), _in_order(looks)
+            found.append(HeadRead(head=label, read=pairs.sum(0), look=strongest(pairs, mixed.attention[head])))
+    return sorted(found, key=lambda one: (one.head.block, one.head.head))
 
 
-def _in_order(found: dict[Component, Any]) -> dict[Component, Any]:
-    return dict(sorted(found.items(), key=lambda item: (item[0].block, item[0].head)))
+def strongest(by_pair: Tensor, attention: Tensor) -> Look:
+    """The pair of tokens that moved the target most, from one head's effects (out_token, in_token)."""
+    place = int(by_pair.abs().argmax())
+    i, j = divmod(place, by_pair.shape[1])
+    return Look(i, j, float(attention[i, j]))
+
+
+def why(operator: FrozenOperator, head: Component, look: Look, tokens: tuple[str, ...]) -> Why | None:
+    """The pair maps of one look; None where queries and keys cannot be followed."""
+    if head.block is None or head.head is None:
+        return None
+    asked = operator, head.block - operator.span.start, head.head, look.query, look.key
+    try:
+        return Why(
+            score_map(*asked, tokens=tokens, meta={}),
+            score_map(*asked, by="component", tokens=tokens, meta={}),
+        )
+    except (MethodError, InputError):
+        return None
+
+
+def condensed(found: TokenMap) -> dict[str, Any]:
+    """The strongest rows and columns in their order, and one of all others; empty rows are left out."""
+    scores, names = found.scores, {}
+    for axis, labels in enumerate((found.out_tokens, found.in_tokens)):
+        weight = found.scores.sum(1 - axis).abs()  # what it gives against all of the other side
+        is_named = found.meta.get("by") == "component"
+        called = [name if is_named or name == "bias" else f"{i} {name}" for i, name in enumerate(labels)]
+        n_there = int(found.scores.abs().sum(1 - axis).count_nonzero())
+        kept = sorted(weight.topk(min(n_there, MOST_ROWS)).indices.tolist())
+        rest = [i for i in range(len(labels)) if i not in set(kept)]
+        names[axis] = [called[i] for i in kept] + ([f"{n_there - MOST_ROWS} others"] if n_there > MOST_ROWS else [])
+        parts = [scores.index_select(axis, torch.tensor(kept, dtype=torch.long))]
+        if n_there > MOST_ROWS:
+            parts.append(scores.index_select(axis, torch.tensor(rest)).sum(axis, keepdim=True))
+        scores = torch.cat(parts, axis)
+    return {"rows": names[0], "columns": names[1], "cells": scores.tolist()}

@@ -8,30 +8,28 @@ over all tokens, from two recordings and one backward walk. The truth needs a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from jaxtyping import Float
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError
-from tensorlens.inside.component_map import Component
 from tensorlens.inside.edits import Edit, edited_logits, parts
-from tensorlens.inside.record_files import read_document, reading, save_record
-from tensorlens.inside.target import Explained, Pass, Weights
+from tensorlens.inside.stream import Component
+from tensorlens.inside.target import Explained, Pass
+from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
-from tensorlens.strict_json import to_json
+from tensorlens.records import Record
+from tensorlens.views.printing import heading, table
 
-FORMAT = "tensorlens.patching/1"
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class Correlation(NamedTuple):
@@ -42,8 +40,7 @@ class Correlation(NamedTuple):
     n: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Patching:
+class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
     """Effects of patching each component from a corrupted run into a clean one, over all tokens.
 
     Attributes:
@@ -60,7 +57,14 @@ class Patching:
     true: Float[Tensor, " component"] | None
     target: str
     clean: float
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that there is a number for each component."""
+        super().__post_init__()
+        shapes = {tuple(one.shape) for one in (self.predicted, self.true) if one is not None}
+        if shapes != {(len(self.labels),)}:
+            raise InputError(f"Expected a number for each of {len(self.labels)} components; got shapes {shapes}.")
 
     def __repr__(self) -> str:
         """One line: how many, of what."""
@@ -85,48 +89,12 @@ class Patching:
         pair = in_float64(self.predicted[chosen]), in_float64(true[chosen])
         return Correlation(correlation(*pair), correlation(*(ranks(one) for one in pair)), len(pair[0]))
 
-    def show(self, console: Console | None = None, k: int = 10) -> None:
-        """Print the strongest components with their true effects, if known; without a console, to standard output."""
-        table = Table("component", "predicted", "true", box=None, pad_edge=False)
-        for i in self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist():
-            truth = "" if self.true is None else f"{float(self.true[i]):+.4g}"
-            table.add_row(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", truth)
-        console = console or Console(highlight=False)
-        console.print(Text(repr(self), style="bold"))
-        console.print(table)
-
-    # Files ------------------------------------------------------------------------------------------------------------
-
-    def save(self, path: str | Path) -> Path:
-        """Write a .json file, whole or not at all."""
-        document = {
-            "format": FORMAT,
-            "labels": [asdict(label) for label in self.labels],
-            "predicted": self.predicted.tolist(),
-            "true": None if self.true is None else self.true.tolist(),
-            "dtype": str(self.predicted.dtype).removeprefix("torch."),
-            "target": self.target,
-            "clean": self.clean,
-            "meta": self.meta,
-        }
-        return save_record(path, {".json": lambda: to_json(document)})
-
-    @classmethod
-    def load(cls, path: str | Path) -> Patching:
-        """Read a file of `save`; `InputError` for a foreign or damaged one."""
-        path = Path(path)
-        with reading(cls, FORMAT, path):
-            found = read_document(path, FORMAT)
-            dtype = getattr(torch, found.pop("dtype"))
-            labels = tuple(Component(**label) for label in found.pop("labels"))
-            predicted, true = (_numbers(found.pop(name), dtype) for name in ("predicted", "true"))
-            return cls(labels=labels, predicted=predicted, true=true, **found)  # type: ignore[arg-type]
-
-
-def _numbers(values: list[float | None] | None, dtype: torch.dtype) -> Tensor | None:
-    if values is None:
-        return None
-    return torch.tensor([float("nan") if value is None else value for value in values], dtype=dtype)
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(repr(self))
+        true = [""] * len(self.labels) if self.true is None else [f"{one:+.4g}" for one in self.true.tolist()]
+        best = self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist()
+        rows = [(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", true[i]) for i in best]
+        yield table(("component", "predicted", "true"), rows)
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -144,9 +112,9 @@ def patching(
     lens: Callable[[Any], Any],
     clean: Any,
     corrupted: Any,
-    target: Target | Weights | None = None,
+    target: Target | None = None,
     *,
-    out_token: int = -1,
+    out_token: int = OUT_TOKEN,
     verify: bool = False,
     progress: bool | None = None,
 ) -> Patching:
@@ -195,5 +163,4 @@ def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Iterator[float
     for edit in tqdm(edits, unit=" runs", disable=None if progress is None else not progress):
         cancel.check()
         logits = edited_logits(run, [edit])
-        known = None if logits is None else sum(weight * logits[index] for index, weight in run.weights.items())
-        yield float("nan") if known is None else float(known)
+        yield float("nan") if logits is None else run.read(logits)

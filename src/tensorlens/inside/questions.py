@@ -9,16 +9,14 @@ from typing import Any
 from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.block import Finer
-from tensorlens.inside.component_graph import ComponentGraph
-from tensorlens.inside.component_map import ComponentMap
-from tensorlens.inside.components import Effect, component_map
-from tensorlens.inside.graph import component_graph
+from tensorlens.inside.components import ComponentMap, Effect, component_map
+from tensorlens.inside.graph import ComponentGraph, component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, grouped, score_map
-from tensorlens.inside.target import Explained, Weights
-from tensorlens.maps.context import Context
+from tensorlens.inside.target import Explained
+from tensorlens.maps.defaults import MAX_NODES, OUT_TOKEN, SHARE
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import Context, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.operator import ComputedByAnother
@@ -36,7 +34,7 @@ class InsideQuestions(ComputedByAnother):
     @own_modes
     def components(
         self,
-        out_token: int = -1,
+        out_token: int = OUT_TOKEN,
         target: Target | None = None,
         effect: Effect = "total",
         *,
@@ -65,7 +63,12 @@ class InsideQuestions(ComputedByAnother):
 
     @own_modes
     def graph(
-        self, out_token: int = -1, target: Target | None = None, share: float = 0.8, *, max_nodes: int = 200
+        self,
+        out_token: int = OUT_TOKEN,
+        target: Target | None = None,
+        share: float = SHARE,
+        *,
+        max_nodes: int = MAX_NODES,
     ) -> ComponentGraph:
         r"""What flowed from the input to a target, by which components and tokens: nodes and signed edges.
 
@@ -84,11 +87,11 @@ class InsideQuestions(ComputedByAnother):
     @own_modes
     def inside(
         self,
-        out_token: int = -1,
+        out_token: int = OUT_TOKEN,
         target: Target | None = None,
-        share: float = 0.8,
+        share: float = SHARE,
         *,
-        max_nodes: int = 200,
+        max_nodes: int = MAX_NODES,
         n_whys: int = 4,
     ) -> Inside:
         """Components, flow, what heads read, and the graph of one target, together; `.save("inside.html")` is a page.
@@ -96,8 +99,8 @@ class InsideQuestions(ComputedByAnother):
         Args:
             out_token: The output to explain.
             target: As for `map`; None explains the model's own prediction.
-            share: Of the graph.
-            max_nodes: Of the graph.
+            share: As for `graph`.
+            max_nodes: As for `graph`.
             n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
         """
         check_whole(n_whys, "n_whys")
@@ -143,7 +146,7 @@ class InsideQuestions(ComputedByAnother):
     def ablate(
         self,
         components: Sequence[Named] | Named,
-        out_token: int = -1,
+        out_token: int = OUT_TOKEN,
         target: Target | None = None,
         *,
         to: Replacement = "zero",
@@ -163,5 +166,5 @@ class InsideQuestions(ComputedByAnother):
             raise InputError(f"`over` must be a list of attention tensors; got {over!r:.60}.")
         return ablation(self._explained(out_token, target), components, to, [one.operator for one in others])
 
-    def _explained(self, out_token: int, target: Target | Weights | None) -> Explained:
+    def _explained(self, out_token: int, target: Target | None) -> Explained:
         return Explained.at(self.operator, self.context, self.meta(), out_token, target)

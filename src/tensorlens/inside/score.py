@@ -5,37 +5,50 @@ With norms held, $q_i$ and $k_j$ of a block are affine in X⁰, so their product
     s = c·q_iᵀk_j + m = Σ_a Σ_b c·U_aᵀV_b + m,   U_a = (∂q_i/∂x_a) x_a,   V_b = (∂k_j/∂x_b) x_b,
 
 with one further row and column for the constants of q and k, and m what the model adds (position biases). q and k are
-taken where they meet, so rotations by position and norms of queries and keys are inside. `score_components` takes
-both apart by earlier component instead of by token.
+taken where they meet, so rotations by position and norms of queries and keys are inside.
+
+By earlier component instead of by token: where attention reads the stream, the stream is a sum of what components wrote
+there, so that
+
+    q_i = Σ_b U_b + u,   U_b = (∂q_i/∂s) y_b along the stream alone,   k_j = Σ_b V_b + v.
+
+What becomes of $q_iᵀk_j$ on its way to the softmax is read from the program. A fused kernel has scale and mask as
+arguments of its step. Where attention is spelled out, c is the derivative of what enters the softmax by the product,
+and m what enters it where the product is zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_whole
-from tensorlens.inside.block import StreamPass
-from tensorlens.inside.score_components import named, written
-from tensorlens.inside.scores import Place, affine, meetings_of, sizes
+from tensorlens.inside.block import Block, StreamPass
+from tensorlens.inside.stream import Component
+from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import fitting
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
+from tensorlens.program.nodes import Held
 from tensorlens.program.pieces import Cotangents
+from tensorlens.program.program import Program, SideChannelError
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
 
 By = Literal["token", "component"]
 
+ROUNDING = 64
+"""Components below this many roundings of the largest wrote nothing: an output projection without a bias."""
 
-class Asked(NamedTuple):
+
+class ScoreQuestion(NamedTuple):
     """One score: of which attention of which block, by which head, from where to where; two keys for a contrast."""
 
     block: int
@@ -62,7 +75,7 @@ class Vector(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Its channels, a view of what the slot holds."""
-        by_head = x.flatten(0, -3)[self.head]
+        by_head = x.flatten(0, -3)[self.head]  # (token, channel), or (channel, token) of a key laid out for a product
         return by_head[:, self.token] if self.is_turned else by_head[self.token]
 
 
@@ -93,7 +106,7 @@ def score_map(
     if type(block) is not int or not 0 <= block < stop - start:
         raise InputError(f"There is no block {block!r}; expected one of 0 to {stop - start - 1}.")
     attention = attention if attention is None else check_whole(attention, "attention")
-    question = _Question(operator, Asked(start + block, head, query, keys, attention))
+    question = _Score(operator, ScoreQuestion(start + block, head, query, keys, attention))
     maps, labels = question.by_token(tokens) if by == "token" else question.by_component(start + block)
     scores = maps[0] if len(maps) == 1 else maps[0] - maps[1]
     asks = {"block": block, "head": head, "query": query, "key": key, "by": by, "score": float(scores.sum())}
@@ -114,10 +127,10 @@ def grouped(made: TokenMap, groups: Sequence[Group]) -> TokenMap:
     return replace(made, scores=scores, out_tokens=labels, in_tokens=labels, bias_share=made.bias_share[: len(labels)])
 
 
-class _Question:
+class _Score:
     """One score of one block: the blocks up to it, and the vectors that meet."""
 
-    def __init__(self, operator: FrozenOperator, asked: Asked) -> None:
+    def __init__(self, operator: FrozenOperator, asked: ScoreQuestion) -> None:
         self.operator, recording = operator, operator.recording
         self.attention, meeting = _chosen(recording, asked)
         span = Span(operator.span.start, asked.block + 1)
@@ -129,7 +142,7 @@ class _Question:
             raise InputError(f"Block {asked.block} has heads 0 to {n_heads - 1}; got {asked.head!r}.")
         i, keys = check_token(asked.query, n_queries), [check_token(key, n_keys) for key in asked.keys]
         self.at_x = block.values_of([meeting.query, meeting.key])
-        self.affine = [affine(block, meeting, Place(asked.head, i, j)) for j in keys]
+        self.affine = [score_line(block, meeting, Place(asked.head, i, j)) for j in keys]
         for j, one in zip(keys, self.affine, strict=True):
             if one.is_masked:
                 raise InputError(
@@ -146,6 +159,7 @@ class _Question:
         """Over pairs of tokens: what each gives of the query and the keys, and what they are at zero."""
         program = self.run.pieces.program
         at_zero = program.part(program.inputs, [*self.at_x]).observe(program.zeros(), [*self.at_x])
+        # For the query and each key (channel, token and constant): columns add up to the vector.
         parts = [torch.cat([self._by_token(v), v.of(at_zero[v.slot])[:, None]], 1) for v in self.vectors]
         return Pairs(self._pairs(parts), (*tokens, "bias"))
 
@@ -165,19 +179,20 @@ class _Question:
         for slot in pieces.program.inputs:
             value = pieces.at_cuts[slot]
             u = waiting.get(slot, value.new_zeros(1))
-            found.append((u * value).expand(n_rows, *value.shape)[:, 0].sum(-1))
+            found.append((u * value).expand(n_rows, *value.shape)[:, 0].sum(-1))  # (row, token)
         return torch.cat(found, 1)
 
     def by_component(self, block: int) -> Pairs:
         """Over pairs of components: what each wrote of the query and the keys."""
-        values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])
+        # A row of cotangents for each channel of each vector, all in one walk down the stream.
+        values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])  # (vector, channel)
         rows = torch.arange(values.numel(), device=values.device).split(values.shape[1])
         starts: Cotangents = {}
         for vector, place in zip(self.vectors, rows, strict=True):
             x = self.at_x[vector.slot]
             starts.setdefault(vector.slot, x.new_zeros(values.numel(), *x.shape))[place] = unit_cotangents(vector, x)
         found = written(self.run, block, self.attention, starts, values)
-        return Pairs(self._pairs([*found.parts]), named(found.components))
+        return Pairs(self._pairs([*found.parts]), (*map(str, found.components), "bias"))
 
     def _pairs(self, parts: list[Tensor]) -> list[Tensor]:
         """For each key c·UᵀV, and in the corner what the model adds."""
@@ -197,7 +212,7 @@ def unit_cotangents(vector: Vector, x: Tensor) -> Tensor:
     return units
 
 
-def _chosen(recording: Recording, asked: Asked) -> tuple[int, Meeting]:
+def _chosen(recording: Recording, asked: ScoreQuestion) -> tuple[int, Meeting]:
     found, wanted = meetings_of(recording, asked.block), asked.attention or 0
     if len(found) > 1 and not (asked.attention is not None and wanted < len(found)):
         raise MethodError(
@@ -210,3 +225,170 @@ def _chosen(recording: Recording, asked: Asked) -> tuple[int, Meeting]:
             f"in a way that can be followed; expected attention {wanted}. Use `tensor.in_class`."
         )
     return wanted, found[wanted]
+
+
+# By component ---------------------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """What each component wrote of some vectors: (vector, channel, component), and last what is constant."""
+
+    components: tuple[Component, ...]
+    parts: Tensor
+
+
+def written(run: StreamPass, block: int, attention: int, starts: Cotangents, vectors: Tensor) -> Written:
+    """What each component wrote of queries and keys of one attention.
+
+    Args:
+        run: The blocks up to this one.
+        block: Which one.
+        attention: Which attention of the block, from 0.
+        starts: A cotangent (row, …) for each channel of each vector, at the slots of queries and keys.
+        vectors: Queries and keys, (vector, channel).
+    """
+    found: dict[Component, Tensor] = {}
+    for component, scores in _walk(run, block, attention, starts).all_the_way(block):
+        by_channel = scores.sum(-1)
+        found[component] = found[component] + by_channel if component in found else by_channel
+    least = ROUNDING * torch.finfo(vectors.dtype).eps * torch.stack([*found.values()]).abs().max()
+    found = {component: values for component, values in found.items() if bool((values.abs() > least).any())}
+    parts = torch.stack([*found.values()], 1) if found else vectors.new_zeros(vectors.numel(), 0)
+    constant = vectors.flatten() - parts.sum(1)  # (vector · channel,): what no component wrote
+    return Written(tuple(found), torch.cat([parts, constant[:, None]], 1).unflatten(0, vectors.shape))
+
+
+def _walk(run: StreamPass, n: int, attention: int, starts: Cotangents) -> Walk:
+    """A walk down from where the attention reads the stream, a row for each channel."""
+    block = run.block(n)
+    at_entry = Read(n, len(block.sums or []))
+    read = _read(block, attention) or at_entry
+    stream = block.entry if read == at_entry else (block.sums or [])[read.place].stream
+    memory = None if block.is_encoder else run.memory
+    ends = {block.entry, stream, *([] if memory is None else [memory])}
+    at, joining = block.cotangents_at(starts, ends, (stream,)), Joining()
+    for row in range(len(at[stream])):
+        joining.add(row, read, at[stream][row], None if memory is None else at[memory][row])
+        if stream != block.entry:  # what it reads beside the stream of its own sum
+            joining.add(row, at_entry, at[block.entry][row], None)
+    return Walk.from_zero(run, n, len(at[stream]), joining)
+
+
+def _read(block: Block, attention: int) -> Read | None:
+    """Where an attention reads the stream; None if its write cannot be told apart."""
+    writes = [write for write, _ in block.writes if write.mixtures]
+    places = enumerate(block.sums or [])
+    chosen = writes[attention] if attention < len(writes) else None
+    return next((Read(block.n, place) for place, one in places if chosen in one.writes), None)
+
+
+# From the product to the softmax --------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Which head looks, from where, to where."""
+
+    head: int
+    query: int
+    key: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its entry of scores (…, head, query, key). A view."""
+        return x.flatten(0, -3)[self.head, self.query, self.key]
+
+
+class ScoreLine(NamedTuple):
+    """A score $c·q_iᵀk_j + m$ before any soft cap: c, m, and whether the key is masked."""
+
+    factor: float
+    added: float
+    is_masked: bool
+
+
+def meetings_of(recording: Recording, block: int) -> list[Meeting]:
+    """Where queries and keys of a block meet before a softmax."""
+    return [one for one in recording.meetings if one.block == block and (one.is_fused or _ends(recording.program, one))]
+
+
+def _ends(program: Program, meeting: Meeting) -> bool:
+    """Whether what enters the softmax may be the product."""
+    if meeting.end is None or meeting.slot not in program.makers:
+        return False
+    first, last = (program.specs[slot].shape for slot in (meeting.slot, meeting.end))
+    return first[-2:] == last[-2:] and math.prod(first) == math.prod(last)
+
+
+def sizes(program: Program, meeting: Meeting) -> tuple[int, int, int]:
+    """How many heads, queries and keys there are."""
+    query, key = (program.specs[slot].shape for slot in (meeting.query, meeting.key))
+    return math.prod(query[:-2]), query[-2], key[-2 if meeting.is_fused else -1]
+
+
+def score_line(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
+    """What becomes of one product.
+
+    Raises:
+        MethodError: what enters the softmax at a place does not come from the product at that place alone.
+    """
+    return _fused(block, meeting, place) if meeting.is_fused else _spelled_out(block, meeting, place)
+
+
+def _fused(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
+    program = block.recording.program
+    step, (_, n_queries, n_keys) = program.makers[meeting.slot], sizes(program, meeting)
+    args: Any = step.args if step.operation == "attention" else (*step.args[4], *step.args[5:])
+    mask, causal, scale = args[3:6]
+    query = program.specs[meeting.query].shape
+    added, is_masked = 0.0, causal and place.key > place.query
+    if mask is not None:
+        entry = place.of(program.constants[mask.index].broadcast_to(*query[:-2], n_queries, n_keys))
+        is_masked |= not bool(entry) if entry.dtype == torch.bool else _is_lowest(entry)
+        added = 0.0 if entry.dtype == torch.bool else float(entry)
+    return ScoreLine(1 / math.sqrt(query[-1]) if scale is None else scale, added, is_masked)
+
+
+def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
+    assert meeting.end is not None, "a product that enters a softmax"
+    program = _between(block.program, meeting.slot, meeting.end)
+    at_x = list(block.values_of(program.inputs).values())
+    at_zero = place.of(program.run(torch.zeros_like(at_x[0]), *at_x[1:])[0])
+    unit = torch.zeros_like(program.run(*at_x)[0])
+    place.of(unit).fill_(1)
+    by_product = program.cotangents({meeting.end: unit}, (meeting.slot,))[meeting.slot]
+    factor = float(place.of(by_product))
+    if int(by_product.count_nonzero()) != (factor != 0):
+        raise MethodError(
+            f"In block {block.n} of `{block.recording.name}`, queries and keys meet before a softmax 0 times in a way "
+            "that can be followed. Use `tensor.in_class`."
+        )
+    cap = _slope_of_cap(program, at_x, place)
+    # Where a mask puts in another number, nothing is left of the product.
+    is_masked = factor == 0 or _is_lowest(at_zero)
+    return ScoreLine(factor, float(at_zero), is_masked) if cap is None else ScoreLine(factor / cap, 0.0, is_masked)
+
+
+def _between(program: Program, start: int, end: int) -> Program:
+    """From the product to what enters the softmax, and from whatever live is added to it."""
+    try:
+        return program.part((start,), (end,))
+    except SideChannelError as error:
+        return program.part((start, *sorted(error.slots)), (end,))
+
+
+def _slope_of_cap(program: Program, at_x: list[Tensor], place: Place) -> float | None:
+    """By what a soft cap, a tanh, multiplies one score; None where there is none."""
+    for step in program.steps:
+        factors = [arg for arg in step.args[1:] if type(arg) is Held and step.operation in ("mul", "gain")]
+        shape = program.specs[step.out].shape
+        if factors and program.constants[factors[0].index].shape[-2:] == shape[-2:]:
+            slope = place.of(program.constants[factors[0].index].broadcast_to(shape))
+            z = place.of(program.observe(at_x, step.slots)[step.slots[0]])
+            tanh = z.tanh()
+            if any(torch.isclose(slope.to(z), one, rtol=1e-2) for one in (tanh / z, 1 - tanh.square())):
+                return float(slope)
+    return None
+
+
+def _is_lowest(entry: Tensor) -> bool:
+    """Whether something added is so low that a softmax leaves nothing of it."""
+    return bool(entry <= torch.finfo(entry.dtype).min / 2)

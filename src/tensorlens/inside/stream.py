@@ -1,4 +1,4 @@
-"""The residual stream by dataflow: which sums of a block are writes to it, and what wrote.
+"""The residual stream by dataflow: which sums of a block are writes to it, and which `Component` wrote.
 
 No module is known by name. In the program of a block, a sum whose terms are $x, f(x), g(x), …$ is a write to the
 stream: the stream is the term that all the others were computed from. So pre-norm, post-norm, parallel and sandwich
@@ -11,16 +11,70 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from tensorlens.program.marks import Mixture
+import msgspec
+import torch
+from torch import Tensor
+
+from tensorlens.program.marks import Choice, Mixture
 from tensorlens.program.nodes import Held, Slot, Step, leaves, words
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.recording import Recording
+from tensorlens.records import Index
 
 PRODUCTS = words("mul div matmul einsum")
 """Operations that multiply by a constant."""
 
 SAME_STATE = words("cast reshape expand")
 """Operations after which a state is still the same state."""
+
+
+class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that writes to the residual stream.
+
+    Attributes:
+        kind: ``"embedding"``, ``"attention head"``, ``"attention"`` where its heads cannot be told apart,
+            ``"attention bias"`` (of its output projection), ``"feed-forward"``, ``"bias"`` (on the stream itself), or
+            ``"block"`` where the parts of a block cannot be told apart. Parts of a block without attention are
+            ``"part 1"``, ``"part 2"``; what is written after a block and before the next is ``"between blocks"``. A
+            second one of a kind is ``"attention 2"``, ``"feed-forward 2"``. Where neurons were asked for,
+            ``"neuron"`` and ``"feed-forward bias"``; where experts were, ``"expert"``, and ``"feed-forward"`` for what
+            belongs to no expert.
+        block: The block it is in, if any.
+        head: Its number, if it is a head.
+        neuron: Its number, if it is a neuron.
+        expert: Its number, if it is an expert.
+    """
+
+    kind: str
+    block: Index | None = None
+    head: Index | None = None
+    neuron: Index | None = None
+    expert: Index | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "block":
+            return f"block {self.block}"
+        number = next((one for one in (self.neuron, self.expert) if one is not None), self.head)
+        what = self.kind if number is None else f"{self.kind} {number}"
+        return what if self.block is None else f"block {self.block}, {what}"
+
+    @property
+    def column(self) -> str | None:
+        """Its column in the picture of blocks and heads; None if it has no cell there."""
+        if self.block is None or self.kind.endswith("bias") or self.neuron is not None or self.expert is not None:
+            return None
+        if self.head is None:
+            return self.kind
+        return str(self.head) if self.kind == "attention head" else f"{self.kind} {self.head}"
+
+    @property
+    def short(self) -> str:
+        """A name for a picture."""
+        if self.block is None:
+            return self.kind
+        what = {"feed-forward": "ff", "attention bias": "b", "bias": "b"}.get(self.kind, "")
+        return f"{self.block}.{self.head}" if self.head is not None else f"{self.block} {what}".strip()
 
 
 class Write(NamedTuple):
@@ -30,7 +84,7 @@ class Write(NamedTuple):
     mixtures: tuple[Mixture, ...]
 
 
-class Sum(NamedTuple):
+class StreamSum(NamedTuple):
     """A sum that writes to the stream.
 
     Attributes:
@@ -100,13 +154,13 @@ class Stream:
         held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
         return bool(held) and not any(n in self._weights for n in held)
 
-    def sums(self, end: int) -> list[Sum] | None:
+    def sums(self, end: int) -> list[StreamSum] | None:
         """The sums that write to the stream, the last first; None where the parts of the block cannot be told apart.
 
         Args:
             end: The slot of the state that leaves the block.
         """
-        found: list[Sum] = []
+        found: list[StreamSum] = []
         slot: int | None = end
         while True:
             slot = self._next_sum(slot)
@@ -118,7 +172,7 @@ class Stream:
             found.append(one)
             slot = one.stream
 
-    def last_matrix(self, write: Write, of: Sum) -> Step | None:
+    def last_matrix(self, write: Write, of: StreamSum) -> Step | None:
         """The last matrix that a write went through since it left the stream: what enters it are its neurons."""
         behind = self._ancestors(write.slot, (of.term, of.stream)) - {of.term, of.stream}
         steps = [step for step in self.program.steps if step.out in behind and is_matrix(step, self.program)]
@@ -142,7 +196,7 @@ class Stream:
                     heapq.heappush(ahead, (-self._order[parent], parent))
         return None
 
-    def _sum(self, root: int) -> Sum | None:
+    def _sum(self, root: int) -> StreamSum | None:
         """Take a sum apart: the stream is the nearest term that every other one was computed from.
 
         In $(x + f(x)) + g(x + f(x))$ that is $x + f(x)$, a sum itself; in $(f(x) + g(x)) + x$ it is $x$.
@@ -167,12 +221,12 @@ class Stream:
             else:
                 yield further, term
 
-    def _split(self, way: Way, term: int, origin: int) -> Sum:
+    def _split(self, way: Way, term: int, origin: int) -> StreamSum:
         """The siblings along the way from a sum to its stream are what was written."""
         stops = {term, origin, *(turn.slot for turn in way)}
         others = [self._sums[slot][1 - place] for slot, place in way]
         writes = [part for other in others for part in self._parts(other, stops)]
-        return Sum(way[0].slot, tuple(writes), term, origin)
+        return StreamSum(way[0].slot, tuple(writes), term, origin)
 
     def _parts(self, slot: int, stops: set[int]) -> Iterator[Write]:
         """One write, or two where attention and feed-forward were added up before they were written (parallel)."""
@@ -214,3 +268,59 @@ def is_matrix(step: Step, program: Program) -> bool:
         return type(step.args[0]) is Slot
     is_product = step.operation == "matmul" and type(step.args[0]) is Slot
     return is_product and program.constants[step.args[1].index].dim() == 2
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+
+class ExpertRows(NamedTuple):
+    """What one expert wrote: the slot of rows that hold it, which of them are its own, and whose tokens these are."""
+
+    expert: int
+    slot: int
+    rows: Tensor
+    tokens: Tensor
+
+
+def expert_rows(recording: Recording, program: Program, block: int) -> list[ExpertRows]:
+    r"""What each expert of a block wrote; nothing where the block has none, or they cannot be told apart.
+
+    A module that takes states and, beside them, the numbers of the experts chosen for each token gives out
+    $y_j = Σ_{e ∈ chosen(j)} w_{j,e} f_e(x_j)$, by adding the experts' rows to their tokens one expert after the other,
+    or by a sum over the choices of each token.
+    """
+    for choice in [one for one in recording.choices if one.block == block]:
+        steps = [step for step in program.steps if f"{step.module}.".startswith(f"{choice.module}.")]
+        found = _added_rows(choice, steps, program) or _summed_rows(choice, steps, program)
+        if found:
+            return found
+    return []
+
+
+def _added_rows(choice: Choice, steps: list[Step], program: Program) -> list[ExpertRows]:
+    """Rows that are added to their tokens, one expert after the other in the order of their numbers."""
+    experts = choice.experts.unique().tolist()
+    added = [step for step in steps if step.operation == "index_add" and _is_by_token(step)]
+    if len(added) != len(experts):
+        return []
+    found = []
+    for expert, step in zip(experts, added, strict=True):
+        tokens = program.constants[step.args[2].index]
+        found.append(ExpertRows(expert, step.args[3].index, torch.arange(len(tokens), device=tokens.device), tokens))
+    return found
+
+
+def _is_by_token(step: Step) -> bool:
+    return step.args[1] == 0 and type(step.args[3]) is Slot
+
+
+def _summed_rows(choice: Choice, steps: list[Step], program: Program) -> list[ExpertRows]:
+    """Rows (token, choice, channel) that are summed over choices."""
+    chosen = choice.experts
+    slots = [step.slots[0] for step in steps if step.operation == "sum" and step.args[1] in ((1,), (-2,))]
+    slots = [slot for slot in slots if program.specs[slot].shape[:-1] == tuple(chosen.shape)]
+    if not slots:
+        return []
+    # Row r of the (token · choice) rows is choice r % k of token r // k.
+    places = {expert: (chosen.flatten() == expert).nonzero()[:, 0] for expert in chosen.unique().tolist()}
+    return [ExpertRows(expert, slots[-1], rows, rows // chosen.shape[1]) for expert, rows in places.items()]

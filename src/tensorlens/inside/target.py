@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import MethodError
 from tensorlens.inside.block import ByBlock, Finer, StreamPass
-from tensorlens.maps.context import Context
-from tensorlens.maps.targets import Classes, Target, no_head
-from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.maps.defaults import one_output, own_prediction
+from tensorlens.maps.targets import Classes, Context, Target, Weights, no_head
+from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.pieces import Cotangents
-
-Weights = dict[int, float]
-
-
-def weights_of(operator: FrozenOperator, classes: Classes | None, target: Target | Weights | None, i: int) -> Weights:
-    """Weights on logits: of the target, or of the model's own first choice at output i."""
-    recording = operator.recording
-    if classes is None or recording.readout is None:
-        raise no_head(recording.name)
-    if isinstance(target, dict):
-        if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
-            raise InputError(f"Weights must be {{id: number}} with at least one, none of them NaN; got {target!r:.80}.")
-        return {classes.index(index): float(weight) for index, weight in target.items()}
-    return classes.weights(int(recording.logits_at(i).argmax()) if target is None else target)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +33,7 @@ class Explained:
     operator: FrozenOperator
     classes: Classes | None
     out_token: int
-    target: Target | Weights | None
+    target: Target | None
     tokens: tuple[str, ...]
     meta: dict[str, Any]
 
@@ -59,10 +44,10 @@ class Explained:
         context: Context,
         meta: dict[str, Any],
         out_token: int,
-        target: Target | Weights | None,
+        target: Target | None,
     ) -> Explained:
         """The target at an output; a head that reads the whole input at once has only one."""
-        i = 0 if operator.recording.pools else check_token(out_token, operator.shape[0])
+        i = one_output(operator.recording, out_token)
         return cls(
             operator=operator,
             classes=context.classes,
@@ -75,7 +60,12 @@ class Explained:
     @cached_property
     def weights(self) -> Weights:
         """The target's weights on logits."""
-        return weights_of(self.operator, self.classes, self.target, self.out_token)
+        recording = self.operator.recording
+        if self.classes is None or recording.readout is None:
+            raise no_head(recording.name)
+        if self.target is None:
+            return self.classes.weights(int(own_prediction(recording.logits_at(self.out_token))))
+        return self.classes.weights(self.target)
 
     @property
     def name(self) -> str:
@@ -110,7 +100,10 @@ class Pass(StreamPass):
     def value(self) -> float:
         """The target."""
         end = self.pieces.at_cuts[self.pieces.program.outputs[0]]
-        logits = self.recording.logits(end, self.out_token)[0]
+        return self.read(self.recording.logits(end, self.out_token)[0])
+
+    def read(self, logits: Tensor) -> float:
+        r"""The target from logits (class,) of this pass or of another: $Σ_c w_c\,\mathrm{logit}_c$."""
         return float(sum(weight * logits[index] for index, weight in self.weights.items()))
 
     def _at_last_state(self) -> Cotangents:

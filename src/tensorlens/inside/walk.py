@@ -7,15 +7,15 @@ that place it is zero.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.inside.block import Block, StreamPass
-from tensorlens.inside.component_map import Component
-from tensorlens.inside.stream import Write
+from tensorlens.inside.stream import Component, Write
 
 ROUNDING = 64
 """Below this many roundings of the whole, experts leave nothing over."""
@@ -161,13 +161,14 @@ def write_rows(block: Block, write: Write, kind: str, at: Mapping[int, Tensor]) 
     whole = block.by_token(at[write.slot] * values[write.slot])
     head, neurons = block.heads_of(write), block.neurons(write)
     if head is not None:
-        by_head = (at[head.slot] * values[head.slot]).sum(-1).flatten(1, -2)
+        by_head = (at[head.slot] * values[head.slot]).sum(-1).flatten(1, -2)  # (row, head, token)
         parts = [replace(name, kind=f"{kind} head", head=i) for i in range(by_head.shape[1])]
         return _parts(block, name, parts, by_head, whole)
     if not write.mixtures and block.experts:
         return _expert_rows(block, name, at, whole)
     if neurons is not None and values[neurons].numel() == block.n_tokens * values[neurons].shape[-1]:
-        by_neuron = (at[neurons] * values[neurons]).reshape(len(whole), block.n_tokens, -1).transpose(1, 2)
+        by_neuron = (at[neurons] * values[neurons]).reshape(len(whole), block.n_tokens, -1)  # (row, token, neuron)
+        by_neuron = by_neuron.transpose(1, 2)
         parts = [replace(name, kind="neuron", neuron=i) for i in range(by_neuron.shape[1])]
         return _parts(block, name, parts, by_neuron, whole)
     return [Row(name, whole)]
@@ -184,6 +185,7 @@ def _expert_rows(block: Block, name: Component, at: Mapping[int, Tensor], whole:
     """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
     rows, rest = [], whole
     for part in block.experts:
+        # The slot holds rows of experts, in an order of its own: those of this one, added to the tokens they are of.
         by_row = (at[part.slot] * block.values[part.slot]).sum(-1).flatten(1)[:, part.rows]
         scores = by_row.new_zeros(len(by_row), block.n_tokens).index_add(1, part.tokens, by_row)
         rows.append(Row(Component(block=block.n, kind="expert", expert=part.expert), block.placed(scores)))

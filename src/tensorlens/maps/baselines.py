@@ -24,9 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.maps.controls import unknown_bias
 from tensorlens.maps.decomposition import Decomposition, Vectors, decompose
-from tensorlens.maps.methods import Answer, Question, method
+from tensorlens.maps.methods import Question, Scored, method, unknown_bias
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
@@ -39,7 +38,7 @@ HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc
 
 
 Matrices = Float[Tensor, "*sample out_token in_token"]
-"""Of one sample, or of several that were recorded together."""
+"""One for each of several samples that were recorded together, or for one sample alone."""
 
 
 # Within a block ------------------------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ def rollout(matrices: Sequence[Matrices], *, has_residual: bool, raw: bool = Fal
     return joined
 
 
-def mean(matrices: Sequence[Matrices], *, raw: bool = False) -> Matrices:
+def average(matrices: Sequence[Matrices], *, raw: bool = False) -> Matrices:
     """The average over blocks, no identity added.
 
     Convention: norm maps by row sums first, or late blocks with large states would drown the others; `raw` does not.
@@ -217,18 +216,18 @@ def _with_held_factors(recording: Recording) -> Recording:
     return _held[recording]
 
 
-def _answer(question: Question, matrix: Matrices) -> Answer:
+def _scored(question: Question, matrix: Matrices) -> Scored:
     scores = question.at_outputs(matrix if matrix.dim() == 3 else matrix[None])
-    return Answer(scores=scores, bias_share=unknown_bias(question))
+    return Scored(scores=scores, bias_share=unknown_bias(question))
 
 
-def _rollout(question: Question, measure: str) -> Answer:
+def _rollout(question: Question, measure: str) -> Scored:
     matrices = block_matrices(question.operator, measure)
-    return _answer(question, rollout(matrices, has_residual=HAS_RESIDUAL[measure]))
+    return _scored(question, rollout(matrices, has_residual=HAS_RESIDUAL[measure]))
 
 
-def _mean(question: Question, measure: str) -> Answer:
-    return _answer(question, mean(block_matrices(question.operator, measure)))
+def _mean(question: Question, measure: str) -> Scored:
+    return _scored(question, average(block_matrices(question.operator, measure)))
 
 
 SUMMARIES = {
@@ -251,6 +250,6 @@ method("alti", "Peer: how near each source's part comes to the whole, multiplied
 
 
 @method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped", takes_samples=True)
-def _without_sink(question: Question) -> Answer:
+def _without_sink(question: Question) -> Scored:
     matrices = block_matrices(question.operator, "attn")
-    return _answer(question, without_sink(rollout(matrices, has_residual=False)))
+    return _scored(question, without_sink(rollout(matrices, has_residual=False)))

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
-from tensorlens.maps.methods import Answer, Question, method
+from tensorlens.maps.methods import Question, Scored, method, unknown_bias
 
 
 def random_scores(n_out: int, n_in: int, seed: Sequence[int] | int = 0) -> TokenMatrix:
@@ -31,16 +31,11 @@ def position_scores(n_tokens: int) -> Float[Tensor, " in_token"]:
     return recency_scores(n_tokens).flip(0)
 
 
-def unknown_bias(question: Question) -> Tensor:
-    """NaN per row: a method that knows no bias."""
-    return torch.full((len(question.out_tokens),), float("nan"))
-
-
-def _by_place(question: Question, rows: list[Tensor]) -> Answer:
+def _by_place(question: Question, rows: list[Tensor]) -> Scored:
     """Scores of each sample's own length, filled up with zeros where others are longer."""
     longest = max(len(row) for row in rows)
     scores = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
-    return Answer(scores=scores, bias_share=unknown_bias(question))
+    return Scored(scores=scores, bias_share=unknown_bias(question))
 
 
 def _lengths(question: Question) -> list[int]:
@@ -49,23 +44,23 @@ def _lengths(question: Question) -> list[int]:
 
 
 @method("control.random", "Control: random numbers, the same for every input of this length", takes_samples=True)
-def _random(question: Question) -> Answer:
+def _random(question: Question) -> Scored:
     if question.is_batch:
         return _by_place(question, [random_scores(1, n)[0] for n in _lengths(question)])
     return _by_place(question, list(random_scores(len(question.out_tokens), len(question.operator.input))))
 
 
 @method("control.recency", "Control: the later the token, the higher", takes_samples=True)
-def _recency(question: Question) -> Answer:
+def _recency(question: Question) -> Scored:
     return _by_place(question, [recency_scores(n) for n in _lengths(question)])
 
 
 @method("control.position", "Control: the earlier the token, the higher", takes_samples=True)
-def _position(question: Question) -> Answer:
+def _position(question: Question) -> Scored:
     return _by_place(question, [position_scores(n) for n in _lengths(question)])
 
 
 @method("control.embedding_norm", "Control: length of the state that enters the first block", takes_samples=True)
-def _embedding_norm(question: Question) -> Answer:
+def _embedding_norm(question: Question) -> Scored:
     states = question.recording.states[question.operator.span.start]
-    return Answer(scores=states.norm(dim=-1)[list(question.of)], bias_share=unknown_bias(question))
+    return Scored(scores=states.norm(dim=-1)[list(question.of)], bias_share=unknown_bias(question))

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.memory import BYTES_OF_VECTORS, bytes_on
-from tensorlens.models.precision import at_least_float32
 from tensorlens.operators.attention_matrices import Mixing
 from tensorlens.program.folding import dense
+from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import Chain, Path, Wiring, before_weight, has_norm, wiring
 from tensorlens.recording.recording import Recording, Span
 
@@ -45,6 +45,7 @@ class Way:
 
     def __call__(self, vectors: Vectors, rows: slice) -> Vectors:
         """Each vector by the scale of its output; each centred by its own mean, where a norm centres."""
+        # vectors: (…, out_token, in_token, channel); a scale belongs to the output, and is the same for every source.
         for piece in self.pieces:
             if piece.kind == "centre":
                 vectors = vectors - vectors.mean(-1, keepdim=True)
@@ -101,6 +102,7 @@ class Decomposition:
     def with_residual(self, mixed: Vectors, rows: slice) -> Vectors:
         """$y_{ij} = δ_{ij} x_i + s_{ij}$ from $c_{ij}$, which may be written over."""
         vectors = self.added(mixed, rows)
+        # The diagonal i = j of (out_token, in_token), its tokens on the last axis: (…, channel, out_token).
         vectors.diagonal(rows.start, -3, -2).add_(self.x[..., rows, :].to(vectors).mT)
         return vectors
 
@@ -136,7 +138,7 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
     values = at_least_float32(mixing.values)
     weight = dense(tuple([piece for piece in out[:last] if piece.kind != "token"]), -1)
     weight = weight.T.to(values).unflatten(0, (values.shape[-3], -1))  # (head, head_channel, channel)
-    x = at_least_float32(recording.states[block]).reshape(*shape, 1, -1)
+    x = at_least_float32(recording.states[block]).reshape(*shape, 1, -1)  # (…, token, one source, channel)
     return Decomposition(
         recording=recording,
         block=block,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.maps.controls import unknown_bias
-from tensorlens.maps.methods import Answer, Question, method
-from tensorlens.maps.tensor_maps import in_class, in_out
+from tensorlens.maps.methods import Question, Scored, method, unknown_bias
+from tensorlens.maps.tensor_maps import in_class_map, in_out_map
 from tensorlens.memory import in_parts
 from tensorlens.models.runner import run
 from tensorlens.operators.operator import FrozenOperator
@@ -38,7 +37,7 @@ MOST_STATES = {"cuda": 128, "cpu": 8}
     signed=True,
     takes_samples=True,
 )
-def times_input(question: Question) -> Answer:
+def times_input(question: Question) -> Scored:
     r"""$⟨\partial r / \partial x_j, x_j⟩$: In+Class, or In+Out without classes, of the member `Rules.jacobian`."""
     recording = _whole(question)
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
@@ -47,10 +46,10 @@ def times_input(question: Question) -> Answer:
         made = record(origin.anatomy, origin.inputs, rules, n_samples=recording.n_samples)
         question = replace(question, operator=FrozenOperator(made, sample=question.operator.sample), shared={})
     if question.has_classes:
-        found = in_class(question)
-        return Answer(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
-    scores = in_out(question).scores
-    return Answer(scores=scores, bias_share=unknown_bias(question), notes={"explains": "output state"})
+        found = in_class_map(question)
+        return Scored(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
+    scores = in_out_map(question).scores
+    return Scored(scores=scores, bias_share=unknown_bias(question), notes={"explains": "output state"})
 
 
 @method(
@@ -60,7 +59,7 @@ def times_input(question: Question) -> Answer:
     signed=True,
     takes_samples=True,
 )
-def integrated(question: Question) -> Answer:
+def integrated(question: Question) -> Scored:
     r"""$⟨\int_0^1 \nabla r(αx)\,dα,\; x_j⟩$ for each token, by Gauss-Legendre (Sundararajan et al. 2017)."""
     recording = _whole(question)
     rows: dict[int, Tensor] = {}
@@ -70,7 +69,7 @@ def integrated(question: Question) -> Answer:
     scores = torch.stack([rows[row] for row in range(len(question.out_tokens))])
     chosen = question.chosen if question.has_classes else None
     notes = {"explains": "output state"} if chosen is None else _EXPLAINS
-    return Answer(scores=scores, bias_share=unknown_bias(question), chosen=chosen, notes=notes)
+    return Scored(scores=scores, bias_share=unknown_bias(question), chosen=chosen, notes=notes)
 
 
 _EXPLAINS = {"explains": True}
@@ -88,13 +87,13 @@ def integrated_gradients(recording: Recording, question: Question, layer: list[i
     """
     x = recording.states[0].detach()
     points, weights = np.polynomial.legendre.leggauss(n_steps)
-    path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)
+    path = torch.tensor(np.stack([points + 1, weights], 1) / 2, dtype=x.dtype, device=x.device)  # (point, 2)
 
     def along(part: Tensor) -> Tensor:
         alphas, shares = part.T[:, :, None, None, None]
         states = (alphas * x).flatten(0, 1)  # (point · sample, token, channel)
         found = _gradient(recording, states, question, layer)
-        return (shares * found.unflatten(0, (len(part), -1))).sum(0)
+        return (shares * found.unflatten(0, (len(part), -1))).sum(0)  # over points: (sample, token, channel)
 
     most = max(1, MOST_STATES.get(x.device.type, 8) // len(x))
     total = torch.stack(in_parts(path, most, along)).sum(0)
@@ -116,23 +115,9 @@ def _gradient(recording: Recording, x: Tensor, question: Question, layer: list[i
     """The gradient of what the rows explain at each state of a batch (point · sample, token, channel)."""
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
-        ends = _run(recording, x).unflatten(0, (-1, recording.n_samples))
-        total = torch.stack([_explained(question, end, layer) for end in ends]).sum()
+        ends = _run(recording, x).unflatten(0, (-1, recording.n_samples))  # (point, sample, …)
+        total = torch.stack([question.explained(end, layer).sum() for end in ends]).sum()
         return torch.autograd.grad(total, x)[0]
-
-
-def _explained(question: Question, end: Tensor, layer: list[int]) -> Tensor:
-    """The numbers that rows explain, added up, from what one point of the path ended with."""
-    recording, total = question.recording, torch.zeros((), dtype=end.dtype, device=end.device)
-    for row in layer:
-        sample, i = question.of[row], question.out_tokens[row]
-        if not question.has_classes:
-            total = total + end[sample, i] @ recording.states[-1][sample, i].to(end)
-            continue
-        ids, weights = (part[row] for part in question.chosen)
-        logits = recording.logits(end[sample, None], i, ids)[0]
-        total = total + (logits * weights.to(logits)).sum()
-    return total
 
 
 def _run(recording: Recording, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ the group that it overlaps most, the first on ties.
 from __future__ import annotations
 
 import re
+import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.maps.words import fits, words
 
 REST = "rest"
 """The group of the tokens that belong to no other."""
@@ -26,6 +26,11 @@ NAMED = ("tokens", "words", "sentences", "lines")
 
 Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, str]
 """A name in `NAMED`; groups as (label, start, stop), or as passages to look for; or ``{"separator": "###"}``."""
+
+_BYTES = re.compile(r"(?:⟨[0-9A-F]{2}⟩)+")
+_INSIDE = "'’_"
+_JOINER = "\u200d"
+_UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
 
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|[。！？]+[”’」』）]*|\n\s*\n|\n(?=\s*[-*•#\d])")
 _SHORT = re.compile(
@@ -40,7 +45,7 @@ class Group(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Span(NamedTuple):
+class Passage(NamedTuple):
     """Characters, or tokens, `start` … `stop` - 1 under a label."""
 
     label: str
@@ -55,7 +60,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
         groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, a list of (label, start, stop) or of
             passages that stand in the text, or ``{"separator": …}`` for what stands between its occurrences.
         labels: One for each token.
-        meta: Of a map: `text`, and `offsets`, where each token stands in it.
+        meta: The map's: `text`, and `offsets`, where each token stands in it.
 
     Raises:
         InputError: Groups overlap, are empty, lie outside of the text, or are not found in it.
@@ -63,7 +68,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     if groups == "tokens":
         return tuple(Group(label, (k,)) for k, label in enumerate(labels))
     if groups == "words":
-        return tuple(Group(word.label, tuple(range(word.start, word.stop))) for word in words(labels, meta))
+        return tuple(Group(word.label, tuple(range(word.start, word.stop))) for word in find_words(labels, meta))
     text, offsets = _text_of(labels, meta)
     if isinstance(groups, str):
         if groups not in NAMED:
@@ -82,6 +87,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
 
 def group_sums(scores: Tensor, groups: Sequence[Group]) -> Tensor:
     """The columns of each group, added up: (row, group)."""
+    # (in_token,): the group of each token, so that one sum goes over all columns.
     index = torch.zeros(scores.shape[1], dtype=torch.long, device=scores.device)
     for k, group in enumerate(groups):
         index[list(group.tokens)] = k
@@ -92,7 +98,7 @@ def grouped_meta(meta: Mapping[str, Any], groups: Sequence[Group], name: str, as
     """The `meta` of a map whose tokens were put together.
 
     Args:
-        meta: Of the map by tokens.
+        meta: That of the map by tokens.
         groups: What they were put together into.
         name: What to call the groups.
         aside: Tokens that were set aside by choice; so are the groups with one of them.
@@ -113,7 +119,7 @@ def _is_run(tokens: Sequence[int]) -> bool:
     return bool(tokens) and tokens[-1] - tokens[0] + 1 == len(tokens)
 
 
-def sentences(text: str) -> list[Span]:
+def sentences(text: str) -> list[Passage]:
     """The sentences of a text, which they cover.
 
     A sentence ends after a mark that ends sentences and before white space, at an empty line and before an item of a
@@ -125,12 +131,12 @@ def sentences(text: str) -> list[Span]:
     return _between(text, ends)
 
 
-def lines(text: str) -> list[Span]:
+def lines(text: str) -> list[Passage]:
     """The lines of a text; empty ones belong to the line before."""
     return _between(text, [found.end() for found in re.finditer(r"\n+", text)])
 
 
-def _separated(text: str, groups: Mapping[str, str]) -> list[Span]:
+def _separated(text: str, groups: Mapping[str, str]) -> list[Passage]:
     """What stands between the occurrences of a separator, which belongs to the passage before it."""
     separator = groups.get("separator")
     if list(groups) != ["separator"] or not isinstance(separator, str) or not separator:
@@ -141,14 +147,14 @@ def _separated(text: str, groups: Mapping[str, str]) -> list[Span]:
     return [span._replace(label=span.label.removesuffix(separator).strip() or span.label) for span in spans]
 
 
-def _between(text: str, ends: Sequence[int]) -> list[Span]:
-    spans: list[Span] = []
+def _between(text: str, ends: Sequence[int]) -> list[Passage]:
+    spans: list[Passage] = []
     start = 0
     for end in (*ends, len(text)):
         stop = end + len(text[end:]) - len(text[end:].lstrip())  # white space behind it
         stop -= stop > end and stop < len(text) and text[stop - 1] == " "
         if text[start:stop].strip():
-            spans.append(Span(text[start:stop].strip(), start, stop))
+            spans.append(Passage(text[start:stop].strip(), start, stop))
             start = stop
     if spans and start < len(text):
         spans[-1] = spans[-1]._replace(stop=len(text))
@@ -166,7 +172,7 @@ def _text_of(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[str, list[
     return "".join(labels), [list(pair) for pair in pairwise(stops)]
 
 
-def _assigned(spans: Sequence[Span], offsets: Sequence[Any], *, all_needed: bool = False) -> tuple[Group, ...]:
+def _assigned(spans: Sequence[Passage], offsets: Sequence[Any], *, all_needed: bool = False) -> tuple[Group, ...]:
     """Each token to the span it overlaps most; spans without a token are left out, unless all are needed."""
     members: list[list[int]] = [[] for _ in spans]
     rest = []
@@ -182,7 +188,7 @@ def _assigned(spans: Sequence[Span], offsets: Sequence[Any], *, all_needed: bool
     return (*found, Group(REST, tuple(rest))) if rest else tuple(found)
 
 
-def _overlapped_most(pair: Any, spans: Sequence[Span], order: Sequence[int], starts: Sequence[int]) -> int | None:
+def _overlapped_most(pair: Any, spans: Sequence[Passage], order: Sequence[int], starts: Sequence[int]) -> int | None:
     """The span that a token overlaps most, the first on ties; only those that begin before its end are looked at."""
     start, stop = pair
     near = order[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
@@ -191,7 +197,7 @@ def _overlapped_most(pair: Any, spans: Sequence[Span], order: Sequence[int], sta
     return most if most is not None and overlaps[most] > 0 else None
 
 
-def _checked(groups: Any, length: int, text: str | None) -> list[Span]:
+def _checked(groups: Any, length: int, text: str | None) -> list[Passage]:
     """What the user named, as spans within the text or the tokens."""
     if not isinstance(groups, Sequence) or not groups:
         raise InputError(
@@ -216,14 +222,14 @@ def _checked(groups: Any, length: int, text: str | None) -> list[Span]:
     return spans
 
 
-def _triple(one: Any) -> Span:
+def _triple(one: Any) -> Passage:
     is_triple = isinstance(one, (tuple, list)) and len(one) == 3 and isinstance(one[0], str)
     if not is_triple or not all(type(bound) is int for bound in one[1:]):
         raise InputError(f"A group is (label, start, stop) with whole numbers, or a passage; got {one!r}.")
-    return Span(*one)
+    return Passage(*one)
 
 
-def _passage(passage: str, text: str | None) -> Span:
+def _passage(passage: str, text: str | None) -> Passage:
     if text is None:
         raise InputError(
             f"The input was token ids, without a text to find {passage!r:.60} in. Pass positions of tokens."
@@ -233,4 +239,124 @@ def _passage(passage: str, text: str | None) -> Span:
         raise InputError(f"The passage {passage!r:.60} does not stand in the text. Pass it as it is written there.")
     if text.find(passage, start + 1) >= 0:
         raise InputError(f"The passage {passage!r:.60} stands in the text twice. Pass (label, start, stop) instead.")
-    return Span(passage, start, start + len(passage))
+    return Passage(passage, start, start + len(passage))
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+class Word(NamedTuple):
+    """Tokens `start` … `stop` - 1 as one."""
+
+    label: str
+    start: int
+    stop: int
+
+
+def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Word, ...]:
+    """The words of some tokens, in order; every token is in exactly one.
+
+    A word ends at white space, between letters and punctuation, and, in scripts that write no spaces, at each token.
+    Pieces of one character always stay together.
+
+    Args:
+        labels: One for each token, as `token_labels` writes them.
+        meta: The map's. `offsets` (for each token its [start, stop) in the text, or None for one that is not text) and
+            `text` say exactly where a token stands; without them the labels are read.
+    """
+    offsets, text = meta.get("offsets"), meta.get("text")
+    if isinstance(text, str) and fits(offsets, len(labels), len(text)):
+        return _by_offsets(labels, offsets, text)  # pyright: ignore[reportArgumentType] -- `fits` has seen it
+    return _by_labels(labels)
+
+
+def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
+    """Whether these are offsets of this text: files come from strangers."""
+    if not isinstance(offsets, list) or len(offsets) != n_tokens:
+        return False
+    pairs = [pair for pair in offsets if pair is not None]
+    return all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(end) is int for end in pair)
+        and 0 <= pair[0] <= pair[1] <= n_characters
+        for pair in pairs
+    )
+
+
+def _by_offsets(labels: Sequence[str], offsets: Sequence[Sequence[int] | None], text: str) -> tuple[Word, ...]:
+    found: list[Word] = []
+    begin = end = -1  # of the last word in the text; -1 after a token that is not text
+    for k, pair in enumerate(offsets):
+        if pair is None or pair[0] == pair[1]:
+            found.append(Word(labels[k], k, k + 1))
+            begin = end = -1
+            continue
+        start, stop = pair
+        if end >= 0 and (start < end or start == end and _is_one_word(text[end - 1], text[start])):
+            end = max(end, stop)
+            found[-1] = Word(text[begin:end], found[-1].start, k + 1)
+        else:
+            begin, end = (start - 1 if start and labels[k].startswith(" ") and text[start] != " " else start), stop
+            found.append(Word(text[begin:end], k, k + 1))
+    alone = (word.stop == word.start + 1 and not _BYTES.search(labels[word.start]) for word in found)
+    return tuple(
+        word._replace(label=labels[word.start]) if is_alone else word
+        for word, is_alone in zip(found, alone, strict=True)
+    )
+
+
+def _by_labels(labels: Sequence[str]) -> tuple[Word, ...]:
+    found: list[Word] = []
+    pieces = b""  # of a character that is not complete yet
+    for k, label in enumerate(labels):
+        raw = _raw(label)
+        if raw is not None and found and pieces:
+            pieces += raw
+            found[-1] = Word(_decoded(pieces, found[-1].label), found[-1].start, k + 1)
+        elif raw is None and found and _continues(labels, k):
+            found[-1] = Word(found[-1].label + label.removeprefix("##"), found[-1].start, k + 1)
+        else:
+            found.append(Word(label if raw is None else _decoded(raw, label), k, k + 1))
+            pieces = raw or b""
+        if raw is None or _is_complete(pieces):
+            pieces = b""
+    return tuple(found)
+
+
+def _continues(labels: Sequence[str], k: int) -> bool:
+    if labels[k].startswith("##"):
+        return True
+    is_spaced = any(label.startswith(" ") for label in labels)  # word pieces carry no spaces: each begins a word
+    return is_spaced and not _raw(labels[k - 1]) and _is_one_word(labels[k - 1], labels[k])
+
+
+def _is_one_word(before: str, after: str) -> bool:
+    """Whether text that ends in `before` continues with `after` without the end of a word."""
+    if not before or not after or before[-1].isspace() or after[0].isspace():
+        return False
+    if _JOINER in (before[-1], after[0]) or unicodedata.category(after[0]) in ("Mn", "Me", "Sk"):
+        return True
+    return all(_is_of_word(character) for character in (before[-1], after[0]))
+
+
+def _is_of_word(character: str) -> bool:
+    is_letter = character.isalnum() or character in _INSIDE or unicodedata.category(character).startswith("M")
+    return is_letter and not unicodedata.name(character, "").startswith(_UNSPACED)
+
+
+def _raw(label: str) -> bytes | None:
+    """The bytes behind a label such as ⟨E4⟩⟨BD⟩, or None."""
+    return bytes.fromhex(re.sub("[⟨⟩]", "", label)) if _BYTES.fullmatch(label) else None
+
+
+def _is_complete(pieces: bytes) -> bool:
+    try:
+        pieces.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _decoded(pieces: bytes, otherwise: str) -> str:
+    return pieces.decode("utf-8") if _is_complete(pieces) else otherwise

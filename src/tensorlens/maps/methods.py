@@ -1,4 +1,4 @@
-"""`METHODS`: every map by name. A method is data: a name, a sentence, and a function from a `Question` to an `Answer`.
+"""`METHODS`: every map by name. A method is a name, a sentence, and a function from a `Question` to `Scored` rows.
 
 A question has rows, one per output that is asked for; each row belongs to a sample of the recording. One input has one
 sample and perhaps many rows, a batch has many samples with a row each. Methods are written once for both. The command
@@ -16,12 +16,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.device_work import sent
+from tensorlens.device_work import on_its_way, sent
 from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.maps.defaults import METHOD_OF_CLASSES, own_prediction
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.recording import Recording
+from tensorlens.tolerances import MAP_NOISE
 
 NormKind = Literal["frobenius", "spectral"]
 
@@ -36,6 +38,16 @@ class Chosen(NamedTuple):
 
     ids: Tensor
     weights: Tensor
+
+    def of(self, logits: Tensor) -> Tensor:
+        """(row,): the weighted sum, from logits (row, k) of the classes of each row."""
+        return (logits * self.weights.to(logits)).sum(1)
+
+    def at(self, rows: Sequence[int]) -> Chosen:
+        """What some of the rows explain."""
+        if len(rows) == len(self.ids):  # all of them: rows are not repeated
+            return self
+        return Chosen(self.ids[list(rows)], self.weights[list(rows)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,7 @@ class Question:
 
     @property
     def recording(self) -> Recording:
-        """Of one sample or several."""
+        """What the pass left behind, for one sample or several."""
         return self.operator.recording
 
     @property
@@ -131,7 +143,7 @@ class Question:
             raise no_head(self.recording.name)
         device = self.recording.readout.device
         if self.target is None and self.targets is None:
-            best = self.logits.argmax(-1)
+            best = own_prediction(self.logits)
             return Chosen(best[:, None], torch.ones(len(best), 1, device=device))
         wanted = [self.target] * len(self.out_tokens) if self.targets is None else self.targets
         found = [list(self.classes.weights(one).items()) for one in wanted]  # type: ignore[arg-type]
@@ -142,16 +154,26 @@ class Question:
 
     @cached_property
     def chosen_logits(self) -> Tensor:
-        """(row,): what each row explains, at the input; only the classes with a weight are read."""
-        ids, weights = self.chosen
-        if self.recording.head is None:
-            logits = self.logits.gather(1, ids)
-        else:
-            weight, bias = self.recording.head.weight, self.recording.head.bias
-            assert self.recording.readout is not None, "a head reads something"
-            logits = (weight[ids] * self._read(self.recording.readout)[:, None]).sum(-1)
-            logits = logits if bias is None else logits + bias[ids]
-        return (logits * weights.to(logits)).sum(1)
+        """(row,): what each row explains, at the input."""
+        assert self.recording.readout is not None, "a target has a head"
+        return self.explained(self.recording.readout, range(len(self.out_tokens)))
+
+    def explained(self, end: Tensor, rows: Sequence[int]) -> Tensor:
+        r"""(row,): what some rows explain, from what a pass of all samples ended with.
+
+        $\sum_c w_c\,\mathrm{logit}_c$ of the target, of which only the classes with a weight are read; without classes
+        the length along the output state, $⟨X^N_i, \mathrm{end}_i⟩$.
+        """
+        head = self.recording.head
+        places = self._places(list(rows), end.device, read=self.has_classes and head is not None)
+        read = end[places[0]] if end.dim() == 2 else end[places]  # (row, channel), or (row, class) without a known head
+        if not self.has_classes:
+            return (read * self.recording.states[-1][places].to(end)).sum(-1)
+        chosen = self.chosen.at(rows)
+        if head is None:
+            return chosen.of(read.gather(1, chosen.ids))
+        logits = (head.weight[chosen.ids] * read[:, None]).sum(-1)  # (row, k): of the classes with a weight
+        return chosen.of(logits if head.bias is None else logits + head.bias[chosen.ids])
 
     # Pulls ------------------------------------------------------------------------------------------------------------
 
@@ -187,7 +209,7 @@ class Question:
         scores, sizes = (x.new_zeros(len(self.out_tokens), len(x)) for _ in range(2))
         for piece in self.operator.pull_outputs(self.out_tokens, starts[:, None]):
             tokens = slice(*piece.tokens)
-            found = _weighed(piece.rows.transpose(0, 1).to(x), x[tokens])
+            found = _weighed(piece.rows.transpose(0, 1).to(x), x[tokens])  # (output, token) of this piece
             scores[slice(*piece.outputs), tokens] = found.scores
             sizes[slice(*piece.outputs), tokens] = found.sizes
         return Weighed(scores, sizes)
@@ -240,7 +262,7 @@ def _weighed(pulled: Tensor, x: Tensor) -> Weighed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Scored:
     """What a method found.
 
     Attributes:
@@ -273,7 +295,7 @@ class Method:
 
     name: str
     summary: str
-    compute: Callable[[Question], Answer]
+    compute: Callable[[Question], Scored]
     takes_target: bool = False
     signed: bool = False
     takes_samples: bool = False
@@ -283,12 +305,17 @@ METHODS: dict[str, Method] = {}
 """Every map by name."""
 
 
+def unknown_bias(question: Question) -> Tensor:
+    """NaN per row: the bias share of a method that knows no bias."""
+    return torch.full((len(question.out_tokens),), float("nan"))
+
+
 def method(
     name: str, summary: str, *, takes_target: bool = False, signed: bool = False, takes_samples: bool = False
-) -> Callable[[Callable[[Question], Answer]], Callable[[Question], Answer]]:
-    """Register a function from `Question` to `Answer` as a method."""
+) -> Callable[[Callable[[Question], Scored]], Callable[[Question], Scored]]:
+    """Register a function from `Question` to `Scored` as a method."""
 
-    def register(compute: Callable[[Question], Answer]) -> Callable[[Question], Answer]:
+    def register(compute: Callable[[Question], Scored]) -> Callable[[Question], Scored]:
         METHODS[name] = Method(
             name=name,
             summary=summary,
@@ -325,7 +352,85 @@ def check_question(
 
 def check_out_token(question_token: object, pools: bool, name: str) -> None:
     """A head that pools has one row, whatever the token."""
-    if pools and question_token is not None and name == "tensor.in_class":
+    if pools and question_token is not None and name == METHOD_OF_CLASSES:
         raise InputError(
             "This model's head reads the whole input at once, so `tensor.in_class` has one row. Leave `out_token` out."
         )
+
+
+# From what a method found to maps -------------------------------------------------------------------------------------
+
+
+WARNING = (
+    "these scores are what is left of sums that cancel: {kept:.0e} of their magnitudes, so that rounding may be "
+    "{noise:.0%} of them. Use a wider type, or rules that hold more, such as `Rules.paper()`"
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a method found, on the CPU.
+
+    Attributes:
+        scores: (row, in_token).
+        bias_share: (row,).
+        names: What each row's target is called, if it explains one.
+        notes: The same for all rows.
+        by_row: Numbers per row.
+    """
+
+    scores: Tensor
+    bias_share: Tensor
+    names: tuple[str, ...] | None
+    notes: dict[str, Any]
+    by_row: dict[str, Tensor]
+
+    def meta(self, rows: slice | int = slice(None)) -> dict[str, Any]:
+        """Notes for a map of some rows, or of one."""
+        chosen = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        found: dict[str, Any] = dict(self.notes)
+        if self.names is not None:
+            names = self.names[chosen]
+            found["explains" if found.pop("explains", None) else "target"] = (
+                names[0] if len(set(names)) == 1 else list(names)
+            )
+        if "logit" in self.by_row:
+            found["logit"] = self.by_row["logit"][chosen].tolist()
+        if "kept" in self.by_row:
+            kept, noise = self.by_row["kept"][chosen], self.by_row["noise"][chosen]
+            found["kept"] = kept.tolist()
+            worst = int(noise.argmax())
+            if float(noise[worst]) > MAP_NOISE:
+                found["warning"] = WARNING.format(kept=float(kept[worst]), noise=min(1.0, float(noise[worst])))
+        return found
+
+
+def begin_finishing(found: Scored, classes: Classes | None) -> Callable[[], Finished]:
+    """Start copying what was found to the CPU; a call waits for it, and for nothing that was begun later."""
+    waiting = {"scores": on_its_way(found.scores), "bias_share": on_its_way(found.bias_share)}
+    by_row = {name: on_its_way(values) for name, values in found.by_row.items()}
+    chosen = None if found.chosen is None else [on_its_way(part) for part in found.chosen]
+    notes = found.notes
+
+    def finish() -> Finished:
+        names = None
+        if chosen is not None and classes is not None:
+            ids, weights = (part().tolist() for part in chosen)
+            names = tuple(
+                classes.names({index: weight for index, weight in zip(*row, strict=True) if weight})
+                for row in zip(ids, weights, strict=True)
+            )
+        return Finished(
+            waiting["scores"](), waiting["bias_share"](), names, notes, {name: wait() for name, wait in by_row.items()}
+        )
+
+    return finish
+
+
+def begin_predictions(question: Question) -> Callable[[], list[str | None]]:
+    """What the model ranks first at each row's output; None for a model without a head."""
+    classes = question.classes
+    if classes is None or not question.has_classes:
+        return lambda: [None] * len(question.out_tokens)
+    best = on_its_way(own_prediction(question.logits))
+    return lambda: [classes.name(index) for index in best().tolist()]

@@ -1,15 +1,32 @@
-"""Targets: a token, a class or a contrast of two, made into weights on logits."""
+"""Targets: a token, a class or a contrast of two, made into weights on logits; `Context`: how things are called."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+import msgspec
+from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
 from tensorlens.models.plain_text import check_unicode
 
-Target = str | int | tuple[str | int, str | int]
+Weights = dict[int, float]
+"""Weights on logits by class."""
+
+Target = str | int | tuple[str | int, str | int] | Weights
+"""What is explained: a token or class, a pair of them for a contrast, or weights by class."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """One of the classes that the model ranks highest."""
+
+    name: str
+    index: int
+    probability: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +43,14 @@ class Classes:
     tokenizer: Any = None
     labels: dict[int, str] | None = None
 
-    def weights(self, target: Target) -> dict[int, float]:
-        """Weights on logits: +1 for the target, and -1 for the other one of a pair."""
+    def weights(self, target: Target) -> Weights:
+        """Weights on logits: +1 for the target, and -1 for what a pair is against; or as they are given."""
+        if isinstance(target, dict):
+            if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
+                raise InputError(
+                    f"Weights must be {{id: number}} with at least one, none of them NaN; got {target!r:.80}."
+                )
+            return {self.index(index): float(weight) for index, weight in target.items()}
         if isinstance(target, (tuple, list)):
             if len(target) != 2:
                 raise InputError(f"A contrast is a pair (target, other); got {len(target)} of them.")
@@ -56,6 +79,12 @@ class Classes:
         if self.labels is not None:
             return str(self.labels.get(index, index))
         return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
+
+    def said(self, probabilities: Tensor, k: int = 5) -> tuple[Said, ...]:
+        """The classes with the highest of some probabilities (class,)."""
+        best = probabilities.topk(min(k, len(probabilities)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return tuple([Said(self.name(index), index, probability) for index, probability in pairs])
 
     def all_names(self) -> dict[int, str] | None:
         """What every class is called; None where they have no names."""
@@ -119,3 +148,20 @@ def no_head(model: str) -> MethodError:
         "`tensor.in_out` or `tensor.norm`, "
         "or load the model with its head."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a map should say of where it came from, and how classes are called.
+
+    Attributes:
+        tokens: A label for each input token.
+        classes: Names of the classes, or None for a model without a head.
+        meta: Model, versions and picture, for the map's `meta`.
+        out_tokens: A label for each output, if they are not those of the inputs.
+    """
+
+    tokens: tuple[str, ...]
+    classes: Classes | None
+    meta: dict[str, Any]
+    out_tokens: tuple[str, ...] | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import MethodError
-from tensorlens.maps.methods import Answer, Question, Weighed, method
+from tensorlens.maps.methods import Question, Scored, Weighed, method
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.norms import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
 from tensorlens.tolerances import TINY
@@ -60,7 +60,7 @@ def _sizes(question: Question) -> Tensor:
     signed=True,
     takes_samples=True,
 )
-def in_out(question: Question) -> Answer:
+def in_out_map(question: Question) -> Scored:
     r"""$T^{IO}_{i←j} = X^N_{[i]} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 22): one pull for each output.
 
     Rows sum to $⟨X^N_i, X^N_i - B_i⟩$.
@@ -70,8 +70,8 @@ def in_out(question: Question) -> Answer:
     by_row = _rounding(found)
     if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, size), {"bias": BY_COMPLETENESS}
-        return Answer(scores=found.scores, bias_share=share, notes=notes, by_row=by_row)
-    return Answer(scores=found.scores, bias_share=_bias_share(question), by_row=by_row)
+        return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row)
+    return Scored(scores=found.scores, bias_share=_bias_share(question), by_row=by_row)
 
 
 @method(
@@ -81,7 +81,7 @@ def in_out(question: Question) -> Answer:
     signed=True,
     takes_samples=True,
 )
-def in_class(question: Question) -> Answer:
+def in_class_map(question: Question) -> Scored:
     r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
 
     Rows sum to the logit less what the biases give.
@@ -97,32 +97,32 @@ def in_class(question: Question) -> Answer:
     by_row = {"logit": logits} | _rounding(found)
     if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, logits), {"bias": BY_COMPLETENESS}
-        return Answer(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)
+        return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)
     # Without all of its heads, the model gives other logits than these.
     at_zero = torch.stack([operator.logits_at_zero(i) for i in question.out_tokens])
-    of_bias = (at_zero.gather(1, chosen.ids) * chosen.weights.to(at_zero)).sum(1)
-    return Answer(scores=found.scores, bias_share=of_bias / logits, by_row=by_row, chosen=chosen)
+    share = chosen.of(at_zero.gather(1, chosen.ids)) / logits
+    return Scored(scores=found.scores, bias_share=share, by_row=by_row, chosen=chosen)
 
 
 @method("tensor.contribution", "Length of what each input contributes to the output", takes_samples=True)
-def contribution(question: Question) -> Answer:
+def contribution_map(question: Question) -> Scored:
     r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token that is there."""
     if question.is_batch:
         pushed = question.operator.push_each_token(question.out_tokens)
         ends = question.at_outputs(question.recording.states[-1])
-        share = not_carried((pushed * ends[:, None]).sum(-1), _sizes(question))
-        return Answer(scores=pushed.norm(dim=-1), bias_share=share, notes={"bias": BY_COMPLETENESS})
+        share = not_carried((pushed * ends[:, None]).sum(-1), _sizes(question))  # (row, in_token) before its sum
+        return Scored(scores=pushed.norm(dim=-1), bias_share=share, notes={"bias": BY_COMPLETENESS})
     operator, x = question.operator, question.operator.input
     parts = []
     for some in torch.arange(len(x), device=x.device).split(max(1, TOKENS_TOGETHER // len(x))):
         alone = x.new_zeros(len(some), *x.shape)  # each token on its own
         alone[torch.arange(len(some)), some] = x[some]
         parts.append(operator.apply(alone)[:, list(question.out_tokens)].norm(dim=-1))
-    return Answer(scores=torch.cat(parts).T, bias_share=_bias_share(question))
+    return Scored(scores=torch.cat(parts).T, bias_share=_bias_share(question))
 
 
 @method("tensor.norm", "Norm of each D×D block of T: how strongly an input can move an output", takes_samples=True)
-def norm(question: Question) -> Answer:
+def norm_map(question: Question) -> Scored:
     r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), exact or sketched by random probes.
 
     Convention: the paper writes $\lVert·\rVert_2$ of a D×D block, which may mean either norm. Frobenius is the default;
@@ -131,15 +131,15 @@ def norm(question: Question) -> Answer:
     notes: dict[str, Any] = {"norm": question.norm, "probes": question.probes}
     if question.probes is None:
         scores = _exact_norms(question)
-        return Answer(scores=scores, bias_share=_bias_share(question), notes=notes)
+        return Scored(scores=scores, bias_share=_bias_share(question), notes=notes)
     if question.norm != "frobenius":
         raise MethodError("`probes` sketches the Frobenius norm; for the spectral norm leave `probes` out.")
     notes["seed"] = question.seed
     if question.is_batch:
-        return Answer(scores=_sketched(question), bias_share=_bias_share(question), notes=notes)
+        return Scored(scores=_sketched(question), bias_share=_bias_share(question), notes=notes)
     sketch = sketched_norms(question.operator, question.out_tokens, question.probes, question.seed)
     notes["standard_error"] = sketch.standard_error.tolist()
-    return Answer(scores=sketch.norms, bias_share=_bias_share(question), notes=notes)
+    return Scored(scores=sketch.norms, bias_share=_bias_share(question), notes=notes)
 
 
 def _exact_norms(question: Question) -> Tensor:
@@ -161,4 +161,4 @@ def _sketched(question: Question) -> Tensor:
         for sample, i in zip(question.of, question.out_tokens, strict=True):
             u[sample, i] = probe
         squares.append(question.operator.pull_samples(u).expand_as(x).square().sum(-1))
-    return torch.stack(squares).mean(0).sqrt()
+    return torch.stack(squares).mean(0).sqrt()  # over probes: (sample, in_token)

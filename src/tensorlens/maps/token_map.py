@@ -1,37 +1,38 @@
 """`TokenMap`: a matrix of scores with its labels, its method and where it came from.
 
-A record. Selecting, ranking, saving and loading live here; how a map is computed is the business
-of the files beside this one, how it looks is the business of `views`.
+A record. Selecting, ranking, grouping and the files that can be looked at live here; how a map is computed is the
+business of the files beside this one, how it looks is the business of `views`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+import csv
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import msgspec
 import torch
 from jaxtyping import Float
+from msgspec.structs import force_setattr, replace
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
-from tensorlens.maps import files
-from tensorlens.maps.groups import Groups, find_groups, group_sums, grouped_meta
+from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, grouped_meta
 from tensorlens.maps.methods import METHODS
-from tensorlens.maps.sinks import sink_columns
-from tensorlens.maps.words import words
+from tensorlens.records import Record, Writer
 from tensorlens.views.answer_text import answer_text
-from tensorlens.views.record import MapView, PatchGrid, caption_lines, is_by_output, row_caption_lines, sum_lines
+from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sum_lines, title_of
+from tensorlens.views.labels import visible
+from tensorlens.views.record import MapView, PatchGrid
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LOADABLE = {".json": files.read_json, ".safetensors": files.read_safetensors}
-_DATA = {".json": files.write_json, ".csv": files.write_csv, ".safetensors": files.write_safetensors}
-_FIGURES = (".png", ".svg", ".pdf")
+FIGURES = (".png", ".svg", ".pdf")
+_FORMULA = ("=", "+", "-", "−", "@", "＝", "＋", "－", "＠", "\t", "\r")
 
 
 class Top(NamedTuple):
@@ -42,15 +43,14 @@ class Top(NamedTuple):
     score: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenMap:
+class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     """How much each input token carries of each output token: row i, column j is i ← j.
 
     Holds one copy of the scores on the CPU and nothing of the model. `meta` is kept in its JSON
     form (tuples as lists, keys as strings), so that a saved map comes back equal.
 
     Attributes:
-        scores: one row an output, one column an input.
+        scores: one row per output, one column per input.
         out_tokens: a label for each row.
         in_tokens: a label for each column.
         method: name in `METHODS`.
@@ -69,22 +69,24 @@ class TokenMap:
     in_tokens: tuple[str, ...]
     method: str
     bias_share: Float[Tensor, " out_token"]
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    loadable: ClassVar[tuple[str, ...]] = (".json", ".safetensors")
 
     def __post_init__(self) -> None:
-        """Check shapes against labels, move both tensors to the CPU and take copies."""
+        """Check labels, and shapes against labels."""
+        super().__post_init__()
         for name in ("out_tokens", "in_tokens"):
-            object.__setattr__(self, name, _labels(name, getattr(self, name)))
+            force_setattr(self, name, _labels(name, getattr(self, name)))
         n_out, n_in = len(self.out_tokens), len(self.in_tokens)
-        object.__setattr__(self, "scores", _numbers("scores", self.scores, (n_out, n_in)))
-        object.__setattr__(self, "bias_share", _numbers("bias_share", self.bias_share, (n_out,)))
-        object.__setattr__(self, "meta", _json_form(self.meta))
+        _check_numbers("scores", self.scores, (n_out, n_in))
+        _check_numbers("bias_share", self.bias_share, (n_out,))
 
     def __repr__(self) -> str:
         """One line: method, size and target."""
         target = self.meta.get("target")
         target = f", target={target!r}" if isinstance(target, str) else ""
-        return f"TokenMap({self.method}, {self.shape[0]} × {self.shape[1]}{target})"
+        return f"TokenMap({visible(self.method)}, {self.shape[0]} × {self.shape[1]}{target})"
 
     def _repr_html_(self) -> str:
         from tensorlens.views import page
@@ -185,7 +187,9 @@ class TokenMap:
         order = strength.argsort(descending=True, stable=True)[:k].tolist()
         return [Top(j, self.in_tokens[j], float(row[j])) for j in order]
 
-    def show(self, console: Console | None = None, out_token: int | None = None) -> None:
+    def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one output
+        self, console: Console | None = None, out_token: int | None = None
+    ) -> None:
         """Print the map to the terminal; `out_token` prints that row only."""
         from tensorlens.views import terminal
 
@@ -199,13 +203,13 @@ class TokenMap:
             InputError: `meta` holds a grid, an image or positions that are none; files come from strangers.
         """
         is_whole = self.meta.get("grid") is not None or "grouped" in self.meta
-        groups = () if is_whole else words(self.in_tokens, self.meta)
+        groups = () if is_whole else find_words(self.in_tokens, self.meta)
         answer = answer_text(self.meta, *self.shape, _array(self.bias_share))
         return MapView(
             scores=_array(self.scores),
             out_tokens=self.out_tokens,
             in_tokens=self.in_tokens,
-            title=self.method if answer is None else _title(self.meta.get("against")),
+            title=title_of(self.method, self.meta, is_answer=answer is not None),
             bias_share=_array(self.bias_share),
             caption=caption_lines(self.method, self.meta, self.shape[0]),
             row_caption=row_caption_lines(self.meta, self.shape[0]),
@@ -224,7 +228,7 @@ class TokenMap:
 
         Args:
             path: .html (a page that works offline), .png .svg .pdf (a figure), .json .safetensors
-                (come back with `load`), .csv (one line a pair).
+                (come back with `load`), .csv (one line per pair of output and input).
 
         Returns:
             The path written.
@@ -233,30 +237,43 @@ class TokenMap:
             InputError: unknown suffix, or the folder does not exist.
             MissingExtraError: a figure without matplotlib.
         """
-        path = Path(path)
-        files.replace_file(path, self._writer(path.suffix.lower()))
-        return path
+        return super().save(path)
 
-    @classmethod
-    def load(cls, path: str | Path) -> TokenMap:
-        """Read a map that `save` wrote as .json or .safetensors.
+    def _writers(self) -> Mapping[str, Writer]:
+        def page(path: Path) -> None:
+            from tensorlens.views.page import page
 
-        Raises:
-            InputError: no such file, another suffix, or a foreign, damaged or newer file.
+            path.write_text(page([self.view()], title=f"{self.method} token map"), encoding="utf-8")
+
+        def figure(path: Path, kind: str) -> None:
+            from tensorlens.views import figures
+
+            figures.write(self.view(), path, kind)
+
+        drawn = {suffix: partial(figure, kind=suffix.removeprefix(".")) for suffix in FIGURES}
+        data = super()._writers()
+        return {
+            ".html": page,
+            **drawn,
+            ".json": data[".json"],
+            ".csv": self._write_csv,
+            ".safetensors": data[".safetensors"],
+        }
+
+    def _write_csv(self, path: Path) -> None:
+        """One line per pair of output and input, for spreadsheets and data frames.
+
+        A spreadsheet would run a label that begins like a formula; such a label is written behind an apostrophe.
         """
-        path = Path(path)
-        read = _LOADABLE.get(path.suffix.lower())
-        if read is None:
-            raise InputError(
-                f"Expected a token map file ending in {' or '.join(_LOADABLE)}, got {path.name!r}. "
-                "The other suffixes are for looking at; save as one of these to load it again."
-            )
-        if not path.is_file():
-            raise InputError(f"Expected a token map file, got {str(path)!r}, which does not exist. Check the path.")
-        try:
-            return cls(**read(path))
-        except InputError as error:
-            raise InputError(f"Could not load {path.name!r}. {str(error)[:1000]}") from error  # it may quote the file
+        outs, ins = (
+            [f"'{label}" if label.startswith(_FORMULA) else label for label in labels]
+            for labels in (self.out_tokens, self.in_tokens)
+        )
+        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["out_token", "out_text", "in_token", "in_text", "score"])
+            for i, row in enumerate(self.scores.tolist()):
+                writer.writerows((i, outs[i], j, ins[j], score) for j, score in enumerate(row))
 
     def _out_positions(self) -> tuple[int, ...] | None:
         positions: Any = self.meta.get("out_positions")
@@ -287,34 +304,15 @@ class TokenMap:
             )
         return out_token % n_out
 
-    def _writer(self, suffix: str) -> Callable[[Path], None]:
-        if suffix == ".html":
-            from tensorlens.views import page
-
-            return lambda path: _write_text(path, page.page([self.view()], title=f"{self.method} token map"))
-        if suffix in _FIGURES:
-            from tensorlens.views import figures
-
-            return lambda path: figures.write(self.view(), path, suffix.removeprefix("."))
-        if suffix in _DATA:
-            record = {item.name: getattr(self, item.name) for item in fields(self)}
-            return lambda path: _DATA[suffix](path, record)
-        known = " ".join((".html", *_FIGURES, *_DATA))
-        raise InputError(f"Expected a file name ending in one of {known}, got {suffix!r}. Choose one of these.")
-
-
-def _title(against: Any) -> str:
-    return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
-
 
 def _labels(name: str, labels: Any) -> tuple[str, ...]:
     are_plain = not isinstance(labels, str) and {*map(type, labels)} <= {str}
     if not are_plain and (isinstance(labels, str) or not all(isinstance(label, str) for label in labels)):
-        raise InputError(f"Expected {name} to be a sequence of strings, got {labels!r:.80}. Pass one label a token.")
+        raise InputError(f"Expected {name} to be a sequence of strings, got {labels!r:.80}. Pass one label per token.")
     return tuple(labels)
 
 
-def _numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
+def _check_numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = getattr(tensor, "dtype", type(tensor).__name__)
         raise InputError(f"Expected {name} as a tensor of floats, got {kind}. Convert it with .float().")
@@ -323,42 +321,39 @@ def _numbers(name: str, tensor: Any, shape: tuple[int, ...]) -> Tensor:
             f"Expected {name} of shape {shape} to match out_tokens and in_tokens, got {tuple(tensor.shape)}. "
             "Pass one label for each row and each column."
         )
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _json_form(meta: Any) -> dict[str, Any]:
-    if not isinstance(meta, dict):
-        raise InputError(f"Expected meta to be a dict, got {type(meta).__name__}. Pass names and values.")
-    try:
-        return _plain(meta)
-    except (TypeError, RecursionError):  # keys that are no strings, numbers of other libraries
-        pass
-    try:
-        return json.loads(json.dumps(meta))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"Expected meta that can be written as JSON, got: {error}. Use plain values in it.") from error
-
-
-_LEAVES = frozenset({str, int, float, bool, type(None)})
-
-
-def _plain(value: Any) -> Any:
-    """A copy with lists for tuples, as JSON would give it back, in half the time.
-
-    Raises:
-        TypeError: it holds something that JSON would change in another way, or refuse.
-    """
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return [one if type(one) in _LEAVES else _plain(one) for one in value]
-    if kind is dict and all([type(name) is str for name in value]):
-        return {name: one if type(one) in _LEAVES else _plain(one) for name, one in value.items()}
-    raise TypeError(kind)
 
 
 def _array(tensor: Tensor) -> Any:
     return tensor.to(torch.float64).numpy()
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+# What pictures set aside ----------------------------------------------------------------------------------------------
+
+
+def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
+    """The inputs to leave out of the colours: those asked for, or a decoder's first token where it exceeds all others.
+
+    Attention that has nothing to look at looks at the first token; its score then says little, and hides the others.
+
+    Args:
+        scores: (out_token, in_token).
+        meta: The map's: `set_aside` if someone chose, `causal` if it is known.
+    """
+    n_out, n_in = scores.shape
+    chosen = meta.get("set_aside")
+    if isinstance(chosen, list):
+        return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
+    is_by_token = meta.get("grid") is None and "grouped" not in meta
+    if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
+        return ()
+    rows = (scores if n_out == 1 else scores[1:]).abs().nan_to_num(nan=0.0)
+    drowned = rows[:, 0] > rows[:, 1:].amax(1)
+    return (0,) if int(drowned.sum()) * 2 > len(rows) else ()
+
+
+def _is_causal(scores: Tensor, meta: Mapping[str, Any]) -> bool:
+    """As `meta` says; if it says nothing, whether nothing stands above the diagonal of a square map."""
+    if isinstance(meta.get("causal"), bool):
+        return meta["causal"]
+    is_square = scores.shape[0] == scores.shape[1] > 1
+    return is_square and not bool(torch.triu(scores, 1).nan_to_num(nan=1.0).any())

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.program.nodes import at_least_float32 as at_least_float32
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Held factors and folded weights are computed in float32 or better, whatever the storage."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def in_float64(x: Tensor) -> Tensor:

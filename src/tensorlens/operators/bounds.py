@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tensorlens.axes import Hidden
 from tensorlens.errors import AnatomyError, MethodError
-from tensorlens.models.precision import at_least_float32
 from tensorlens.operators.equations import Channels, Down, HiddenChannels, Inner, Operator, OutHeads, Up, ValueHeads
 from tensorlens.program.folding import dense, in_form, product_of
+from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import Chain, NotFoldable, Path, Wiring, before_weight, has_norm, naming_block, wiring
 from tensorlens.program.program import Program
 from tensorlens.recording.record import record

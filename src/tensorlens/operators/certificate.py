@@ -30,10 +30,10 @@ from tensorlens import tolerances
 from tensorlens.errors import AnatomyError, InputError, NotLinearError, TensorLensError
 from tensorlens.models.around import said_of
 from tensorlens.models.layouts import state_layout, state_of
-from tensorlens.models.precision import at_least_float32, in_float64, tf32, tf32_allowed
+from tensorlens.models.precision import in_float64, tf32, tf32_allowed
 from tensorlens.models.runner import End, run
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.nodes import words
+from tensorlens.program.nodes import at_least_float32, words
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
 from tensorlens.recording.blocks import BlockCall
@@ -42,6 +42,7 @@ from tensorlens.recording.prologue import Reborn
 from tensorlens.recording.record import record
 from tensorlens.recording.recording import Origin, Recording, Span
 from tensorlens.trees import map_tensors, tensors_in
+from tensorlens.views.printing import text_as_html
 
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
@@ -152,6 +153,9 @@ class Certificate:
             "conventions": {name: list(modules) for name, modules in self.conventions.items()},
             "seconds": self.seconds,
         }
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
 
     def __str__(self) -> str:
         """The verdict, the numbers, what was held, and the rules with the number of modules each."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import at_least_float32, in_float64
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import TensorOperator, check_token
+from tensorlens.program.nodes import at_least_float32
 from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
 
 EXTRA = 8

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.models.precision import at_least_float32
-from tensorlens.program.nodes import Slot
-from tensorlens.program.nodes import at_least_float32 as at_least_float32
+from tensorlens.program.nodes import Slot, at_least_float32
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.tape import spec_of

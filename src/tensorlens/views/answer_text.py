@@ -42,7 +42,7 @@ def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.n
             where each output stands in that.
         n_out: How many outputs.
         n_in: How many inputs.
-        bias_share: Of each output.
+        bias_share: One for each output.
     """
     text, answer, against = (meta.get(name) for name in ("text", "answer", "against"))
     if not isinstance(text, str) or not isinstance(answer, str) or not answer or not text.endswith(answer):

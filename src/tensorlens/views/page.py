@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.views.captions import bias_by_output
 from tensorlens.views.labels import shorten, visible
 from tensorlens.views.record import MapView, by_strength, limit_of
 
@@ -89,7 +90,7 @@ def payload(view: MapView) -> dict[str, Any]:
     return {
         "title": view.title,
         "caption": [list(line) for line in view.caption],
-        "rowCaption": [[name, list(values)] for name, values in view.row_caption],
+        "rowCaption": [[name, list(values)] for name, values in (*view.row_caption, bias_by_output(view.bias_share))],
         "inTokens": list(view.in_tokens),
         "outTokens": None if view.has_one_text else list(view.out_tokens),
         "outPositions": None if view.out_positions is None else list(view.out_positions),

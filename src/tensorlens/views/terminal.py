@@ -18,6 +18,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from tensorlens.views.captions import bias_line
 from tensorlens.views.labels import shorten, visible
 from tensorlens.views.record import MapView, PatchGrid, by_strength, palette
 
@@ -194,23 +195,9 @@ def _caption(view: MapView) -> Table:
     table.add_column(overflow="fold")
     of_row = [(name, values[0]) for name, values in view.row_caption if len(values) == 1]
     of_sum = [("Sum", view.sums[0])] if len(view.sums) == 1 else []
-    for name, value in (*of_sum, *view.caption, *of_row, *_bias_line(view.bias_share)):
+    for name, value in (*of_sum, *view.caption, *of_row, *bias_line(view.bias_share)):
         table.add_row(Text(name), Text(visible(value)))
     return table
-
-
-def _bias_line(bias_share: np.ndarray) -> Sequence[tuple[str, str]]:
-    known = bias_share[np.isfinite(bias_share)]
-    if not known.size:
-        return ()
-    if known.size == 1:
-        return (("Bias share", _percent(known[0])),)
-    low, high, middle = map(_percent, (known.min(), known.max(), np.median(known)))
-    return (("Bias share", f"{low} to {high}, median {middle}"),)
-
-
-def _percent(share: float) -> str:
-    return f"{round(float(share), 3) + 0:.1%}"  # no minus before a zero
 
 
 def _label(token: str, width: int) -> str:

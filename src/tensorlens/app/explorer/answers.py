@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from tensorlens.answers.prompts import tokenised
@@ -25,15 +26,16 @@ from tensorlens.app.explorer.recent import Recent
 from tensorlens.app.map_questions import recommended
 from tensorlens.app.options import rules_named
 from tensorlens.errors import InputError
-from tensorlens.inside.looks import Why
+from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
+from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, first_output, has_one_row
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import is_causal
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.captions import caption_lines, is_by_output, is_of_tensor
 from tensorlens.views.page import payload
-from tensorlens.views.record import caption_lines, is_by_output, is_of_tensor
 
 ROWS_AT_A_TIME = {
     "tensor.norm": 1,
@@ -135,7 +137,7 @@ class Answers:
         job.tell("progress", stage="Measuring the certificate", done=None)
         certificate = T.certificate()
         verdict = {"passed": certificate.passed, "errors": certificate.errors}
-        found = replace(found, meta=found.meta | {"certificate": verdict})
+        found = msgspec.structs.replace(found, meta=found.meta | {"certificate": verdict})
         self.keep(key, found)
         return found
 
@@ -199,18 +201,18 @@ def _settled(T: AttentionTensor, ask: Ask) -> Ask:
     if ask.method is None:
         is_at_end = ask.blocks is None or ask.blocks[1] == T.n_blocks
         has_head = T.context.classes is not None and T.operator.recording.readout is not None and is_at_end
-        method = "tensor.in_class" if has_head else "tensor.in_out"
+        method = METHOD_OF_CLASSES if has_head else METHOD
         ask = replace(ask, method=method, is_one=ask.is_one or has_head or ask.subject.image is not None)
-    if T.operator.recording.pools and ask.method == "tensor.in_class":
+    if has_one_row(T.operator.recording, ask.method):
         return replace(ask, is_one=False, out_token=None)  # its head reads the whole input at once
     is_open = ask.is_one and ask.out_token is None and not T.operator.recording.pools
-    return replace(ask, is_one=False, out_token=_default_output(T) if is_open else ask.out_token)
+    return replace(ask, is_one=False, out_token=first_output(T.context.meta, T.shape[0]) if is_open else ask.out_token)
 
 
 def about(T: AttentionTensor, ask: Ask) -> Event:
     """What the page needs to know of an input: sizes, heads, tokens, predictions."""
     chosen = ask.out_token if ask.at is None else ask.at
-    out_token = _default_output(T) if chosen is None else chosen
+    out_token = first_output(T.context.meta, T.shape[0]) if chosen is None else chosen
     recording = T.operator.recording
     return {
         "n_blocks": T.n_blocks,
@@ -268,7 +270,7 @@ def _output(T: AttentionTensor, ask: Ask) -> int:
     if T.operator.recording.pools:
         return 0
     chosen = ask.at if ask.out_token is None else ask.out_token
-    return _default_output(T) if chosen is None else chosen
+    return first_output(T.context.meta, T.shape[0]) if chosen is None else chosen
 
 
 def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
@@ -280,12 +282,12 @@ def _at_once(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
 def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
     """The rows one after the other: the one looked at first before the others."""
     assert ask.method is not None
-    pools = T.operator.recording.pools and ask.method == "tensor.in_class"
+    pools = has_one_row(T.operator.recording, ask.method)
     at_a_time = ROWS_AT_A_TIME[ask.method]
     if pools or ask.out_token is not None or T.shape[0] <= at_a_time:
         return _at_once(job, ask, T)
     job.tell("progress", stage="Computing", done=0, total=T.shape[0])
-    first = _default_output(T)
+    first = first_output(T.context.meta, T.shape[0])
     sheet = _Sheet(T.map(ask.method, first, _target(ask)), T, first)
     sheet.report(job)
     for outputs in _groups(range(1, T.shape[0]) if first == 0 else range(first), at_a_time):
@@ -293,12 +295,6 @@ def _rows(job: Job, ask: Ask, T: AttentionTensor) -> TokenMap:
         sheet.fill(outputs, T.map(ask.method, outputs, _target(ask)))
         sheet.report(job)
     return sheet.whole()
-
-
-def _default_output(T: AttentionTensor) -> int:
-    """The output to look at first: the token that stands for a picture, or the last of a text."""
-    grid = T.context.meta.get("grid")
-    return 0 if grid is not None and grid["first"] > 0 else T.shape[0] - 1
 
 
 def _groups(outputs: range, least: int) -> Iterator[range]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import words
-from tensorlens.recording.calculus import at_least_float32, tangent
+from tensorlens.program.nodes import at_least_float32, words
+from tensorlens.recording.calculus import tangent
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.rules.derivatives import by_derivative

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens.models.precision import at_least_float32
-from tensorlens.program.nodes import Slot
+from tensorlens.program.nodes import Slot, at_least_float32
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
 from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product

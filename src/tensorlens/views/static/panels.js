@@ -61,14 +61,11 @@ function caption(lens) {
   const line = (name, value) => [element("dt", { text: visible(name) }), value];
   const fixed = lens.data.caption.flatMap(([name, text]) => line(name, element("dd", { text: visible(text) })));
   const byRow = lens.data.rowCaption.map(([name, texts]) => ({ name, texts, value: element("dd") }));
-  const bias = element("dd");
-  const rows = [...byRow.flatMap(({ name, value }) => line(name, value)), ...line("Bias share", bias)];
+  const rows = byRow.flatMap(({ name, value }) => line(name, value));
   const node = element("dl", { class: "caption" }, [...rows, ...fixed]);
   const update = () => {
     const { i } = lens.cursor;
     for (const { texts, value } of byRow) value.textContent = visible(texts[i] ?? "");
-    const share = lens.data.biasShare[i];
-    bias.textContent = share === null || share === undefined ? "not known to this method" : `${(Math.round(1000 * share) / 10 + 0).toFixed(1)} % of this output`;
   };
   return { node, update };
 }

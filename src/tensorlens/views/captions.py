@@ -1,0 +1,173 @@
+"""Captions: every word that stands beside a map, in one place. Page, terminal and figures print what is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tensorlens.views.labels import shorten
+
+FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
+"""Keys of `meta` that are said first, in this order; others follow as they come."""
+
+NOT_SAID = frozenset(
+    {
+        "grid",
+        "image",
+        "standard_error",
+        "out_positions",
+        "offsets",
+        "causal",
+        "set_aside",
+        "sums_to",
+        "answer_parts",
+    }
+)
+"""Keys of `meta` that are drawn, and not said."""
+
+BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")
+"""Keys of `meta` that may hold a list with one entry for each output."""
+
+
+def is_by_output(key: str, value: Any, n_out: int) -> bool:
+    """Whether `value` is a list of one entry for each output."""
+    return key in BY_OUTPUT and isinstance(value, (list, tuple)) and len(value) == n_out
+
+
+def row_caption_lines(meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Names with one printed value for each output."""
+    keys = [key for key in meta if is_by_output(key, meta[key], n_out) and key not in NOT_SAID]
+    return tuple((_title(key), tuple(_plain(value) for value in meta[key])) for key in keys)
+
+
+MOST_LISTED, MOST_CHARACTERS = 12, 300
+"""How much is said of a list, and of a text."""
+
+NOT_DERIVED = "not derived from T"
+"""What stands in the place of a certificate beside a baseline or a control."""
+
+
+BIAS = "Bias share"
+BIAS_UNKNOWN = "not known to this method"
+
+
+def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool) -> str:
+    """What stands above a map: its method, or the question that a map of an answer is."""
+    if not is_answer:
+        return method
+    against = meta.get("against")
+    return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
+
+
+def bias_line(bias_share: np.ndarray) -> tuple[tuple[str, str], ...]:
+    """How much of the outputs the biases carry, in one line for all of them; none where it is not known."""
+    known = bias_share[np.isfinite(bias_share)]
+    if not known.size:
+        return ()
+    if known.size == 1:
+        return ((BIAS, _percent(known[0])),)
+    low, high, middle = map(_percent, (known.min(), known.max(), np.median(known)))
+    return ((BIAS, f"{low} to {high}, median {middle}"),)
+
+
+def bias_by_output(bias_share: np.ndarray) -> tuple[str, tuple[str, ...]]:
+    """The same with a text for each output."""
+    texts = [f"{round(1000 * s) / 10 + 0:.1f} % of this output" if np.isfinite(s) else BIAS_UNKNOWN for s in bias_share]
+    return BIAS, tuple(texts)
+
+
+def _percent(share: float) -> str:
+    return f"{round(float(share), 3) + 0:.1%}"  # no minus before a zero
+
+
+def is_of_tensor(method: str) -> bool:
+    """Whether a method's maps are of T itself, so that a certificate of T speaks for them."""
+    return method.startswith("tensor.")
+
+
+def sum_lines(sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """For each row that explains a logit, what it sums to: inputs + bias = logit."""
+    logits: Any = meta.get("logit")
+    if not is_by_output("logit", logits, len(sums)) or not all(map(_is_number, logits)):
+        return ()
+    explained = "the logit difference" if " − " in str(meta.get("target")) else "the logit"
+    lines, what = [], meta["sums_to"] if isinstance(meta.get("sums_to"), str) else explained
+    for total, share, logit in zip(sums, bias_share, logits, strict=True):
+        bias = share * logit
+        line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; {what} is {_fixed(logit)}"
+        is_whole = abs(total + bias - logit) <= 0.005 + 0.001 * abs(logit)
+        lines.append(line if is_whole else f"{line} with all heads, {_fixed(total + bias)} with those kept")
+    return tuple(lines)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold: a file may have others."""
+    return isinstance(value, float) or isinstance(value, int) and abs(value) < 1e300
+
+
+def _fixed(value: float) -> str:
+    """Two decimals, no minus before a zero."""
+    return f"{round(float(value), 2) + 0:.2f}".replace("-", "−") if np.isfinite(value) else "unknown"
+
+
+def caption_lines(method: str, meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, str], ...]:
+    """Names and values to print beside a map: the method first, then what is known of its origin."""
+    meta = {key: value for key, value in meta.items() if not is_by_output(key, value, n_out)}
+    known = [key for key in FIRST if key in meta]
+    others = [key for key in meta if key not in FIRST and key not in NOT_SAID]
+    lines = [("Method", method)]
+    for key in known + others:
+        text = _PRINTED.get(key, _plain)(meta[key])
+        if key == "certificate" and not is_of_tensor(method):
+            text = NOT_DERIVED
+        if text:
+            lines.append((_title(key), text))
+    return tuple(lines)
+
+
+def _title(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
+def _verdict(certificate: Any) -> str:
+    if certificate is None:
+        return "not checked"
+    if not isinstance(certificate, Mapping) or "passed" not in certificate:
+        return _plain(certificate)
+    numbers = _plain(certificate.get("errors"))
+    return ("passed" if certificate["passed"] else "FAILED") + (f" ({numbers})" if numbers else "")
+
+
+def _range(blocks: Any) -> str:
+    """A range of blocks as Python writes it, so that it can be given back to `--blocks`."""
+    is_pair = isinstance(blocks, (list, tuple)) and len(blocks) == 2 and all(type(k) is int for k in blocks)
+    return f"{blocks[0]}:{blocks[1]}" if is_pair else _plain(blocks)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        has_lists = any(isinstance(inner, (list, tuple)) for inner in value.values())
+        between, after = ("; ", ":") if has_lists else (", ", "")
+        return between.join(f"{key}{after} {_plain(inner)}" for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        if len(value) > 2 and all(type(k) is int for k in value) and value == [*range(value[0], value[0] + len(value))]:
+            return f"{value[0]} to {value[-1]}"
+        more = f", … ({len(value)} in all)" if len(value) > MOST_LISTED else ""
+        return ", ".join(_plain(inner) for inner in value[:MOST_LISTED]) + more
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"“{text}”" if text != text.strip() else text
+
+
+def _beginning(text: Any) -> str:
+    """A long text is not said again in full: its tokens are the map."""
+    return shorten(_plain(text), MOST_CHARACTERS)
+
+
+_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range, "text": _beginning}
+"""How to print what is not printed as it is."""
