@@ -13,7 +13,7 @@ from rich.text import Text
 from tensorlens.inside.component_map import Component
 from tensorlens.inside.record_files import read_document, reading, save_record
 from tensorlens.strict_json import to_json
-from tensorlens.views.inside_page import inside_page
+from tensorlens.views.page import inside_page
 from tensorlens.views.record import caption_lines
 
 FORMAT = "tensorlens.component_graph/1"

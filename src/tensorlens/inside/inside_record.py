@@ -25,7 +25,7 @@ from tensorlens.inside.record_files import save_record
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.strict_json import to_json
-from tensorlens.views.inside_page import inside_page
+from tensorlens.views.page import inside_page
 
 FORMAT = "tensorlens.inside/1"
 MOST_READ = 1024

@@ -295,7 +295,7 @@ class TokenMap:
         if suffix in _FIGURES:
             from tensorlens.views import figures
 
-            return lambda path: figures.write(self.view(), path, suffix.removeprefix("."))
+            return lambda path: figures.write_figure(self.view(), path, suffix.removeprefix("."))
         if suffix in _DATA:
             record = {item.name: getattr(self, item.name) for item in fields(self)}
             return lambda path: _DATA[suffix](path, record)

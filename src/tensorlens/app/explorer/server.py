@@ -41,8 +41,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.strict_json import to_json
-from tensorlens.views.inside_page import inside_component
-from tensorlens.views.page import component, isolated, payload
+from tensorlens.views.page import component, inside_component, isolated, payload
 from tensorlens.views.record import is_of_tensor
 
 STATIC = Path(__file__).parent / "static"
