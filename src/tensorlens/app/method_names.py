@@ -29,7 +29,7 @@ METHOD_NAMES = (
     "gradient.times_input",
     "gradient.integrated",
 )
-"""The keys of `METHODS`, in its order; a test keeps the two alike."""
+"""The keys of `METHODS`; a test compares the two."""
 
 
 def check_name(name: str) -> None:

@@ -42,10 +42,9 @@ def _nudged(state: Tensor) -> Tensor:
 def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     """Logits (output, class) as the model itself gives them, after whatever its code does behind the unembedding.
 
-    One row for a head that reads the whole input at once. No pass is needed where nothing is behind it.
+    One row for a head that reads the whole input at once. A pass is needed only if something is behind an unembedding.
     """
-    is_all = recording.head is not None and recording.gives_raw_logits
-    if is_all or recording.head is None and recording.origin is None:
+    if recording.head is None or recording.gives_raw_logits:
         return torch.stack([recording.logits_at(i) for i in out_tokens])
     origin = recording.from_model("A logit after a soft cap or a scale")
     places = torch.tensor(out_tokens, device=recording.states[-1].device)

@@ -246,19 +246,21 @@ class FrozenOperator(TensorOperator):
         pieces = Pieces(len(out_tokens), starts.shape[1], most)
         folded = self.folded if len(out_tokens) * starts.shape[1] >= ENOUGH_TO_FOLD else None
         keep = folded is not None and self._matrices_fit(pieces.n_passes)
-        for outputs, cotangents in pieces:
-            tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
-            pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
-            pulled = pieces.attempt(partial(pull, tokens, part))
-            if pulled is not None:
-                rows, seen = pulled
-                yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
-                del rows, pulled
-            elif folded is not None:
-                keep = False
+        try:
+            for outputs, cotangents in pieces:
+                tokens, part = out_tokens[slice(*outputs)], starts[slice(*outputs), slice(*cotangents)]
+                pull = self._pull_back if folded is None else partial(folded.pull, keep_matrices=keep)
+                pulled = pieces.attempt(partial(pull, tokens, part))
+                if pulled is not None:
+                    rows, seen = pulled
+                    yield Pulled(rows=rows, tokens=seen, outputs=outputs, cotangents=cotangents)
+                    del rows, pulled
+                elif folded is not None:
+                    keep = False
+                    folded.forget_matrices()
+        finally:  # also when it is cancelled on the way
+            if folded is not None:
                 folded.forget_matrices()
-        if folded is not None:
-            folded.forget_matrices()
 
     def _matrices_fit(self, n_passes: int) -> bool:
         """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tensorlens.errors import InputError
 
@@ -110,7 +110,7 @@ class Rules:
                 f"There is no rule set {name!r}. Choose {', '.join(RULE_SETS)}, or give pairs such as "
                 "gate=half,attention=hold."
             )
-        choices = dict(pair.partition("=")[::2] for pair in pairs)
+        choices: dict[str, Any] = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
         known = [one.name for one in fields(cls) if one.name != "include_final_norm"]
         unknown = next((key for key in choices if key not in known), None)
         if unknown is not None:

@@ -257,7 +257,12 @@ def _add_heading(figure: Figure, view: MapView) -> None:
     width, height = figure.get_size_inches()
     text = drawable(visible(view.heading)).strip()
     text = shorten(text, 160)
-    style = {"fontsize": _fitting(text, _LABEL_SIZE, width), "family": font_families(), "color": _INK, "parse_math": False}
+    style = {
+        "fontsize": _fitting(text, _LABEL_SIZE, width),
+        "family": font_families(),
+        "color": _INK,
+        "parse_math": False,
+    }
     figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **style)
 
 

@@ -282,7 +282,7 @@ class Grid {
   }
 }
 
-/** Draw what waits as JSON in `host`. */
+// Draw what waits as JSON in `host`.
 function mountInside(host) {
   const data = JSON.parse(host.querySelector('script[type="application/json"]').textContent);
   host.tensorlens = new Inside(host, data);

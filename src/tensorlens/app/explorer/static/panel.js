@@ -34,10 +34,10 @@ export class Panel extends Asking {
   }
 
   build() {
-    const { models, methods, members } = this.catalogue;
+    const { models, methods, rules } = this.catalogue;
     this.model = choice("Model", models, (name) => this.useModel(name));
     this.method = methodChoice(methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
-    this.member = choice("Rules", [{ name: "", title: "default" }, ...members.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
+    this.member = choice("Rules", [{ name: "", title: "default" }, ...rules.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
     this.outputs = choice("Outputs", [{ name: "every", title: "every output" }, { name: "one", title: "the selected one" }], (value) => this.change({ every: value === "every" }));
     this.targets = targets((change) => this.pick(change));
     this.blocks = blockRange((change) => this.change({ ...change, heads: inRange(this.view.heads, change.blocks) }));
