@@ -14,8 +14,8 @@ from view_samples import patience
 
 from tensorlens import cancel
 from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker
-from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.kept import Recent
+from tensorlens.app.explorer.limits import Limits
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -23,8 +23,8 @@ TARGETS = ("centred", "logit", "runner_up")
 Rows = Annotated[
     str | None,
     typer.Option(
-        help=f"Rows of the map, parts of the answer: {', '.join(GROUPS)}, or answer for all of it (default, except in a "
-        "page).",
+        help=f"Rows of the map, parts of the answer: {', '.join(GROUPS)}, or answer for all of it (the default, "
+        "except in a page).",
         show_default=False,
     ),
 ]

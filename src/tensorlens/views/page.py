@@ -1,4 +1,4 @@
-"""Maps, and the inside of a model, as HTML: a fragment for notebooks, a complete page that opens from disk without a network.
+"""Maps, and the inside of a model, as HTML: a fragment for notebooks, or a page that opens from disk without a network.
 
 The component is plain JavaScript in `static/`. Data travels as JSON in a script tag that is never
 run, and reaches the screen as text only: no label can become markup. The page also forbids, by its

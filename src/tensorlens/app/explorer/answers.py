@@ -1,4 +1,4 @@
-"""The work behind the routes: a model pass, kept for each input, and what is asked of it. Runs in the worker's thread."""
+"""The work behind the routes, done in the worker's thread: a model pass per input, and what is asked of it."""
 
 from __future__ import annotations
 

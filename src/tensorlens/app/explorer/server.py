@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
