@@ -165,7 +165,7 @@ def test_a_part_lights_passages_and_a_passage_lights_parts(tab):
     assert list(parts) == ["A cat did.", "So it goes."]
     assert number(parts["A cat did."]) == pytest.approx(float(expected.scores[0, 2]), abs=0.02)
     assert all(shades(answer, "part")) and not any(shades(answer, "passage"))
-    answer.get_by_role("button", name="What the whole answer stands on").click()
+    answer.get_by_role("button", name="What the whole answer rests on").click()
     assert shades(answer, "passage") == before
     answer.locator(".passages button.name", has_text="The cat sat.").press("Enter")
     assert "The cat sat." in answer.locator(".answer-says").inner_text()
@@ -197,7 +197,7 @@ def test_a_contrast_a_link_and_a_saved_page(tab, tmp_path, server):
 @pytest.mark.usefixtures("unchecked")
 def test_the_answer_streams_and_can_be_stopped(tab, server):
     tab.get_by_role("combobox", name="Model").select_option("slow")
-    tab.get_by_label("Most new tokens").fill("200")
+    tab.get_by_label("Longest answer, in tokens").fill("200")
     tab.get_by_label("Answer", exact=True).first.fill("")
     tab.locator("button.main").click()
     tab.locator(".said").wait_for()

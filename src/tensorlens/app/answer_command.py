@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 GROUPS = ("tokens", "words", "sentences", "lines")
 TARGETS = ("centred", "logit", "runner_up")
 
+Given = Annotated[
+    str | None,
+    typer.Option(
+        help="The answer to explain, as it continues the prompt (default: the model generates one).", show_default=False
+    ),
+]
+Against = Annotated[
+    str | None, typer.Option(help="Contrast answer: explain the answer minus this one.", show_default=False)
+]
+Columns = Annotated[str, typer.Option(help=f"Columns of the map, parts of the prompt: {', '.join(GROUPS)}.")]
 Rows = Annotated[
     str | None,
     typer.Option(
@@ -28,40 +38,32 @@ Rows = Annotated[
         show_default=False,
     ),
 ]
+Explained = Annotated[
+    str,
+    typer.Option(
+        help="What to explain for each token: centred (logit minus the mean logit), logit, or runner_up (logit minus "
+        "the runner-up's)."
+    ),
+]
+Through = Annotated[
+    bool,
+    typer.Option(
+        "--through",
+        help="Trace contributions through earlier answer tokens back to the prompt (heuristic; rows no longer sum to "
+        "the target).",
+    ),
+]
 
 
 def answer_(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text, or - for standard input.")],
-    answer: Annotated[
-        str | None,
-        typer.Option(
-            help="The answer to explain, as it continues the prompt (default: the model generates one).",
-            show_default=False,
-        ),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Contrast answer: explain the answer minus this one.", show_default=False)
-    ] = None,
-    groups: Annotated[
-        str, typer.Option(help=f"Columns of the map, parts of the prompt: {', '.join(GROUPS)}.")
-    ] = "sentences",
+    answer: Given = None,
+    against: Against = None,
+    groups: Columns = "sentences",
     rows: Rows = None,
-    target: Annotated[
-        str,
-        typer.Option(
-            help="What to explain for each token: centred (logit minus the mean logit), logit, or runner_up (logit "
-            "minus the runner-up's)."
-        ),
-    ] = "centred",
-    through: Annotated[
-        bool,
-        typer.Option(
-            "--through",
-            help="Trace contributions through earlier answer tokens back to the prompt (heuristic; rows no longer sum "
-            "to the target).",
-        ),
-    ] = False,
+    target: Explained = "centred",
+    through: Through = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer, in tokens.")] = 64,
     certify: Certify = True,
     out: MapFile = None,

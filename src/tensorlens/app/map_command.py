@@ -264,7 +264,7 @@ def recommendation(T: AttentionTensor, found: TokenMap) -> str:
     name = recommended(T, found)
     if name is None:
         return ""
-    return f"Which word decided? --rules {name} ranked the deciding word higher on known evidence (docs/members.md)."
+    return f"Which word decided? In benchmarks, --rules {name} ranked the deciding word higher (docs/members.md)."
 
 
 def _percent(share: float) -> str:

@@ -153,13 +153,13 @@ def read_input(value: str, *, images: bool = True) -> str:
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
         raise InputError(
-            f"There is no image at {text!r}. Check the path; a text with such an ending can be given through -."
+            f"There is no image at {text!r}. Check the path; to pass it as a text, pipe it in and give - as INPUT."
         )
     return text
 
 
 def check_choice(option: str, given: str, known: Sequence[str]) -> None:
-    """Refuse what is none of the values that an option takes."""
+    """Refuse a value that an option does not take."""
     if given not in known:
         raise InputError(f"`--{option}` must be one of {', '.join(known)}; got {given!r}.")
 
@@ -178,11 +178,11 @@ def numbers(text: str, kind: Callable[[str], Any], option: str, example: str) ->
 
 
 def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse data that are not there, before a model is loaded.
+    """Refuse data that do not exist, before a model is loaded.
 
     Args:
         path: What `--data` names.
-        suffixes: Of files; another name may be the id of a data set. Without any, a folder is expected.
+        suffixes: Suffixes of files; any other name may be the id of a data set. Without any, a folder is expected.
     """
     place = Path(path).expanduser()
     if not suffixes and not place.is_dir():
@@ -224,7 +224,7 @@ def head_choice(choices: list[str] | None) -> dict[int, list[int]]:
 def target_of(target: str | None, against: str | None) -> Any:
     """A target, or a pair for a contrast. A number is an id or class index."""
     if against is not None and target is None:
-        raise InputError("`--against` names the other target of a contrast; give the first with `--target`.")
+        raise InputError("`--against` is the contrast target; give the first with `--target`.")
     if against is not None and target == against:
         raise InputError(f"The two targets of a contrast must differ; both are {target!r}.")
     values = [int(value) if value is not None and value.lstrip("-").isdigit() else value for value in (target, against)]

@@ -80,7 +80,7 @@ class _Sheet:
         self._tokens, self._n_known = T.out_tokens, 0
         self._scores = torch.full((n_out, row.shape[1]), torch.nan, dtype=row.scores.dtype)  # (out, in)
         self._bias = torch.full((n_out,), torch.nan, dtype=row.bias_share.dtype)  # (out,)
-        # What a map says of each output by itself; a target that is the same for all is said once, in `whole`.
+        # What a map says about each output; a target that is the same for all is said once, in `whole`.
         self._by_row: dict[str, list[Any]] = {"out_positions": list(range(n_out))}
         for name, value in row.meta.items():
             if name != "out_positions" and (is_by_output(name, value, 1) or name in ("target", "explains")):

@@ -68,7 +68,7 @@ function caption(lens) {
     const { i } = lens.cursor;
     for (const { texts, value } of byRow) value.textContent = visible(texts[i] ?? "");
     const share = lens.data.biasShare[i];
-    bias.textContent = share === null || share === undefined ? "not known to this method" : `${(Math.round(1000 * share) / 10 + 0).toFixed(1)} % of this output`;
+    bias.textContent = share === null || share === undefined ? "not known for this method" : `${(Math.round(1000 * share) / 10 + 0).toFixed(1)} % of this output`;
   };
   return { node, update };
 }

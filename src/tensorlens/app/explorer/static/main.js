@@ -141,7 +141,7 @@ class Explorer {
     await this.openSecond({});
   }
 
-  // The same question by another member of the family, beside the one that asks for it.
+  // The same question under other rules, beside the one that asks for it.
   async putBeside(panel, rules) {
     const other = this.panels.find((one) => one !== panel);
     if (other) other.change({ rules });
