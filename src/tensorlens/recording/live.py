@@ -41,7 +41,7 @@ class Live(Tensor):
     `role`: what it came from, as far as a product needs to know.
     `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `of`: the tape it belongs to.
-    `seen`: what its memory held when it was last read, where torch counts no versions.
+    `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
     `behind`: for whole numbers that live ones were cast to these, cut to whole ones, where they are known.
 
     Being a subclass, it works under any mode of the model's own, and other threads see nothing of it. Sizes and types
@@ -53,7 +53,7 @@ class Live(Tensor):
     stamp: int
     of: Any
     behind: Live | None = None
-    seen: Any = None
+    seen: int | None = None
 
     @classmethod
     def __torch_function__(
@@ -98,6 +98,10 @@ class Live(Tensor):
         """Its sizes, or one of them."""
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.size(self, *args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """The same numbers in memory of their own, live like these: a copy of the tape would be none of theirs."""
+        return self.clone()
 
 
 def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ DESCRIBES = words(
     "get:names get:is_mps get:is_xla get:is_cpu get:itemsize get:nbytes get:grad get:is_mkldnn get:is_xpu "
     "get:is_ipu get:is_maia get:output_nr get:retains_grad get:is_hpu get:is_sparse_csr get:is_vulkan "
     "get:_backward_hooks get:_grad get:_is_view _is_view requires_grad_ "
-    "get:volatile is_shared get:name get:is_mtia __deepcopy__"
+    "get:volatile is_shared get:name get:is_mtia"
 )
 """Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
 
