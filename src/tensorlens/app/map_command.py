@@ -10,7 +10,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.defaults import IN_CLASS, default_method, default_output, has_predictions, recommended
-from tensorlens.app.method_names import check_name
+from tensorlens.app.method_names import check_method_name
 from tensorlens.app.options import (
     Certify,
     FinalNorm,
@@ -143,7 +143,7 @@ def check_method(name: str | None, target: Any, norm: str) -> None:
         raise InputError(f"`--norm` must be {' or '.join(NORMS)}; got {norm!r}.")
     if name is None:
         return
-    check_name(name)
+    check_method_name(name)
     if norm != NORMS[0] and name != "tensor.norm":
         raise MethodError(f"`--norm` is an option of tensor.norm; got it with {name}.")
     from tensorlens.maps.methods import METHODS

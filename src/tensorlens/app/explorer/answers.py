@@ -15,7 +15,7 @@ from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.kept import Parts, Recent
 from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, Question, Spoken, Subject, WhyAsk, read_picture
+from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, Spoken, Subject, WhyAsk, read_picture
 from tensorlens.app.explorer.rows import compute_map
 from tensorlens.errors import InputError
 from tensorlens.inside.looks import Why
@@ -56,7 +56,7 @@ class Answers:
 
     # One question each ------------------------------------------------------------------------------------------------
 
-    def open_model(self, job: Job, ask: Question) -> Event:
+    def open_model(self, job: Job, ask: OpenAsk) -> Event:
         """Load a model and say what it takes."""
         return {"type": "done", "model": ask.model, "kind": input_kind(self._lens(job, ask.model))}
 

@@ -31,8 +31,8 @@ LONGEST_SIDE = 1024
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What every question names: one of the models given at start."""
+class OpenAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to load, one of those named at start; every other question names one too."""
 
     model: str
 
@@ -54,7 +54,7 @@ class Subject(NamedTuple):
     rules: str | None
 
 
-class Ask(Question, frozen=True, kw_only=True):
+class Ask(OpenAsk, frozen=True, kw_only=True):
     """A map that someone wants.
 
     Attributes:
@@ -138,7 +138,7 @@ class Spoken(NamedTuple):
     max_new_tokens: int
 
 
-class AnswerAsk(Question, frozen=True, kw_only=True):
+class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
     """What someone wants to know about an answer.
 
     Attributes:
@@ -177,7 +177,7 @@ class AnswerAsk(Question, frozen=True, kw_only=True):
                 _check_text(text, limits)
 
 
-AnyQuestion = TypeVar("AnyQuestion", bound=Question)
+AnyQuestion = TypeVar("AnyQuestion", bound=OpenAsk)
 
 
 def read_question(body: bytes, kind: type[AnyQuestion], limits: Limits) -> AnyQuestion:
@@ -206,7 +206,7 @@ def _check_text(text: str, limits: Limits) -> None:
     check_unicode(text)
 
 
-def _digest(question: Question) -> str:
+def _digest(question: OpenAsk) -> str:
     text = msgspec.json.encode([type(question).__name__, question])
     return hashlib.sha256(text).hexdigest()[:32]
 

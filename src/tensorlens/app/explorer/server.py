@@ -24,7 +24,7 @@ from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.kept import Recent
 from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, Question, WhyAsk, read_question
+from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, WhyAsk, read_question
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
@@ -94,7 +94,7 @@ class _Explorer:
             Route("/component.js", self.component),
             Route("/inside.js", self.inside_component),
             Route("/api/start", self.start),
-            self._question("open", Question),
+            self._question("open", OpenAsk),
             self._question("map", Ask),
             self._question("answer", AnswerAsk),
             self._question("predictions", Ask),
@@ -119,7 +119,7 @@ class _Explorer:
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Load the first model while the browser opens; stop the worker at the end."""
         if self.library.names:
-            first = Question(model=self.library.names[0])
+            first = OpenAsk(model=self.library.names[0])
             self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=_MODEL_SECONDS))
         yield
         await run_in_threadpool(self.worker.close)
@@ -167,7 +167,7 @@ class _Explorer:
 
     # Questions --------------------------------------------------------------------------------------------------------
 
-    def _question(self, name: str, kind: type[Question]) -> Route:
+    def _question(self, name: str, kind: type[OpenAsk]) -> Route:
         async def ask(request: Request) -> Response:
             question = read_question(await self._body(request, self.limits.json_bytes), kind, self.limits)
             return self._stream(request, partial(self._work(name), ask=question))
