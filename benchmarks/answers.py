@@ -18,7 +18,7 @@ import torch
 import transformers as hf
 
 import tensorlens as tl
-from benchmarks.models import _default, token_ids
+from benchmarks.models import default_type, token_ids
 from benchmarks.timing import Timing, timed
 
 SIZES: dict[str, dict[str, int]] = {
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _default(torch.bfloat16 if device == "cuda" else torch.float32), torch.device(device):
+    with default_type(torch.bfloat16 if device == "cuda" else torch.float32), torch.device(device):
         torch.manual_seed(0)
         config = hf.LlamaConfig(**SIZES[arguments.size])
         config._attn_implementation = "sdpa"

@@ -8,9 +8,12 @@ without a rule goes by its kernels, which go through the same table, and a kerne
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from tensorlens.program.nodes import words
+from tensorlens.recording.names import name_of
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 TableRule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]
@@ -71,6 +74,34 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
         return own
 
     return register
+
+
+class Function(NamedTuple):
+    """What a torch function is to a recording.
+
+    Attributes:
+        name: One name for all its spellings.
+        describes: Whether nothing of the values passes on.
+        is_kernel: Whether it is a kernel of torch's dispatcher.
+    """
+
+    name: str
+    describes: bool
+    is_kernel: bool
+
+
+KNOWN: dict[Any, Function] = {}
+"""What has been looked up so far."""
+
+
+def known(function: Any) -> Function:
+    """What a function is, looked up once."""
+    found = KNOWN.get(function)
+    if found is None:
+        name = name_of(function)
+        found = Function(name, name in DESCRIBES, isinstance(function, torch._ops.OpOverload))
+        KNOWN[function] = found
+    return found
 
 
 def find_rule(name: str) -> TableRule | None:

@@ -286,11 +286,13 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(tensor) is Tensor:
             return tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
-            return 0
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
+        return 0
 
 
 def geometry_of(x: Tensor) -> Geometry:
