@@ -84,7 +84,7 @@ def print_certificate(certificate: Certificate, title: str, console: Console | N
         numbers.add_row(law, f"{error:.1e}", f"{accepted:.0e}" if is_judged else "in float32", style=style)
     numbers.add_row("|T X| / |F(X)|", f"{certificate.carried:.3g}", "", style="dim")
     console.print(numbers)
-    rules = Table("rule", "modules", "the first", box=None, pad_edge=False)
+    rules = Table("rule", "modules", "first module", box=None, pad_edge=False)
     for rule, modules in certificate.rules.items():
         rules.add_row(rule, str(len(modules)), modules[0])
     console.print(rules)
