@@ -192,7 +192,7 @@ def read_question(body: bytes, kind: type[AnyQuestion], limits: Limits) -> AnyQu
         raise InputError(f"Expected a JSON document, got something else ({type(error).__name__}).") from error
     try:
         found = msgspec.convert(document, kind, str_keys=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # half a character where a number should be
         raise InputError(f"This question does not have the right form. {error}.") from None
     found.check(limits)
     return found
