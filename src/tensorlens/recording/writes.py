@@ -8,6 +8,7 @@ tensors that look at such memory become live with their next kernel. Constants t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Writes:
     """
 
     def __init__(self, of: Tape) -> None:
-        self._tape = of
+        self._tape: Tape = weakref.proxy(of)  # no cycle: what a pass made goes with its last user
         self.cells: dict[int, Cell] = {}
         self._constants_at: dict[int, list[int]] = {}
         self.borrowed: list[Tensor] = []
