@@ -101,7 +101,7 @@ def server():
 def tab(browser, server):
     context = browser.new_context(viewport={"width": 1360, "height": 1000})
     page, problems = context.new_page(), []
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(90_000)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.goto(f"{server[0]}/")
