@@ -156,7 +156,8 @@ class Writes:
         for x in self.borrowed:
             if type(x) is Live:
                 for name in Live.__annotations__:
-                    x.__dict__.pop(name, None)
+                    if name in x.__dict__:
+                        delattr(x, name)
                 x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
         self.cells.clear()
