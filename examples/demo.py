@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import tensorlens as tl
-from tensorlens.app.check_command import show
+from tensorlens.app.check_command import print_certificate
 
 SENTENCE = "The Eiffel Tower is located in the city of"
 
@@ -24,7 +24,7 @@ def main() -> None:
     console.print(f"then {' and '.join(others)}\n")
 
     size = f"{T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks"
-    show(T.certificate(), f"The operator T: {size}", console)
+    print_certificate(T.certificate(), f"The operator T: {size}", console)
     console.print()
 
     found = T.map("tensor.in_class", out_token=-1, target=best[0].name)

@@ -20,8 +20,7 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens.app.explore_command import _listen
-from tensorlens.app.explorer.connections import configuration
-from tensorlens.app.explorer.guard import Access
+from tensorlens.app.explorer.doors import Access, configuration
 from tensorlens.app.explorer.library import Library
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.server import create_app

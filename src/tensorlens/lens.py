@@ -31,7 +31,7 @@ class Lens:
     Args:
         model: A model in memory, in any state; it is looked at as it would run at inference.
         processor: Its tokenizer, image processor or processor, if inputs are to be text or images.
-        rules: The conventions; see `Rules`.
+        rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         blocks: Path of the list of blocks, for a model where the guess is wrong.
         name: What maps should call the model.
     """
@@ -41,7 +41,7 @@ class Lens:
         model: nn.Module,
         processor: Any = None,
         *,
-        rules: Rules | None = None,
+        rules: Rules | str | None = None,
         blocks: str | None = None,
         name: str | None = None,
     ) -> None:
@@ -49,8 +49,6 @@ class Lens:
             raise InputError(
                 f"`Lens` expected a torch module; got {type(model).__name__}. To load by name use `tensorlens.load`."
             )
-        if rules is not None and not isinstance(rules, Rules):
-            raise InputError(f"`rules` must be a `tensorlens.Rules`, such as `Rules.attn_lrp()`; got {rules!r}.")
         if blocks is not None and not isinstance(blocks, str):
             raise InputError(
                 f"`blocks` must be the path of a list of blocks, such as 'model.layers'; got {blocks!r:.60}."
@@ -60,7 +58,7 @@ class Lens:
         if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
         known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-        self.specimen = Specimen(model, processor, rules or Rules(), blocks, known_as)
+        self.specimen = Specimen(model, processor, Rules.of(rules), blocks, known_as)
 
     def __repr__(self) -> str:
         """One line: the model."""
@@ -203,9 +201,10 @@ class Lens:
         """What the model takes, of anything that a call takes."""
         return self.specimen.prepare(value)
 
-    def with_rules(self, rules: Rules) -> Lens:
-        """The same model looked at by other rules."""
+    def with_rules(self, rules: Rules | str) -> Lens:
+        """The same model under other rules: `Rules`, or a rule set by name, which keeps this lens's output state."""
         of = self.specimen
+        rules = Rules.of(rules, include_final_norm=of.rules.include_final_norm)
         made = Lens(of.model, of.processor, rules=rules, blocks=of.blocks, name=of.name)
         made.specimen.anatomies = of.anatomies  # what is known of the model is shared
         return made
@@ -218,7 +217,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device_map: Any = None,
     attention: str | None = None,
-    rules: Rules | None = None,
+    rules: Rules | str | None = None,
     trust_remote_code: bool = False,
 ) -> Lens:
     """Load a model and look through it.
@@ -229,11 +228,12 @@ def load(
         dtype: Type of the weights; float32 unless told otherwise.
         device_map: Placement over several devices, as in transformers; instead of `device`.
         attention: ``"eager"`` or ``"sdpa"``; transformers' own choice if None.
-        rules: The conventions; see `Rules`.
+        rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         trust_remote_code: Whether code that comes with the model may run. Never on unless asked for.
     """
     from tensorlens.models.loading import load_pretrained
 
+    rules = Rules.of(rules)  # fail early on a wrong name
     loaded = load_pretrained(
         name,
         device=device,

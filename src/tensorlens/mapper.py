@@ -44,7 +44,7 @@ class Mapper:
         target: For `tensor.in_class`; the model's own prediction for each row if None.
         batch_size: Rows that go through the model together; as many as go into free memory if None.
         device: Where to put the model; the GPU if there is one.
-        rules: The conventions; see `Rules`.
+        rules: The conventions, or a rule set by name; see `Rules.of`.
         on_error: ``raise`` for a row that the model cannot take, or ``skip``: it keeps its place with no tokens, and a
             column `error` says why.
         truncate: Whether a text that is too long for the model is cut at its end.
@@ -60,7 +60,7 @@ class Mapper:
         target: Target | None = None,
         batch_size: int | None = None,
         device: str | None = None,
-        rules: Rules | None = None,
+        rules: Rules | str | None = None,
         on_error: OnError = "raise",
         truncate: bool = False,
         **loading: Any,

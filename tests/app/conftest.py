@@ -54,7 +54,7 @@ def open_tab(browser, server):
         context = browser.new_context(viewport={"width": 1360, "height": 1000}, **options)
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(30_000)
+        tab.set_default_timeout(90_000)
         tab.on("pageerror", lambda error: problems.append(str(error)))
         tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         tab.on(

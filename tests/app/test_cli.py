@@ -11,7 +11,7 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens.app import cli, options
-from tensorlens.app.check_command import show
+from tensorlens.app.check_command import print_certificate
 
 runner = CliRunner()
 
@@ -73,7 +73,7 @@ def test_check_exits_by_its_verdict(folder, monkeypatch):
 
 def test_what_a_certificate_holds_back_is_printed(capsys):
     proved = tl.Lens(build("bert"))([5, 7, 9]).certificate()
-    show(replace(proved, reservations=("block 3 passes nothing of its input on",)), "bert")
+    print_certificate(replace(proved, reservations=("block 3 passes nothing of its input on",)), "bert")
     assert "but: block 3 passes nothing" in capsys.readouterr().out
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import socket
+import struct
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO
 
 import pytest
 import torch
@@ -33,10 +37,10 @@ def saved_map(tmp_path):
 
 
 @contextmanager
-def explorer(*arguments: str) -> Iterator[str]:
+def explorer(*arguments: str, errors: IO[str] | None = None) -> Iterator[str]:
     """The command in a process of its own; gives the address that it prints."""
     command = [sys.executable, "-u", "-m", "tensorlens", "explore", "--no-browser", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
         try:
             assert process.stdout is not None
             found = re.search(r"http://\S+", process.stdout.readline())
@@ -68,6 +72,33 @@ def test_beyond_this_machine_everyone_needs_the_token(saved_map):
         assert status(here) == 401
         assert status(f"{here}?token={token[:-1]}") == 401
         assert status(f"{here}?token={token}") == 200
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["closed", "reset"])
+def test_a_client_that_hangs_up_leaves_no_trace(folder, tmp_path, in_order):
+    """In the head, in the body of a question and of a picture, and while the answer comes."""
+    asked = json.dumps({"model": folder, "text": "Red and blue", "method": "tensor.norm"})
+    head = "Host: 127.0.0.1\r\nContent-Length: {}\r\n\r\n"
+    sent = [
+        "GET / HT",
+        f"POST /api/map HTTP/1.1\r\n{head.format(1000)}{{",
+        f"POST /api/images HTTP/1.1\r\n{head.format(10**6)}{'x' * 70_000}",
+        f"POST /api/map HTTP/1.1\r\n{head.format(len(asked))}{asked}",
+        "GET /component.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    ]
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as file, explorer(folder, "--port", "0", errors=file) as address:
+        port = int(re.search(r":(\d+)/", address).group(1))  # type: ignore[union-attr]
+        for text in sent * 2:
+            one = socket.create_connection(("127.0.0.1", port))
+            if not in_order:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.sendall(text.encode())
+            time.sleep(0.2)
+            one.close()
+        assert status(address) == 200
+    said = errors.read_text()
+    assert said.startswith("Loading ") and "Traceback" not in said and "rror" not in said, said
 
 
 def refused(*arguments: str) -> str:

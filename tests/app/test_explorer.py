@@ -8,10 +8,12 @@ import zlib
 import pytest
 import torch
 from explorer_samples import HOST, SENTENCE, events, library, load, make_client, png
+from tiny_study import tokenizer as wrapped_tokenizer
+from zoo import build
 
 import tensorlens as tl
-from tensorlens.app.explorer.answers import ROWS_AT_A_TIME
-from tensorlens.app.explorer.library import open_library
+from tensorlens.app.explorer.library import Library, open_library
+from tensorlens.app.explorer.rows import ROWS_AT_A_TIME
 from tensorlens.maps.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -125,17 +127,26 @@ def test_predictions_are_the_models_own(client):
     assert event["predictions"][0]["probability"] == pytest.approx(expected[0].probability)
 
 
-def test_one_model_pass_serves_every_question(monkeypatch):
-    calls = []
+@pytest.mark.parametrize("model", ["gpt2", "bert-classifier"])
+def test_the_model_does_not_run_for_a_click(model):
+    """Predictions, maps, the inside and scores come from the one recorded pass of an input."""
+    n_runs = []
     with make_client() as client:
-        original = tl.Lens.__call__
-        monkeypatch.setattr(tl.Lens, "__call__", lambda lens, value: calls.append(value) or original(lens, value))
-        for method in ("tensor.in_out", "tensor.norm", "tensor.in_class"):
-            assert last(client, method=method)["type"] == "done"
-        assert last(client, blocks=[0, 2])["type"] == "done"
-        assert len(calls) == 1
-        last(client, text="The dog sat")
-        assert len(calls) == 2
+        client.post("/api/open", json={"model": model})
+        lens = client.app.state.explorer.library.opened[model]
+        lens.model.register_forward_pre_hook(lambda *_: n_runs.append(1))
+        assert last(client, model=model, method=None)["type"] == "done"
+        assert n_runs, "a pass, and the certificate's own"
+        n_runs.clear()
+        for question in ({"method": "tensor.in_out"}, {"method": "tensor.norm"}, {"method": "rollout.attn"}):
+            assert last(client, model=model, **question)["type"] == "done"
+        for output in (0, 1, 2):
+            asked = {"model": model, "text": SENTENCE, "out_token": output}
+            assert events(client.post("/api/predictions", json=asked))[-1]["predictions"]
+        assert events(client.post("/api/inside", json={"model": model, "text": SENTENCE}))[-1]["type"] == "done"
+        assert not n_runs
+        last(client, model=model, text="The dog sat")
+        assert n_runs
 
 
 def test_downloads_are_the_files_of_the_library(client, tmp_path):
@@ -173,22 +184,22 @@ def test_saved_maps_and_reports_of_the_command_line(tmp_path):
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 BAD_QUESTIONS = {
-    "no object": ([], "JSON object"),
-    "no model": ({"text": "a"}, "name of a model"),
+    "no object": ([], "Expected `object`, got `array`"),
+    "no model": ({"text": "a"}, "required field `model`"),
     "no input": ({"model": "gpt2"}, "text or an image"),
     "both inputs": ({"model": "gpt2", "text": "a", "image": "b"}, "text or an image"),
     "blank text": ({"model": "gpt2", "text": " \n "}, "some text"),
     "long text": ({"model": "gpt2", "text": "a" * 20_001}, "20000 characters"),
     "half a character": ({"model": "gpt2", "text": "a\ud800"}, "surrogate"),
-    "text of another kind": ({"model": "gpt2", "text": 3}, "to be text"),
+    "text of another kind": ({"model": "gpt2", "text": 3}, "`$.text`"),
     "unknown method": ({"model": "gpt2", "text": "a", "method": "magic"}, "tensor.in_out"),
-    "method of another kind": ({"model": "gpt2", "text": "a", "method": {}}, "method by name"),
-    "output of another kind": ({"model": "gpt2", "text": "a", "out_token": "1"}, "whole number"),
-    "true for a number": ({"model": "gpt2", "text": "a", "out_token": True}, "whole number"),
-    "blocks of another kind": ({"model": "gpt2", "text": "a", "blocks": [1]}, "two whole numbers"),
-    "heads of another kind": ({"model": "gpt2", "text": "a", "heads": [1]}, "blocks and their heads"),
+    "method of another kind": ({"model": "gpt2", "text": "a", "method": {}}, "`$.method`"),
+    "output of another kind": ({"model": "gpt2", "text": "a", "out_token": "1"}, "`$.out_token`"),
+    "true for a number": ({"model": "gpt2", "text": "a", "out_token": True}, "got `bool` - at `$.out_token`"),
+    "blocks of another kind": ({"model": "gpt2", "text": "a", "blocks": [1]}, "`$.blocks`"),
+    "heads of another kind": ({"model": "gpt2", "text": "a", "heads": [1]}, "`$.heads`"),
     "a contrast to nothing": ({"model": "gpt2", "text": "a", "against": 1}, "Choose what to explain"),
-    "a long target": ({"model": "gpt2", "text": "a", "target": "x" * 201}, "a token, a class"),
+    "a long target": ({"model": "gpt2", "text": "a", "target": "x" * 201}, "length <= 200 - at `$.target`"),
 }
 
 
@@ -207,8 +218,8 @@ LATE = {
     "heads outside": (dict(blocks=[0, 1], heads={"2": [0]}), "heads of blocks 0 to 0"),
     "unknown head": (dict(heads={"2": [77]}), "heads 0 to 3"),
     "unknown target": (dict(method="tensor.in_class", target="nowhere to be found"), "must be one token"),
-    "no such image": (dict(model="vit", image="0" * 32), "Drop it again"),
-    "image for a text model": (dict(model="vit"), "takes no text"),
+    "no such image": (dict(model="vit", image="0" * 32), "upload it again"),
+    "image for a text model": (dict(model="vit"), "does not take text"),
     "too many tokens": (dict(text="The cat sat " * 20), "at most 40 tokens"),
 }
 
@@ -294,7 +305,40 @@ def test_hostile_tokens_are_data(client):
 # Who may ask ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "evil.example:8765"])
+WRONG_HOSTS = (
+    "evil.example",
+    "127.0.0.1.evil.example",
+    "",
+    "evil.example:8765",
+    "[::1]evil.com",
+    "[::1]:80evil.com",
+    "[::1].evil.com:80",
+    "[::1",
+    "::1",
+    "[evil.com]",
+    "127.0.0.1:evil.com",
+    "127.0.0.1:80:evil.com",
+    "localhost:80@evil.com",
+    "evil.com#@localhost",
+    "localhost:",
+    "localhost, evil.com",
+    "localhost\tevil.com",
+    "localhost:123456",
+)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8765", "LOCALHOST", "[::1]", "[::1]:8765"])
+def test_this_machine_by_any_of_its_names_is_welcome(client, host):
+    assert client.get("/api/start", headers={"host": host}).status_code == 200
+
+
+def test_even_where_any_name_will_do_it_must_be_a_name():
+    with make_client(hosts=None) as client:
+        for host, status in (("a.example:8765", 200), ("[2001:db8::1]:8765", 200), ("[::1]evil.com", 421), ("", 421)):
+            assert client.get("/api/start", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize("host", WRONG_HOSTS)
 def test_another_host_name_is_refused(client, host):
     response = client.get("/api/start", headers={"host": host})
     assert response.status_code == 421 and "127.0.0.1" in response.json()["message"]
@@ -343,6 +387,15 @@ def test_a_model_without_a_head_is_asked_what_made_its_outputs():
     with make_client(library("bert")) as client:
         told = next(event for event in events(ask(client, model="bert", method=None)) if event["type"] == "input")
     assert told["method"] == "tensor.in_out" and told["every"]
+
+
+def test_a_masked_model_is_asked_about_its_masked_token():
+    words = wrapped_tokenizer(wrapped=True)
+    shelf = Library(names=("bert-mlm",), load=lambda name: tl.Lens(build(name), words, name=name))
+    with make_client(shelf) as client:
+        found = events(ask(client, model="bert-mlm", text="the cat [MASK] on a mat", method=None))
+    told = next(event for event in found if event["type"] == "input")
+    assert told["method"] == "tensor.in_class" and told["tokens"][told["out_token"]] == "[MASK]"
 
 
 def test_a_picture_without_a_head_is_asked_about_its_class_token():

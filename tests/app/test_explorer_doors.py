@@ -130,6 +130,9 @@ ODD = [
     ("POST", "/api/map", {"target": "\ud800", "method": "tensor.in_class"}),
     ("POST", "/api/map", {"model": "\ud800"}),
     ("POST", "/api/open", {"model": "\ud800"}),
+    ("POST", "/api/map", {"blocks": "\ud800"}),
+    ("POST", "/api/map", {"\ud800": 1, "method": "\ud800"}),
+    ("POST", "/api/map", {"rules": "gate=,="}),
 ]
 
 

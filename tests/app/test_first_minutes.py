@@ -6,8 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 from tiny_language import tiny_lens
@@ -19,11 +19,10 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens import surface
-from tensorlens.app import cli, map_questions, options, printing
+from tensorlens.app import cli, map_command, options, printing
 from tensorlens.app.method_names import METHOD_NAMES
 from tensorlens.maps.targets import Classes
 from tensorlens.models import loading
-from tensorlens.recording import conventions
 from tensorlens.tensor import AttentionTensor, Prediction
 
 runner = CliRunner()
@@ -54,7 +53,8 @@ MISTAKES = {
     "--rules royal": "paper, cp_lrp",
     "--method tensor.in_out --norm spectral": "tensor.norm",
     "--dtype float8": "float32, float64",
-    "--gate shut": "freeze_gate, freeze_up",
+    "--rules gate=shut": "freeze_gate, freeze_up",
+    "--rules door=shut": "attention, gate, norm, activation",
 }
 
 
@@ -136,9 +136,8 @@ def test_help_fits_a_terminal_of_eighty_columns():
 
 
 def test_the_names_known_without_torch_are_those_of_the_methods():
-    assert tuple(tl.METHODS) == METHOD_NAMES
+    assert sorted(tl.METHODS) == sorted(METHOD_NAMES)
     assert set(options.DTYPES) == {*loading._DTYPES, "auto"}
-    assert set(options.GATES) == set(get_args(conventions.Gate))
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():
@@ -151,7 +150,7 @@ def test_every_public_name_is_found_when_it_is_asked_for():
 
 
 def test_commands_that_read_a_model_share_their_options():
-    shared = {"device", "dtype", "attention", "rules", "gate", "trust_remote_code"}
+    shared = {"device", "dtype", "attention", "rules", "trust_remote_code", "quiet"}
     for command in cli.app.registered_commands:
         names = set(command.callback.__annotations__)
         if "model" in names or command.name == "explore":
@@ -183,14 +182,14 @@ def test_what_is_set_aside_can_be_put_back(decoder):
     assert put_back["meta"]["set_aside"] == []
 
 
-def test_another_member_is_recommended_where_it_ranks_words_better():
-    for lens, member in ((tiny_lens("neox"), "attn_lrp"), (tl.Lens(build("llama")), "half_gate")):
+def test_another_rule_set_is_recommended_where_it_ranks_words_better():
+    for lens, name in ((tiny_lens("neox"), "attn_lrp"), (tl.Lens(build("llama")), "half_gate")):
         T = lens([3, 4, 5])
-        assert f"--rules {member}" in map_questions.recommendation(T, T.map("tensor.in_class", -1))
-        assert map_questions.recommendation(T, T.map("tensor.in_out", -1)) == ""
-        lens = lens.with_rules(getattr(tl.Rules, member)())
+        assert f"--rules {name}" in map_command.recommendation(T, T.map("tensor.in_class", -1))
+        assert map_command.recommendation(T, T.map("tensor.in_out", -1)) == ""
+        lens = lens.with_rules(name)
         T = lens([3, 4, 5])
-        assert lens.rules.name == member and map_questions.recommendation(T, T.map("tensor.in_class", -1)) == ""
+        assert lens.rules.name == name and map_command.recommendation(T, T.map("tensor.in_class", -1)) == ""
 
 
 def test_the_sum_counts_the_bias_and_heads_left_out():
@@ -213,9 +212,9 @@ def test_the_sum_is_said_once(decoder, tmp_path):
 
 def test_what_is_asked_without_a_method():
     with_head, without = tiny_lens()("Red and"), tl.Lens(build("bert"))([5, 7, 9])
-    ask = map_questions.first_question
+    ask = map_command.MapQuestion.complete
     question = ask(with_head, None, None, None)
-    assert (question.method, question.out_token) == ("tensor.in_class", -1)
+    assert (question.method, question.out_token) == ("tensor.in_class", with_head.shape[0] - 1)
     assert ask(with_head, None, 2, None).out_token == 2
     assert ask(with_head.blocks(0, 1), None, None, None).method == "tensor.in_out"
     assert ask(with_head, "tensor.in_class", None, None).out_token is None
@@ -225,7 +224,7 @@ def test_what_is_asked_without_a_method():
 
 def test_a_masked_token_is_what_a_masked_model_is_asked_about():
     T = tl.Lens(build("bert-mlm"), tokenizer(wrapped=True))("the cat [MASK] on a mat")
-    assert map_questions.first_question(T, None, None, None).out_token == 3
+    assert map_command.MapQuestion.complete(T, None, None, None).out_token == 3
 
 
 # Checked before paid --------------------------------------------------------------------------------------------------
@@ -281,9 +280,9 @@ def _with_words() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("target", "first", "hint"),
     [
-        ("Paris", " Paris", "' Paris' is the model's first choice; did you mean that?"),
+        ("Paris", " Paris", "' Paris' is the model's top prediction; did you mean that?"),
         ("Paris", " Oslo", "' Paris' is one token; did you mean that?"),
-        ("Rome", " Rome", "' Rome' is the model's first choice; did you mean that?"),
+        ("Rome", " Rome", "' Rome' is the model's top prediction; did you mean that?"),
         ("Rome", "Rome", None),
         (" Rome", " Paris", None),
         (("Rome", " Paris"), " Paris", "' Rome' is one token; did you mean that?"),
@@ -296,14 +295,14 @@ def test_a_target_without_its_space(target, first, hint):
         context=SimpleNamespace(classes=Classes(n_classes=len(words), tokenizer=words)),
         predictions=lambda k, out_token: [Prediction(first, 0, 1.0, 0.7)],
     )
-    question = map_questions.MapQuestion(method="tensor.in_class", out_token=-1, target=target)
+    question = map_command.MapQuestion(method="tensor.in_class", out_token=-1, target=target)
     if target in ("Paris", "Lisbon"):  # several tokens
         with pytest.raises(tl.InputError) as caught:
-            map_questions.check_target(T, question)
+            map_command.check_target(T, question)
         assert "must be one token" in str(caught.value)
         assert (hint or "of them") in str(caught.value)
     else:
-        assert map_questions.check_target(T, question) == hint
+        assert map_command.check_target(T, question) == hint
 
 
 # Printing, stopping, rules --------------------------------------------------------------------------------------------
@@ -333,16 +332,50 @@ def test_an_interrupt_is_one_line(command, continues, tmp_path, monkeypatch):
     words = {"perturb": ["--data", "d", "--out", str(tmp_path)], "map": ["A cat."]}[command]
     found = runner.invoke(cli.app, [command, "minilm", *words])
     assert found.exit_code == 130
-    assert "stopped." in found.stderr and ("the same command continues" in found.stderr) is continues
+    assert "stopped." in found.stderr and ("the same command again" in found.stderr) is continues
 
 
-def test_rules_are_found_by_name(monkeypatch):
-    assert options.rules_named("paper") == tl.Rules()
-    with pytest.raises(tl.InputError, match="available: paper"):
-        options.rules_named("royal")
-    monkeypatch.setattr(tl.Rules, "jacobian", classmethod(lambda cls: cls(gate="half")), raising=False)
-    assert options.rules_named("jacobian").gate == "half"
+def test_rules_are_given_by_name_and_by_pairs(monkeypatch):
     read = {}
     monkeypatch.setattr("tensorlens.lens.load", lambda name, **more: read.update(more))
-    options.ModelOptions(rules="jacobian", gate="freeze_up").lens("minilm", final_norm=False)
-    assert (read["rules"].gate, read["rules"].include_final_norm) == ("freeze_up", False)
+    options.ModelOptions(rules="jacobian,gate=freeze_up").lens("minilm", final_norm=False)
+    assert read["rules"] == replace(tl.Rules.jacobian(), gate="freeze_up", include_final_norm=False)
+    assert refused("map", "minilm", "A cat.", "--gate", "half")  # folded into --rules
+
+
+# Quiet and in order ---------------------------------------------------------------------------------------------------
+
+
+def test_stages_go_to_standard_error_and_quiet_silences_them(decoder):
+    command = ["map", decoder, "Red and blue", "--json"]
+    found = runner.invoke(cli.app, command)
+    assert [line.split()[0] for line in found.stderr.splitlines() if line.endswith("…")] == [
+        "Loading",
+        "Recording",
+        "Measuring",
+        "Computing",
+    ]
+    quiet = runner.invoke(cli.app, [*command, "--quiet"])
+    assert quiet.exit_code == 0 and quiet.stderr == ""
+    assert strictly(quiet.stdout)["scores"] == strictly(found.stdout)["scores"]
+
+
+def test_quiet_does_not_silence_errors():
+    command = [sys.executable, "-m", "tensorlens", "map", "minlm", "A cat.", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("tensorlens: ") and "'minilm'" in done.stderr
+
+
+def test_help_is_in_groups_and_every_command_has_one():
+    said = runner.invoke(cli.app, ["--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+    places = [said.index(f" {group} ─") for group in ("Explain", "Inspect", "Data sets", "Studies")]
+    assert places == sorted(places)
+    for command in cli.app.registered_commands:
+        assert re.search(rf"^│ {command.name} ", said, re.MULTILINE)
+        assert command.rich_help_panel in ("Explain", "Inspect", "Data sets", "Studies")
+
+
+def test_completion_can_be_installed():
+    said = runner.invoke(cli.app, ["--help"]).output
+    assert "--install-completion" in said and "--show-completion" in said

@@ -62,7 +62,7 @@ def test_click_on_a_token_colours_its_row_over_the_text(open_map):
     expect(tab.locator(".caption")).to_contain_text("15.0 % of this output")
     expect(tab.locator(".tooltip")).to_be_hidden()
     tokens.nth(2).click()
-    expect(tab.locator(".caption")).to_contain_text("not known to this method")
+    expect(tab.locator(".caption")).to_contain_text("not known for this method")
 
 
 def test_click_on_the_map_selects_its_row(open_map):

@@ -12,7 +12,7 @@ from matplotlib.collections import QuadMesh
 from view_samples import HOSTILE, PIXEL, map_view
 
 from tensorlens.errors import InputError, MissingExtraError
-from tensorlens.views import figures, glyphs
+from tensorlens.views import figures, labels
 from tensorlens.views.record import PatchGrid
 
 
@@ -116,13 +116,13 @@ def test_rows_out_of_range(out_token):
 @pytest.mark.parametrize("n_out", [1, len(HOSTILE)])
 def test_hostile_labels_are_drawn_without_a_warning(tmp_path, kind, n_out):
     n = len(HOSTILE)
-    figures.write(map_view(np.ones((n_out, n)), labels=HOSTILE), tmp_path / "figure", kind)
+    figures.write_figure(map_view(np.ones((n_out, n)), labels=HOSTILE), tmp_path / "figure", kind)
     assert (tmp_path / "figure").stat().st_size > 1000
 
 
 def test_a_character_without_a_glyph_is_spelled_out(monkeypatch):
-    monkeypatch.setattr(glyphs, "_characters", lambda: frozenset(map(ord, "abc\\")))
-    assert glyphs.drawable("a字👩") == "a\\u5b57\\U0001f469"
+    monkeypatch.setattr(labels, "_characters", lambda: frozenset(map(ord, "abc\\")))
+    assert labels.drawable("a字👩") == "a\\u5b57\\U0001f469"
 
 
 def test_dollars_are_not_mathematics():
@@ -144,13 +144,13 @@ def test_all_shapes_fit(tmp_path, shape):
 
 def test_nothing_is_left_in_matplotlib(tmp_path):
     before = dict(matplotlib.rcParams)
-    figures.write(map_view(np.eye(3)), tmp_path / "figure.pdf", "pdf")
+    figures.write_figure(map_view(np.eye(3)), tmp_path / "figure.pdf", "pdf")
     assert dict(matplotlib.rcParams) == before
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
 
 def test_fonts_are_embedded_as_publishers_want(tmp_path):
-    figures.write(map_view(np.eye(3)), tmp_path / "figure.pdf", "pdf")
+    figures.write_figure(map_view(np.eye(3)), tmp_path / "figure.pdf", "pdf")
     content = (tmp_path / "figure.pdf").read_bytes()
     assert b"/Type3" not in content
     assert b"/CIDFontType2" in content
@@ -159,7 +159,7 @@ def test_fonts_are_embedded_as_publishers_want(tmp_path):
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_the_same_map_gives_the_same_bytes(tmp_path, kind):
     for name in ("a", "b"):
-        figures.write(map_view(np.eye(3)), tmp_path / name, kind)
+        figures.write_figure(map_view(np.eye(3)), tmp_path / name, kind)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -168,7 +168,7 @@ def test_threads_may_save_at_once(tmp_path):
 
     def save(name: str) -> None:
         try:
-            figures.write(map_view(np.eye(4)), tmp_path / name, "pdf")
+            figures.write_figure(map_view(np.eye(4)), tmp_path / name, "pdf")
         except Exception as error:
             errors.append(error)
 
@@ -198,20 +198,20 @@ def test_every_figure_says_what_it_is_of(tmp_path, scores, grid):
     view = map_view(scores, title="tensor.in_class", caption=CAPTION, grid=grid)
     heading = figures.figure_of(view).texts[0].get_text()
     assert heading == "tensor.in_class  ·  smollm2-135m  ·  “ Paris”"
-    figures.write(view, tmp_path / "map.svg", "svg")
+    figures.write_figure(view, tmp_path / "map.svg", "svg")
     assert "tensor.in_class" in (tmp_path / "map.svg").read_text("utf-8")
 
 
 def test_a_long_heading_fits_the_page():
     figure = figures.heat_map(map_view(np.eye(3), caption=(("Model", "a-very-long-name/" * 4),)))
     heading = figure.texts[0]
-    assert glyphs.text_width(heading.get_text(), heading.get_fontsize()) <= figure.get_figwidth()
+    assert labels.text_width(heading.get_text(), heading.get_fontsize()) <= figure.get_figwidth()
 
 
 def test_a_long_sum_fits_the_page():
     figure = figures.row_over_text(map_view([[1.0, 2.0]], sums=("inputs sum to 1.00; " * 5,)))
     (line,) = [text for text in figure.axes[0].texts if text.get_text().startswith("inputs")]
-    assert glyphs.text_width(line.get_text(), line.get_fontsize()) <= figure.get_figwidth()
+    assert labels.text_width(line.get_text(), line.get_fontsize()) <= figure.get_figwidth()
 
 
 def test_what_is_set_aside_has_no_colour_and_a_bar_of_its_own():

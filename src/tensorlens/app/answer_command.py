@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
+from tensorlens.app.map_command import check_file, content
 from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_choice
-from tensorlens.app.printing import print_json
+from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,11 +20,37 @@ if TYPE_CHECKING:
 GROUPS = ("tokens", "words", "sentences", "lines")
 TARGETS = ("centred", "logit", "runner_up")
 
+Given = Annotated[
+    str | None,
+    typer.Option(
+        help="The answer to explain, as it continues the prompt (default: the model generates one).", show_default=False
+    ),
+]
+Against = Annotated[
+    str | None, typer.Option(help="Contrast answer: explain the answer minus this one.", show_default=False)
+]
+Columns = Annotated[str, typer.Option(help=f"Columns of the map, parts of the prompt: {', '.join(GROUPS)}.")]
 Rows = Annotated[
     str | None,
     typer.Option(
-        help=f"Parts of the answer: answer (all of it, unless --out is a page), {', '.join(GROUPS)}.",
+        help=f"Rows of the map, parts of the answer: {', '.join(GROUPS)}, or answer for all of it (the default, "
+        "except in a page).",
         show_default=False,
+    ),
+]
+Explained = Annotated[
+    str,
+    typer.Option(
+        help="What to explain for each token: centred (logit minus the mean logit), logit, or runner_up (logit minus "
+        "the runner-up's)."
+    ),
+]
+Through = Annotated[
+    bool,
+    typer.Option(
+        "--through",
+        help="Trace contributions through earlier answer tokens back to the prompt (heuristic; rows no longer sum to "
+        "the target).",
     ),
 ]
 
@@ -31,23 +58,12 @@ Rows = Annotated[
 def answer_(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text, or - for standard input.")],
-    answer: Annotated[
-        str | None,
-        typer.Option(
-            help="The answer to explain, as it continues the prompt; generated if left out.", show_default=False
-        ),
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Another answer: why the one rather than the other?", show_default=False)
-    ] = None,
-    groups: Annotated[str, typer.Option(help=f"Parts of the prompt: {', '.join(GROUPS)}.")] = "sentences",
+    answer: Given = None,
+    against: Against = None,
+    groups: Columns = "sentences",
     rows: Rows = None,
-    target: Annotated[
-        str, typer.Option(help="Of each token: centred (its logit less the mean of all), logit, runner_up.")
-    ] = "centred",
-    through: Annotated[
-        bool, typer.Option("--through", help="Follow the answer's own steps to the prompt; a convention, no sum.")
-    ] = False,
+    target: Explained = "centred",
+    through: Through = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer, in tokens.")] = 64,
     certify: Certify = True,
     out: MapFile = None,
@@ -57,20 +73,21 @@ def answer_(
 ) -> None:
     """Why did it say that? An answer, and the parts of the prompt that it rests on.
 
-    The first token is set aside: it carries what attention has no other place for.
+    The first token is an attention sink. It is shown in its own column, outside the colour scale but still in the sum.
 
     Example: tensorlens answer smollm2-135m "Anna's car is red. The car is"
     """
-    from tensorlens.app.map_questions import check_file
-
     reading.check(model)
     check_file(out)
     is_page = out is not None and out.suffix.lower() == ".html" and against is None
     rows = rows or ("sentences" if is_page else "answer")
     _check(answer, against, groups, rows, target, through=through, max_new_tokens=max_new_tokens)
     text = options.read_input(prompt, images=False)
-    found = reading.lens(model, final_norm=final_norm).answer(text, answer, max_new_tokens=max_new_tokens)
+    lens = reading.lens(model, final_norm=final_norm)
+    stage("Generating the answer" if answer is None else "Recording one pass of the model")
+    found = lens.answer(text, answer, max_new_tokens=max_new_tokens)
     if certify:
+        stage("Measuring the certificate")
         found.tensor.certificate()
     made = found.map(groups, rows, target, against=against, through=through, set_aside=(0,))  # type: ignore[arg-type]  # checked above
     _deliver(found, made, out, as_json=json)
@@ -88,15 +105,13 @@ def _check(
             raise InputError(f"`--{name}` must not be empty; got {value!r}.")
     if against is not None and (rows != "answer" or through or target == "runner_up"):
         raise InputError(
-            "`--against` explains one whole answer less another: leave --rows, --through and runner_up out."
+            "`--against` explains one whole answer minus another: leave --rows, --through and runner_up out."
         )
     if max_new_tokens < 1:
         raise InputError(f"`--max-new-tokens` must be at least 1; got {max_new_tokens}.")
 
 
 def _deliver(found: Answer, made: TokenMap, out: Path | None, *, as_json: bool) -> None:
-    from tensorlens.app.map_command import content
-
     if out is not None:
         made.save(out)
     if as_json:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tensorlens.app import options
 from tensorlens.app.options import FinalNorm, Json, Model, ModelOptions
-from tensorlens.app.printing import print_json
+from tensorlens.app.printing import print_json, stage
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 
-def check(
+def check_(
     model: Model,
     input: Annotated[
         str | None,
         typer.Argument(
-            metavar="INPUT", help="A text or the path of an image; a sentence of ours if left out.", show_default=False
+            metavar="INPUT",
+            help="A text or the path of an image; defaults to a built-in example sentence.",
+            show_default=False,
         ),
     ] = None,
     json: Json = False,
@@ -37,18 +39,22 @@ def check(
     """
     text = None if input is None else options.read_input(input)
     lens = reading.lens(model, final_norm=final_norm)
+    stage("Recording one pass of the model")
     T = lens(default_input(lens) if text is None else text)
+    stage("Measuring the certificate")
     certificate = T.certificate()
     if json:
         content = {"model": lens.name, "n_tokens": T.n_tokens, "n_channels": T.n_channels, "n_blocks": T.n_blocks}
         print_json(content | certificate.as_dict())
     else:
-        show(certificate, f"{lens.name}: {T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks")
+        print_certificate(
+            certificate, f"{lens.name}: {T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks"
+        )
     raise typer.Exit(0 if certificate.passed else 1)
 
 
 def default_input(lens: Lens) -> Any:
-    """Something that any model of its kind can take."""
+    """An input that any model of this kind can take."""
     import torch
 
     from tensorlens.models.inputs import forward_parameters, tokenizer_of
@@ -62,7 +68,7 @@ def default_input(lens: Lens) -> Any:
     return list(range(1, 9))
 
 
-def show(certificate: Certificate, title: str, console: Console | None = None) -> None:
+def print_certificate(certificate: Certificate, title: str, console: Console | None = None) -> None:
     """Print a certificate: verdict, numbers, and the rules that fired."""
     console = console or Console(highlight=False)
     console.print(title, style="bold", markup=False)
@@ -78,7 +84,7 @@ def show(certificate: Certificate, title: str, console: Console | None = None) -
         numbers.add_row(law, f"{error:.1e}", f"{accepted:.0e}" if is_judged else "in float32", style=style)
     numbers.add_row("|T X| / |F(X)|", f"{certificate.carried:.3g}", "", style="dim")
     console.print(numbers)
-    rules = Table("rule", "modules", "the first", box=None, pad_edge=False)
+    rules = Table("rule", "modules", "first module", box=None, pad_edge=False)
     for rule, modules in certificate.rules.items():
         rules.add_row(rule, str(len(modules)), modules[0])
     console.print(rules)

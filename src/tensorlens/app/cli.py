@@ -1,64 +1,117 @@
 """The command line: `tensorlens COMMAND`, or `python -m tensorlens COMMAND`.
 
-No command imports torch before it runs: `--help` answers at once.
+No command imports torch before it runs: `--help` answers at once. Results go to standard output, everything else
+(stages, progress, hints, errors) to standard error.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
-from tensorlens.app.check_command import check
+from tensorlens.app.check_command import check_
 from tensorlens.app.explore_command import explore
 from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
 from tensorlens.app.inside_command import inside
-from tensorlens.app.interrupts import interruptible
 from tensorlens.app.judge_command import judge
+from tensorlens.app.list_commands import methods, models
 from tensorlens.app.map_command import map_
 from tensorlens.app.maps_command import maps
-from tensorlens.app.methods_command import methods
-from tensorlens.app.models_command import models
 from tensorlens.app.options import with_records
 from tensorlens.app.perturb_command import perturb
 from tensorlens.app.relations_command import relations
 from tensorlens.errors import TensorLensError
+from tensorlens.studies.processes import SPEAKER
+
+WRONG_USE = 2
+"""Exit code for an error that we raise; click has the same for an option that does not exist."""
+STOPPED = 130
+"""Exit code that a shell expects of a program stopped by Ctrl-C."""
 
 app = typer.Typer(
     name="tensorlens",
     help="Which inputs made this output? A Transformer, at a given input, as one exact linear operator: "
     "F(X) = T·X + B.\n\n"
     'Begin with: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"\n\n'
-    "A study that was stopped goes on when the same command is given again.",
+    "Every command has --help, and --quiet to print results and errors only. "
+    "Run the same command again to resume an interrupted study.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
-
-def _add(name: str, command: Callable[..., None], short: str, *, continues: bool = False) -> None:
-    app.command(name, short_help=short)(interruptible(with_records(command), continues=continues))
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 
 
-_add("map", map_, "Which inputs made this output?")
-_add("answer", answer_, "Which parts of the prompt made this answer?")
-_add("inside", inside, "Where in the model? Heads, flow and graph.")
-_add("maps", maps, "A map of every row of a data set, as parquet.", continues=True)
-_add("explore", explore, "The same in the browser.")
-_add("check", check, "Is the operator exact for this model?")
-_add("models", models, "The bundled models, and how to install them.")
-_add("methods", methods, "The kinds of map, with a line each.")
-_add("perturb", perturb, "Study: which method finds what matters?", continues=True)
-_add("relations", relations, "Study: relations decoded by the mean tensor.", continues=True)
-_add("fidelity", fidelity, "Study: how far from the input does T hold?", continues=True)
-_add("judge", judge, "Study: which method finds what is known to matter?", continues=True)
-_add("families", families, "Certify a tiny model of every architecture.")
+def _add(group: str, name: str, command: Callable[..., None], short: str, *, continues: bool = False) -> None:
+    """Put a command into a group of the help.
+
+    Args:
+        group: Heading in the help.
+        name: What users type.
+        command: What it does.
+        short: Its line in the help.
+        continues: Whether what it has done is on the disk, so that the same command resumes there.
+    """
+    app.command(name, short_help=short, rich_help_panel=group)(_well_behaved(with_records(command), continues))
+
+
+def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[..., None]:
+    """The command with `--quiet`, ending in one line when it is interrupted."""
+
+    @wraps(command)
+    def called(*given: Any, quiet: bool = False, **values: Any) -> None:
+        try:
+            with _quietly(quiet):
+                command(*given, **values)
+        except KeyboardInterrupt:
+            # With `--processes`, the process that started the others speaks for all.
+            if SPEAKER not in os.environ and os.environ.get("RANK", "0") == "0":
+                more = " Run the same command again to resume." if continues else ""
+                typer.echo(f"\ntensorlens: stopped.{more}", err=True)
+            raise typer.Exit(STOPPED) from None
+
+    signature = inspect.signature(command)
+    last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
+    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), last])  # type: ignore[attr-defined]
+    called.__annotations__ = command.__annotations__ | {"quiet": Quiet}
+    return called
+
+
+@contextmanager
+def _quietly(quiet: bool) -> Iterator[None]:
+    """Standard error goes nowhere: stages, bars, hints and warnings. Errors are raised, and printed outside."""
+    if not quiet:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        yield
+
+
+_add("Explain", "map", map_, "Which inputs made this output?")
+_add("Explain", "answer", answer_, "Which parts of the prompt made this answer?")
+_add("Explain", "explore", explore, "Ask in the browser, click by click.")
+_add("Inspect", "inside", inside, "Where in the model? Heads, flow and graph.")
+_add("Inspect", "check", check_, "Is the operator exact for this model?")
+_add("Inspect", "models", models, "List the bundled models, and how to install them.")
+_add("Inspect", "methods", methods, "List the available map methods.")
+_add("Data sets", "maps", maps, "Map every row of a data set, as parquet.", continues=True)
+_add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
+_add("Studies", "relations", relations, "Relations decoded by the mean tensor.", continues=True)
+_add("Studies", "fidelity", fidelity, "How far from the input does T hold?", continues=True)
+_add("Studies", "judge", judge, "Which method finds what is known to matter?", continues=True)
+_add("Studies", "families", families, "Certify a tiny model of every architecture.")
 
 
 def _show_version(asked: bool) -> bool:
@@ -82,7 +135,7 @@ def main() -> None:
         app()
     except TensorLensError as error:
         typer.echo(f"tensorlens: {error}", err=True)
-        sys.exit(2)
+        sys.exit(WRONG_USE)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.limits import LOOPBACK, Limits
 from tensorlens.app.options import FinalNorm, ModelOptions
 from tensorlens.errors import InputError, missing_extra
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tensorlens.app.explorer.library import Library
 
 FIRST_PORT = 8765
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 
 
@@ -30,24 +29,24 @@ def explore(
         list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Models by name; saved maps (.json, .safetensors) and folders of study reports too.",
+            help="Models by name, saved maps (.json, .safetensors), or folders of study reports.",
             show_default=False,
         ),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port; a free one if not given.", min=0, max=65535)] = None,
+    port: Annotated[int | None, typer.Option(help="Port (default: a free one).", min=0, max=65535)] = None,
     browser: Annotated[bool, typer.Option(help="Open the browser.")] = True,
     host: Annotated[
-        str, typer.Option(help="Address to serve on. Beyond this machine, a token is needed.")
+        str, typer.Option(help="Address to serve on. Beyond this machine, visitors need a token.")
     ] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(help="Token every visitor must show; generated if one is needed.")
+        str | None, typer.Option(help="Token that every visitor must show (default: generated if one is needed).")
     ] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for one question.", min=1)] = Limits.seconds,
+    time_limit: Annotated[float, typer.Option(help="Time limit for one question, in seconds.", min=1)] = Limits.seconds,
     max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.", min=1)] = Limits.tokens,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Look around in the browser: type a text or drop an image, and ask for one map after another.
+    """Ask in the browser: type a text or drop an image, then click for one map after another.
 
     Example: tensorlens explore smollm2-135m dinov2-small-saliency
     """
@@ -56,12 +55,12 @@ def explore(
             raise missing_extra("The explorer", package, "explore")
     names = models or ["smollm2-135m"]
     for name in names:
-        if not Path(name).exists():  # neither a saved map nor a folder, so that it must be a model's name
+        if not Path(name).exists():  # neither a saved map nor a folder: it must be the name of a model
             reading.check(name)
     from tensorlens.app.explorer.library import open_library
 
     library = open_library(names, partial(reading.lens, final_norm=final_norm))
-    is_local = host in _LOOPBACK
+    is_local = host in LOOPBACK
     if token is not None and len(token) < 12:
         raise InputError(
             f"Expected a token of at least 12 characters, got {len(token)}. Leave it out to have one made."
@@ -84,7 +83,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
             listener.close()
             reason = error.strerror or str(error)
             continue
-        listener.listen()  # from here on a visitor waits; the address is printed before the server is up
+        listener.listen()  # a visitor now waits: the address is printed before the server is up
         return listener
     raise InputError(f"Expected to serve on {host}, port {port}; got: {reason}. Choose another --port or --host.")
 
@@ -94,8 +93,7 @@ def _serve(
 ) -> None:
     import uvicorn
 
-    from tensorlens.app.explorer.connections import configuration
-    from tensorlens.app.explorer.guard import LOOPBACK, Access
+    from tensorlens.app.explorer.doors import Access, configuration
     from tensorlens.app.explorer.server import create_app
 
     port = listener.getsockname()[1]

@@ -9,7 +9,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import Input, Json, Model, ModelOptions, OtherTarget, TargetName, target_of
-from tensorlens.app.printing import print_json
+from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError
 
 SUFFIXES = (".html", ".json")
@@ -18,16 +18,16 @@ SUFFIXES = (".html", ".json")
 def inside(
     model: Model,
     input_: Input,
-    out_token: Annotated[int, typer.Option(help="Which output to explain; negative ones count from the end.")] = -1,
+    out_token: Annotated[int, typer.Option(help="Output position to explain; negative ones count from the end.")] = -1,
     target: TargetName = None,
     against: OtherTarget = None,
-    share: Annotated[float, typer.Option(help="Part of what flows into the nodes that the graph should show.")] = 0.8,
-    max_nodes: Annotated[int, typer.Option(help="How many nodes the graph may have.")] = 120,
+    share: Annotated[float, typer.Option(help="Fraction of the total flow the graph should cover.")] = 0.8,
+    max_nodes: Annotated[int, typer.Option(help="Largest number of nodes in the graph.")] = 120,
     without: Annotated[
         list[str] | None,
         typer.Option(
             metavar="BLOCK:HEAD,…",
-            help="Heads to switch off in the model, such as 3:0,2. Repeatable.",
+            help="Heads to ablate in the model, such as 3:0,2. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +46,10 @@ def inside(
         raise InputError(f"`--out` must end in one of {' '.join(SUFFIXES)}; got {out.name!r}.")
     chosen, heads = target_of(target, against), options.head_choice(without)
     text = options.read_input(input_)
-    T = reading.lens(model)(text)
+    lens = reading.lens(model)
+    stage("Recording one pass of the model")
+    T = lens(text)
+    stage("Looking inside")
     found = T.inside(out_token, chosen, share, max_nodes=max_nodes)
     pairs = [(block, head) for block, some in heads.items() for head in some]
     removed = T.ablate(pairs, out_token, chosen) if pairs else None

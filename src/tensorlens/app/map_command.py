@@ -1,13 +1,16 @@
-"""`tensorlens map`."""
+"""`tensorlens map`: the question is checked as early as possible, and what was left open is filled in."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tensorlens.app import options
+from tensorlens.app.defaults import default_method, default_output, has_predictions, recommended
+from tensorlens.app.method_names import check_method_name
 from tensorlens.app.options import (
     Certify,
     FinalNorm,
@@ -19,24 +22,30 @@ from tensorlens.app.options import (
     OtherTarget,
     TargetName,
 )
-from tensorlens.app.printing import print_json
+from tensorlens.app.printing import print_json, stage
+from tensorlens.errors import InputError, MethodError
 
 if TYPE_CHECKING:
     from tensorlens.maps.token_map import TokenMap
-    from tensorlens.tensor import AttentionTensor
+    from tensorlens.tensor import AttentionTensor, Prediction
 
+SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
+NORMS = ("frobenius", "spectral")
+N_PREDICTIONS = 3
+N_RANKED = 200
+"""How many of the model's predictions are searched for a word that may have been meant."""
 
 MethodName = Annotated[
     str | None,
     typer.Option(
-        help="A method (see `tensorlens methods`). If left out: tensor.in_class for a model with a head, "
-        "tensor.in_out for others.",
+        help="A method, see `tensorlens methods` (default: tensor.in_class for a model with a head, else "
+        "tensor.in_out).",
         show_default=False,
     ),
 ]
 Position = Annotated[
     int | None,
-    typer.Option(help="Position of the output to explain. If left out: the last; every one with --method."),
+    typer.Option(help="Output position to explain (default: the last; all positions if --method is given)."),
 ]
 Heads = Annotated[
     list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads, such as 3:0,2. Repeatable.")
@@ -44,6 +53,7 @@ Heads = Annotated[
 WithoutHeads = Annotated[
     list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out, such as 3:0,2. Repeatable.")
 ]
+Aside = Annotated[bool, typer.Option(help="Exclude the first token from the colour scale when it dominates.")]
 
 
 def map_(
@@ -54,7 +64,7 @@ def map_(
     against: OtherTarget = None,
     out_token: Position = None,
     words: Annotated[bool, typer.Option("--words", help="One score per word instead of one per token.")] = False,
-    aside: Annotated[bool, typer.Option(help="Set the first token aside where it drowns the others.")] = True,
+    aside: Aside = True,
     blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
     heads: Heads = None,
     without_heads: WithoutHeads = None,
@@ -69,31 +79,169 @@ def map_(
 
     Example: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"
     """
-    from tensorlens.app import map_questions
-
     reading.check(model)
-    part = map_questions.Part.read(blocks, heads, without_heads)
+    part = ModelPart.read(blocks, heads, without_heads)
     wanted = options.target_of(target, against)
-    map_questions.check_file(out)
+    check_file(out)
     text = options.read_input(input)
-    map_questions.check_method(method, wanted, norm)
-    T = part.of(reading.lens(model, final_norm=final_norm)(text))
-    question = map_questions.first_question(T, method, out_token, wanted)
-    hint = map_questions.check_target(T, question)
+    check_method(method, wanted, norm)
+    lens = reading.lens(model, final_norm=final_norm)
+    stage("Recording one pass of the model")
+    T = part.of(lens(text))
+    question = MapQuestion.complete(T, method, out_token, wanted)
+    hint = check_target(T, question)
     if hint:
         typer.echo(f"tensorlens: {hint}", err=True)
     if certify and question.method.startswith("tensor."):
+        stage("Measuring the certificate")
         T.certificate()
+    stage(f"Computing {question.method}")
     found = T.map(question.method, question.out_token, wanted, norm=norm)  # type: ignore[arg-type]  # checked above
     found = found if aside else found.set_aside()
     found = found.words() if words else found  # pyright: ignore[reportAttributeAccessIssue]
     _deliver(T, question, found, out, as_json=json)
 
 
-def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | None, *, as_json: bool) -> None:
-    from tensorlens.app.map_questions import predictions, recommendation
+# Before a model is loaded ---------------------------------------------------------------------------------------------
 
-    said = predictions(T, question)
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPart:
+    """Which part of the model is asked for, before there is a model.
+
+    Attributes:
+        blocks: First block and the one after the last, None for the end; None for all.
+        heads: Heads to keep, by block.
+        without_heads: Heads to leave out, by block.
+    """
+
+    blocks: tuple[int, int | None] | None
+    heads: dict[int, list[int]]
+    without_heads: dict[int, list[int]]
+
+    @classmethod
+    def read(cls, blocks: str | None, heads: list[str] | None, without_heads: list[str] | None) -> ModelPart:
+        """The options as they were written."""
+        return cls(
+            blocks=options.block_range(blocks),
+            heads=options.head_choice(heads),
+            without_heads=options.head_choice(without_heads),
+        )
+
+    def of(self, T: AttentionTensor) -> AttentionTensor:
+        """That part of an operator, which refuses blocks and heads that it does not have."""
+        if self.blocks is not None:
+            start, stop = self.blocks
+            T = T.blocks(start, T.n_blocks if stop is None else stop)
+        T = T.heads(self.heads) if self.heads else T
+        return T.without_heads(self.without_heads) if self.without_heads else T
+
+
+def check_method(name: str | None, target: Any, norm: str) -> None:
+    """Refuse a method that does not exist or does not take what it was given."""
+    if norm not in NORMS:
+        raise InputError(f"`--norm` must be {' or '.join(NORMS)}; got {norm!r}.")
+    if name is None:
+        return
+    check_method_name(name)
+    if norm != NORMS[0] and name != "tensor.norm":
+        raise MethodError(f"`--norm` is an option of tensor.norm; got it with {name}.")
+    from tensorlens.maps.methods import METHODS
+
+    if target is not None and not METHODS[name].takes_target:
+        taking = [other for other, method in METHODS.items() if method.takes_target]
+        raise MethodError(f"`{name}` takes no target; {' and '.join(taking)} does. Leave --target or --method out.")
+
+
+def check_file(path: Path | None) -> None:
+    """Refuse a file that could not be written."""
+    if path is None:
+        return
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"`--out` must end in one of {' '.join(SUFFIXES)}; got {str(path)!r}.")
+    if not path.parent.is_dir():
+        raise InputError(f"`--out` must be in a folder that exists; there is no {str(path.parent)!r}.")
+
+
+# With a model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapQuestion:
+    """A question with nothing left open: a method, an output or None for all of them, a target or None."""
+
+    method: str
+    out_token: int | None
+    target: Any
+
+    @classmethod
+    def complete(cls, T: AttentionTensor, method: str | None, out_token: int | None, target: Any) -> MapQuestion:
+        """The question asked, with what was left open filled in; a position that does not exist is refused."""
+        n_out = T.shape[0]
+        if out_token is not None and not -n_out <= out_token < n_out:
+            raise InputError(
+                f"`--out-token` must be from {-n_out} to {n_out - 1} for these {n_out} outputs; got {out_token}."
+            )
+        if method is None:
+            from tensorlens.maps.defaults import METHOD
+
+            method = default_method(T, target)
+            if method != METHOD and out_token is None and not T.operator.recording.pools:
+                out_token = default_output(T)
+        return cls(method=method, out_token=out_token, target=target)
+
+    def predictions(self, T: AttentionTensor, k: int) -> list[Prediction]:
+        """What the model says at the output asked about: the last one if all are."""
+        return T.predictions(k=k, out_token=-1 if self.out_token is None else self.out_token)
+
+    @property
+    def targets(self) -> tuple[Any, ...]:
+        """The target, or both of a contrast."""
+        return self.target if isinstance(self.target, tuple) else (self.target,)
+
+
+def check_target(T: AttentionTensor, question: MapQuestion) -> str | None:
+    """Refuse a target that the model does not know; a hint if another one was probably meant."""
+    classes = T.context.classes
+    if question.target is None or classes is None:
+        return None
+    hints = [_missing_space(T, question, one) for one in question.targets if isinstance(one, str)]
+    try:
+        classes.weights(question.target)
+    except InputError as error:
+        better = " ".join(hint for hint in hints if hint)
+        if not better:
+            raise
+        # Keep only the sentence that says what is wrong: the suggestion after it does not know the predictions.
+        raise InputError(f"{str(error).partition(' Did you mean')[0]} {better}") from None
+    return " ".join(hint for hint in hints if hint) or None
+
+
+def _missing_space(T: AttentionTensor, question: MapQuestion, target: str) -> str:
+    """A hint for a word without its leading space, if the spaced word is one token and likelier to be meant."""
+    tokenizer = getattr(T.context.classes, "tokenizer", None)
+    spaced = f" {target}"
+    if tokenizer is None or target[:1].isspace() or not _is_one_token(tokenizer, spaced):
+        return ""
+    rank = {one.name: place for place, one in reversed([*enumerate(question.predictions(T, N_RANKED))])}
+    beside = any(str(other).startswith(" ") for other in question.targets)
+    if _is_one_token(tokenizer, target) and not beside and rank.get(spaced, N_RANKED) >= rank.get(target, N_RANKED):
+        return ""
+    known = {0: "is the model's top prediction", N_RANKED: "is one token"}.get(rank.get(spaced, N_RANKED))
+    return f"{spaced!r} {known or 'is likelier to the model'}; did you mean that?"
+
+
+def _is_one_token(tokenizer: Any, text: str) -> bool:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return len(ids) == 1 and tokenizer.decode(ids) == text
+
+
+# What is printed ------------------------------------------------------------------------------------------------------
+
+
+def _deliver(T: AttentionTensor, question: MapQuestion, found: TokenMap, out: Path | None, *, as_json: bool) -> None:
+    is_one = question.out_token is not None or T.operator.recording.pools
+    said = question.predictions(T, N_PREDICTIONS) if is_one and has_predictions(T) else []
     if out is not None:
         found.save(out)
     if as_json:
@@ -111,6 +259,14 @@ def _deliver(T: AttentionTensor, question: Any, found: TokenMap, out: Path | Non
     advice = recommendation(T, found)
     if advice:
         typer.echo(("" if out is not None else "\n") + advice)
+
+
+def recommendation(T: AttentionTensor, found: TokenMap) -> str:
+    """The rule set to try next, as a sentence with its option; nothing if none is recommended."""
+    name = recommended(T, found)
+    if name is None:
+        return ""
+    return f"Which word decided? In benchmarks, --rules {name} ranked the deciding word higher (docs/members.md)."
 
 
 def _percent(share: float) -> str:

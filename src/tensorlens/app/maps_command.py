@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.method_names import check_name
+from tensorlens.app.method_names import check_method_name
 from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName
 from tensorlens.app.printing import print_json
 from tensorlens.errors import InputError
@@ -91,7 +91,7 @@ def maps(
 
 def _check(method: str, on_error: str, out: Path) -> None:
     """Refuse what can be refused before torch is imported."""
-    check_name(method)
+    check_method_name(method)
     options.check_choice("on-error", on_error, ("raise", "skip"))
     if out.is_file():
         raise InputError(f"`--out` must be a folder, which will hold numbered files; {str(out)!r} is a file.")

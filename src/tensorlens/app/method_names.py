@@ -29,10 +29,10 @@ METHOD_NAMES = (
     "gradient.times_input",
     "gradient.integrated",
 )
-"""The keys of `METHODS`, in its order; a test keeps the two alike."""
+"""The keys of `METHODS`; a test compares the two."""
 
 
-def check_name(name: str) -> None:
+def check_method_name(name: str) -> None:
     """Refuse a name that no method has.
 
     Raises:
@@ -50,5 +50,5 @@ def check_name_with_member(name: str) -> None:
     Raises:
         MethodError: There is no such method or member.
     """
-    check_name(split(name)[0])
+    check_method_name(split(name)[0])
     check_member(name)

@@ -8,23 +8,21 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from tensorlens.app.printing import stage
 from tensorlens.errors import InputError
+from tensorlens.recording.conventions import RULE_SETS, Rules
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
-    from tensorlens.recording.conventions import Rules
 
-RULES = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
-"""The members of the family of rules that have a name."""
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
-GATES = ("freeze_gate", "freeze_up", "half", "taylor")
 
 Model = Annotated[
     str,
@@ -35,62 +33,57 @@ Model = Annotated[
 Input = Annotated[str, typer.Argument(metavar="INPUT", help="A text, the path of an image, or - for standard input.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 FinalNorm = Annotated[bool, typer.Option(help="Take the output after the final norm.")]
-Certify = Annotated[bool, typer.Option(help="Measure the certificate and put it beside the map.")]
+Certify = Annotated[bool, typer.Option(help="Measure the certificate and print it beside the map.")]
 TargetName = Annotated[
     str | None,
-    typer.Option(help="The token, id or class to explain; the model's first choice if left out.", show_default=False),
+    typer.Option(help="The token, id or class to explain (default: the model's top prediction).", show_default=False),
 ]
 OtherTarget = Annotated[
-    str | None,
-    typer.Option(help="The other target of a contrast: why the one rather than the other?", show_default=False),
+    str | None, typer.Option(help="Contrast target: explain --target minus this.", show_default=False)
 ]
 MapFile = Annotated[
     Path | None,
     typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False),
 ]
-RunFolder = Annotated[
-    Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)
-]
-NumberOfProcesses = Annotated[
-    int, typer.Option(help="Processes that share the run on this machine; it takes several to fill a GPU.", min=1)
-]
+RunFolder = Annotated[Path, typer.Option(help="Output folder. An existing run in it is resumed.", show_default=False)]
+NumberOfProcesses = Annotated[int, typer.Option(help="Number of worker processes on this machine.", min=1)]
 
 
 def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, show_default=False)
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel="Model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model is loaded and by which rules it is held; a command takes it as one parameter, see `with_records`.
+    """How a model is loaded, and under which rules; a command takes it as one parameter, see `with_records`.
 
     Attributes:
         device: Where it runs; the accelerator that torch finds, or the CPU, if None.
         dtype: Type of its weights; float32 if None.
         attention: Backend of attention; transformers' choice if None.
-        rules: A name in `RULES`.
-        gate: What is held in gated feed-forwards; what the rules say if None.
+        rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them.
         trust_remote_code: Whether code that comes with the model may run.
     """
 
-    device: Annotated[str | None, _option("cpu, cuda:0, mps, …; the accelerator if there is one.")] = None
+    device: Annotated[str | None, _option("cpu, cuda:0, mps, … (default: the accelerator if there is one).")] = None
     dtype: Annotated[str | None, _option("float32 (default), float64, bfloat16, float16, auto.")] = None
-    attention: Annotated[str | None, _option("eager or sdpa; transformers' choice if left out.", "--attention")] = None
-    rules: Annotated[str, _option("paper (default), cp_lrp, half_gate, attn_lrp, jacobian.")] = "paper"
-    gate: Annotated[str | None, _option("Gated feed-forwards: freeze_gate (default), freeze_up, half.")] = None
+    attention: Annotated[str | None, _option("eager or sdpa (default: transformers' choice).", "--attention")] = None
+    rules: Annotated[
+        str,
+        _option(
+            f"Rule set, which decides what is kept fixed: {RULE_SETS[0]} (default), {', '.join(RULE_SETS[1:])}; "
+            "or pairs such as gate=half,attention=hold."
+        ),
+    ] = RULE_SETS[0]
     trust_remote_code: Annotated[bool, _option("Run code that comes with the model.", "--trust-remote-code")] = False
 
     def check(self, model: str) -> None:
-        """Refuse a name that is no model, or rules that do not exist, before torch is imported or a file is read."""
+        """Refuse an unknown model, type or rule set before torch is imported or a file is read."""
         from tensorlens.models.resolving import check_model_name, is_hub_id
 
-        for option, known, given in (
-            ("rules", RULES, self.rules),
-            ("dtype", DTYPES, self.dtype),
-            ("gate", GATES, self.gate),
-        ):
-            if given is not None:
-                check_choice(option, given, known)
+        Rules.of(self.rules)
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, DTYPES)
         check_model_name(model)
         if is_hub_id(model):
             from tensorlens.models.resolving import ask_hub
@@ -100,34 +93,20 @@ class ModelOptions:
     def lens(self, model: str, *, final_norm: bool = True, device: str | None = None) -> Lens:
         """Load `model`; `device` is where it goes if no other was asked for."""
         self.check(model)
+        stage(f"Loading {model}")
         from tensorlens.lens import load
 
         return load(model, **self.loading(final_norm=final_norm, device=device))
 
     def loading(self, *, final_norm: bool = True, device: str | None = None) -> dict[str, Any]:
         """What `load` takes besides the name."""
-        rules = rules_named(self.rules)
-        rules = rules if self.gate is None else replace(rules, gate=self.gate)  # type: ignore[arg-type]  # checked by it
         return {
             "device": self.device or device,
             "dtype": self.dtype,
             "attention": self.attention,
-            "rules": replace(rules, include_final_norm=final_norm),
+            "rules": Rules.of(self.rules, include_final_norm=final_norm),
             "trust_remote_code": self.trust_remote_code,
         }
-
-
-def rules_named(name: str) -> Rules:
-    """The rules called `name`, by the constructor of that name.
-
-    Raises:
-        InputError: There are none of that name.
-    """
-    from tensorlens.recording.conventions import Rules
-
-    if name not in RULES:
-        raise InputError(f"There are no rules {name!r}; available: {', '.join(RULES)}.")
-    return getattr(Rules, name)()
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -174,13 +153,13 @@ def read_input(value: str, *, images: bool = True) -> str:
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
         raise InputError(
-            f"There is no image at {text!r}. Check the path; a text with such an ending can be given through -."
+            f"There is no image at {text!r}. Check the path; to pass it as a text, pipe it in and give - as INPUT."
         )
     return text
 
 
 def check_choice(option: str, given: str, known: Sequence[str]) -> None:
-    """Refuse what is none of the values that an option takes."""
+    """Refuse a value that an option does not take."""
     if given not in known:
         raise InputError(f"`--{option}` must be one of {', '.join(known)}; got {given!r}.")
 
@@ -199,11 +178,11 @@ def numbers(text: str, kind: Callable[[str], Any], option: str, example: str) ->
 
 
 def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse data that are not there, before a model is loaded.
+    """Refuse data that do not exist, before a model is loaded.
 
     Args:
         path: What `--data` names.
-        suffixes: Of files; another name may be the id of a data set. Without any, a folder is expected.
+        suffixes: Suffixes of files; any other name may be the id of a data set. Without any, a folder is expected.
     """
     place = Path(path).expanduser()
     if not suffixes and not place.is_dir():
@@ -245,7 +224,7 @@ def head_choice(choices: list[str] | None) -> dict[int, list[int]]:
 def target_of(target: str | None, against: str | None) -> Any:
     """A target, or a pair for a contrast. A number is an id or class index."""
     if against is not None and target is None:
-        raise InputError("`--against` names the other target of a contrast; give the first with `--target`.")
+        raise InputError("`--against` is the contrast target; give the first with `--target`.")
     if against is not None and target == against:
         raise InputError(f"The two targets of a contrast must differ; both are {target!r}.")
     values = [int(value) if value is not None and value.lstrip("-").isdigit() else value for value in (target, against)]

@@ -1,7 +1,8 @@
-"""What commands print: strict JSON for scripts, tables for people."""
+"""What commands print: strict JSON for scripts, tables for people, and stages while a model works."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -13,8 +14,14 @@ from rich.text import Text
 from tensorlens.strict_json import to_json
 
 
+def stage(name: str) -> None:
+    """Say on standard error what is being done now; of several processes, the first one says it."""
+    if os.environ.get("RANK", "0") == "0":
+        typer.secho(f"{name} …", err=True, dim=True)
+
+
 def print_json(content: Any) -> None:
-    """Print JSON that every reader takes: what is no number (NaN, infinity) is null."""
+    """Print JSON that every reader takes: NaN and infinity become null."""
     typer.echo(to_json(content))
 
 

@@ -28,7 +28,7 @@ from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
 from tensorlens.records import Index, Record, Writer
 from tensorlens.views.captions import caption_lines
-from tensorlens.views.inside_page import inside_page
+from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table
 
 if TYPE_CHECKING:

@@ -248,7 +248,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         def figure(path: Path, kind: str) -> None:
             from tensorlens.views import figures
 
-            figures.write(self.view(), path, kind)
+            figures.write_figure(self.view(), path, kind)
 
         drawn = {suffix: partial(figure, kind=suffix.removeprefix(".")) for suffix in FIGURES}
         data = super()._writers()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 from tensorlens.errors import InputError
 
@@ -11,6 +11,9 @@ Attention = Literal["hold", "half", "taylor"]
 Gate = Literal["freeze_gate", "freeze_up", "half", "taylor"]
 Norm = Literal["hold", "taylor"]
 Activation = Literal["gain", "taylor"]
+
+RULE_SETS = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
+"""The rule sets that have a name, each a constructor of `Rules`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,36 @@ class Rules:
             activation="taylor",
             include_final_norm=include_final_norm,
         )
+
+    @classmethod
+    def of(cls, rules: str | Rules | None, *, include_final_norm: bool = True) -> Rules:
+        """Rules from their name, from ``key=value`` pairs, or from both: ``"attn_lrp,gate=freeze_up"``.
+
+        Args:
+            rules: A name in `RULE_SETS`, pairs such as ``"gate=half,attention=hold"`` that change the default, `Rules`
+                (returned as they are), or None for the default.
+            include_final_norm: Which output state a name or pairs stand for.
+
+        Raises:
+            InputError: there is no such rule set, or no such choice in it.
+        """
+        if rules is None or isinstance(rules, Rules):
+            return rules or cls(include_final_norm=include_final_norm)
+        if not isinstance(rules, str):
+            raise InputError(f"`rules` must be a rule set by name or a `tensorlens.Rules`; got {rules!r:.60}.")
+        first, *others = (part.strip() for part in rules.split(","))
+        name, pairs = ("paper", [first, *others]) if "=" in first else (first, others)
+        if name not in RULE_SETS:
+            raise InputError(
+                f"There is no rule set {name!r}. Choose {', '.join(RULE_SETS)}, or give pairs such as "
+                "gate=half,attention=hold."
+            )
+        choices: dict[str, Any] = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+        known = [one.name for one in fields(cls) if one.name != "include_final_norm"]
+        unknown = next((key for key in choices if key not in known), None)
+        if unknown is not None:
+            raise InputError(f"Rules have no choice {unknown!r}. Choose among {', '.join(known)}, as in gate=half.")
+        return replace(getattr(cls, name)(include_final_norm=include_final_norm), **choices)
 
     @property
     def name(self) -> str | None:

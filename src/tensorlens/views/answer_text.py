@@ -12,12 +12,12 @@ import numpy as np
 Spans = Sequence[tuple[int, int] | None]
 
 _LARGEST = 1e300
-"""No target is larger; what a file says may be, and more than a float holds."""
+"""No target is larger; a number in a file may be, even larger than a float can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerText:
-    """What the page of an answer shows as text. Each piece knows the input and the output that it is, or None.
+    """What the page of an answer shows as text. Each piece has the number of its input and output, or None.
 
     Attributes:
         prompt: Pieces of the prompt: text and input.
@@ -35,14 +35,14 @@ class AnswerText:
 
 
 def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.ndarray) -> AnswerText | None:
-    """The text of an answer, of what its map says of itself; None for a map that is of no answer, or says it wrongly.
+    """The text of an answer, from the `meta` of its map; None if the map is not of an answer, or the text is damaged.
 
     Args:
         meta: `text` is prompt and answer, `offsets` where each input stands in it, `answer` the answer, `answer_parts`
             where each output stands in that.
         n_out: How many outputs.
         n_in: How many inputs.
-        bias_share: One for each output.
+        bias_share: Bias share of each output.
     """
     text, answer, against = (meta.get(name) for name in ("text", "answer", "against"))
     if not isinstance(text, str) or not isinstance(answer, str) or not answer or not text.endswith(answer):

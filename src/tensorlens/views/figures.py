@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.views.glyphs import drawable, families, text_width
-from tensorlens.views.labels import shorten, visible
+from tensorlens.views.labels import drawable, font_families, shorten, text_width, visible
 from tensorlens.views.record import MapView, limit_of, palette
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def figure_of(view: MapView) -> Figure:
     return heat_map(view)
 
 
-def write(view: MapView, path: Path, kind: str) -> None:
+def write_figure(view: MapView, path: Path, kind: str) -> None:
     """Write `figure_of(view)` as "png", "svg" or "pdf"; the same map gives the same bytes."""
     figure = figure_of(view)
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
@@ -215,7 +214,7 @@ def _label_axis(axis: Any, tokens: tuple[str, ...], size: float) -> None:
         axis.set_ticks(np.arange(0, len(tokens), step) + 0.5, [str(k) for k in range(0, len(tokens), step)])
         return
     labels = [_label(token) for token in tokens]
-    axis.set_ticks(np.arange(len(tokens)) + 0.5, labels, fontsize=size, family=families(), parse_math=False)
+    axis.set_ticks(np.arange(len(tokens)) + 0.5, labels, fontsize=size, family=font_families(), parse_math=False)
 
 
 def _label(token: str) -> str:
@@ -249,7 +248,7 @@ def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any, *
     axes.add_patch(FancyBboxPatch((x, y), width, _LINE - 0.03, boxstyle=rounded, **face))
     red, green, blue = (part**2.2 for part in to_rgb(colour))
     ink = "#111418" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#ffffff"
-    style = {"fontsize": _TEXT_SIZE, "family": families(), "color": ink, "parse_math": False}
+    style = {"fontsize": _TEXT_SIZE, "family": font_families(), "color": ink, "parse_math": False}
     axes.text(x + 0.015, y + 0.13, text, **style)
 
 
@@ -258,7 +257,12 @@ def _add_heading(figure: Figure, view: MapView) -> None:
     width, height = figure.get_size_inches()
     text = drawable(visible(view.heading)).strip()
     text = shorten(text, 160)
-    style = {"fontsize": _fitting(text, _LABEL_SIZE, width), "family": families(), "color": _INK, "parse_math": False}
+    style = {
+        "fontsize": _fitting(text, _LABEL_SIZE, width),
+        "family": font_families(),
+        "color": _INK,
+        "parse_math": False,
+    }
     figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **style)
 
 
@@ -274,7 +278,7 @@ def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: floa
     width, height = figure.get_size_inches()
     names = ", ".join(_label(view.in_tokens[j]) for j in view.set_aside[:3])
     numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.set_aside[:3])
-    style = {"fontsize": _LABEL_SIZE - 0.5, "family": families(), "color": _MUTED, "parse_math": False}
+    style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
     figure.text(left / width, 0.13 / height, f"set aside: {names}{numbers}", va="top", **style)
     if row is not None:
         bar = figure.add_axes((left / width, 0.2 / height, max(width - left - _MARGIN, 0.1) / width, 0.065 / height))

@@ -1,4 +1,4 @@
-"""Token text made safe to look at, the same for the terminal and for figures.
+"""Labels: token text made safe to look at, and which characters matplotlib can draw.
 
 A token is shown, never obeyed: control characters, direction overrides and lone surrogates
 become visible escapes. The page does the same in `static/labels.js`.
@@ -7,10 +7,31 @@ become visible escapes. The page does the same in `static/labels.js`.
 from __future__ import annotations
 
 import unicodedata
+from functools import cache
+from typing import Any
 
 _NAMED = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
 _JOINERS = "\u200c\u200d"
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_DOTS = 300
+# Outline fonts by the scripts they add, as found on Linux, macOS and Windows; colour emoji fonts cannot be drawn.
+_WANTED = (
+    "DejaVu Sans",
+    "Noto Sans",
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans Arabic",
+    "Noto Sans Hebrew",
+    "Noto Sans Devanagari",
+    "Noto Sans Thai",
+    "Noto Emoji",
+    "Arial Unicode MS",
+    "Hiragino Sans",
+    "PingFang SC",
+    "Microsoft YaHei",
+    "Malgun Gothic",
+    "Segoe UI Symbol",
+)
 
 
 def visible(token: str) -> str:
@@ -29,7 +50,7 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
-def escape(character: str) -> str:
+def spelled(character: str) -> str:
     r"""A character as `\xNN`, `\uNNNN` or `\UNNNNNNNN`."""
     code = ord(character)
     if code < 0x100:
@@ -42,4 +63,49 @@ def _visible_character(character: str) -> str:
         return _NAMED[character]
     if character in _JOINERS or unicodedata.category(character) not in _HIDDEN:
         return character
-    return escape(character)
+    return spelled(character)
+
+
+# In figures -----------------------------------------------------------------------------------------------------------
+
+
+def drawable(text: str) -> str:
+    r"""The text with each character that no font at hand can draw spelled out as `\uNNNN`."""
+    known = _characters()
+    return "".join(character if ord(character) in known else spelled(character) for character in text)
+
+
+@cache
+def font_families() -> list[str]:
+    """The installed fonts to draw labels with, in order of preference."""
+    from matplotlib.font_manager import fontManager
+
+    installed = {font.name for font in fontManager.ttflist}
+    return [name for name in _WANTED if name in installed]
+
+
+@cache
+def _characters() -> frozenset[int]:
+    from matplotlib.font_manager import FontProperties, fontManager, get_font
+
+    known: set[int] = set()
+    for name in font_families():
+        path = fontManager.findfont(FontProperties(family=[name]), fallback_to_default=False)
+        known |= get_font(path).get_charmap().keys()
+    return frozenset(known)
+
+
+def text_width(text: str, size: float) -> float:
+    """Width in inches of a line of text at `size` points."""
+    from matplotlib.font_manager import FontProperties
+
+    font = FontProperties(family=font_families(), size=size)
+    width, _, _ = _renderer().get_text_width_height_descent(text, font, ismath=False)
+    return width / _DOTS
+
+
+@cache
+def _renderer() -> Any:
+    from matplotlib.backends.backend_agg import RendererAgg
+
+    return RendererAgg(1, 1, _DOTS)

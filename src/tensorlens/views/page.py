@@ -1,4 +1,4 @@
-"""Maps as HTML: a fragment for notebooks, a complete page that opens from disk without a network.
+"""Maps, and the inside of a model, as HTML: a fragment for notebooks, or a page that opens from disk without a network.
 
 The component is plain JavaScript in `static/`. Data travels as JSON in a script tag that is never
 run, and reaches the screen as text only: no label can become markup. The page also forbids, by its
@@ -41,6 +41,7 @@ _SCRIPTS = (
     "answer",
     "lens",
 )
+_INSIDE_SCRIPTS = ("labels", "colours", "shade", "graph", "inside")
 _EXACT_UP_TO = 512
 _FALLBACK_TOKENS = 12
 
@@ -75,12 +76,30 @@ def document(parts: Sequence[str], title: str, script: str) -> str:
     )
 
 
+def inside_page(data: dict[str, Any], title: str) -> str:
+    """A complete HTML document of the inside of a model at one input, from what `Inside.payload` gives."""
+    start = "for (const host of document.querySelectorAll('[data-tensorlens=inside]')) mountInside(host);"
+    place = host("inside", f"<p><strong>{as_text(title)}</strong></p>", data)
+    return document([place], title, isolated(inside_component(), start))
+
+
 @cache
 def component() -> str:
     """The component's JavaScript: defines `mount(host, data)` and `mountWaiting(root)` in the scope it is put into."""
-    style = as_json(static_file("component.css"))
-    constants = f"const PALETTES = {static_file('palettes.json')};\nconst STYLE = {style};"
-    return "\n".join([constants, *(static_file(f"{name}.js") for name in (*_SCRIPTS, "mount"))])
+    return _script((*_SCRIPTS, "mount"), STYLE="component.css")
+
+
+@cache
+def inside_component() -> str:
+    """The JavaScript: defines `Inside` and `mountInside(host)` in the scope it is put into."""
+    return _script(_INSIDE_SCRIPTS, STYLE="component.css", INSIDE_STYLE="inside.css")
+
+
+def _script(names: Sequence[str], **styles: str) -> str:
+    """Files of JavaScript, one after the other, with the palettes and the styles as constants before them."""
+    constants = [f"const {name} = {as_json(static_file(file))};" for name, file in styles.items()]
+    scripts = [static_file(f"{name}.js") for name in names]
+    return "\n".join([f"const PALETTES = {static_file('palettes.json')};", *constants, *scripts])
 
 
 def payload(view: MapView) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _one_row(view: MapView) -> RenderableType:
 
 
 def _aside(view: MapView) -> RenderableType:
-    """What is out of the colours and in the sum, each with a bar of its own."""
+    """The inputs outside the colour scale, which are still in the sum, each with its own bar."""
     own = replace(
         view,
         scores=view.scores[:, list(view.set_aside)],
@@ -85,7 +85,7 @@ def _aside(view: MapView) -> RenderableType:
         image=None,
     )
     note = Text(
-        "Set aside: in the sum, on a scale of its own. --no-aside, or .set_aside() in Python, puts it back.",
+        "Set aside: in the sum, but outside the colour scale. --no-aside, or .set_aside() in Python, puts it back.",
         style="dim",
     )
     return Padding(Group(_bars(own, range(len(view.set_aside)), view.set_aside), note), (0, 0, 1, 0))

@@ -1,4 +1,4 @@
-"""What was named at start and nothing else: models, saved maps, reports. Paths come from the command line only."""
+"""`Library`: the models, saved maps and reports named at start. Paths come from the command line only."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Library:
     Models are loaded when first asked for, in the worker's thread, and stay.
 
     Attributes:
-        names: Of the models.
-        load: From a name to a lens.
+        names: Names of the models.
+        load: Makes a lens from a name.
         maps: Saved maps with their titles.
         reports: Pages of studies.
-        opened: Lenses of the models that were loaded.
+        opened: Lenses of the models loaded so far.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Library:
             known = ", ".join(self.names) or "none"
             raise InputError(
                 f"Expected a model that the explorer was started with ({known}), got {name[:80]!r}. "
-                "Start it again with that model's name to look at it."
+                "Start the explorer again with that model's name."
             )
         if name not in self.opened:
             self.opened[name] = self.load(name)
@@ -81,7 +81,7 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Libra
     return Library(names=tuple(dict.fromkeys(names)), load=load, maps=tuple(maps), reports=tuple(reports))
 
 
-def kind_of(lens: Lens) -> str:
+def input_kind(lens: Lens) -> str:
     """What a model takes: ``text`` or ``image``."""
     if tokenizer_of(lens.processor) is None and "pixel_values" in forward_parameters(lens.model):
         return "image"

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+"""What this machine calls itself; on these addresses no token is needed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Bounds that keep one request from taking the machine.
 
     Attributes:
-        characters: Of a text.
-        tokens: Of a text, once it is tokens.
-        json_bytes: Of the body of a question.
-        image_bytes: Of an uploaded file.
-        image_pixels: Of a picture, once it is decoded.
-        images: Uploaded pictures kept.
-        waiting: Questions in the queue; the next one is refused.
+        characters: Length of a text.
+        tokens: Length of a text in tokens.
+        json_bytes: Size of the body of a question.
+        image_bytes: Size of an uploaded file.
+        image_pixels: Size of a decoded picture.
+        images: Number of uploaded pictures kept.
+        waiting: Length of the queue; the next question is refused.
         connections: Open sockets; beyond it, the one that has waited longest without a request is closed.
-        header_seconds: For the head of a request to arrive.
-        seconds: For one question, from its start.
-        upload_seconds: For a body to arrive.
-        body_bytes: Of all bodies that are arriving at a time.
-        conversions: Files made or pictures decoded at a time.
-        tensors: Model passes kept.
-        tensor_bytes: Memory of all of them; the newest is kept in any case.
+        header_seconds: Time for the head of a request to arrive.
+        seconds: Time for one question, from its start.
+        upload_seconds: Time for a body to arrive.
+        body_bytes: Size of all bodies that are arriving at the same time.
+        conversions: Files being made and pictures being decoded at the same time.
+        tensors: Number of model passes kept.
+        tensor_bytes: Memory of all kept passes; the newest is kept in any case.
         result_bytes: Memory of the maps kept for download.
     """
 

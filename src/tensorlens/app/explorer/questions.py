@@ -1,160 +1,204 @@
-"""What may be asked: JSON from a stranger, made into a checked `Ask`. Nothing here is or becomes a path."""
+"""What may be asked: JSON and pictures from a stranger, checked. Nothing here is a path, or becomes one.
+
+Each question is a `msgspec` record with the fields that the page sends; `read_question` refuses everything else.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+import warnings
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.options import RULES
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, missing_extra
 from tensorlens.maps.methods import METHODS
 from tensorlens.models.plain_text import check_unicode
+from tensorlens.recording.conventions import Rules
 
-Pick = str | int
+Whole = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
+"""A whole number that a position or an id can be; larger ones overflow further in."""
+Pick = Annotated[str, Meta(min_length=1, max_length=200)] | Whole
+"""A token or class by its name, or by its number."""
+Heads = Annotated[dict[Whole, Annotated[list[Whole], Meta(max_length=1000)]], Meta(max_length=1000)]
+
+LONGEST_SIDE = 1024
+"""Pixels of a picture that is kept; models see a few hundred."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model and its input: what one model pass is kept for.
+class OpenAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to load, one of those named at start; every other question names one too."""
 
-    Attributes:
-        model: One of the names given at start.
-        text: The text, or None.
-        image: The id of an uploaded picture, or None.
-        rules: The member of the family, a name in `RULES`; None for the one that the explorer was started with.
-    """
+    model: str
+
+    def check(self, limits: Limits) -> None:
+        """Refuse what the types alone cannot.
+
+        Raises:
+            InputError: a part is missing, does not exist or is too long.
+        """
+        check_unicode(self.model)
+
+
+class Subject(NamedTuple):
+    """A model and its input: what one model pass is kept for."""
 
     model: str
     text: str | None
     image: str | None
-    rules: str | None = None
+    rules: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
+class Ask(OpenAsk, frozen=True, kw_only=True):
     """A map that someone wants.
 
     Attributes:
-        subject: Model and input.
+        text: The text, or None.
+        image: The id of an uploaded picture, or None.
+        rules: A rule set by name; None for the one that the explorer was started with.
         method: A name in `METHODS`, or None for the one that answers the first question a model raises.
-        out_token: The output, or None for every one.
+        out_token: The output, or None for all of them.
         is_one: Whether None means the one that a reader looks at first instead.
         target: What to explain, or None for the model's own prediction.
-        against: The other one of a contrast, or None.
+        against: The contrast target, or None.
         blocks: First block and the one after the last, or None for all.
         heads: Blocks and their heads, counted from the first block of the model.
         keeps_heads: Whether only those heads are kept, or all but those.
-        at: The output whose predictions are wanted beside the map; no part of the question itself.
+        at: The output whose predictions are wanted beside the map; not a part of the question itself.
     """
 
-    subject: Subject
+    text: str | None = None
+    image: str | None = None
+    rules: str | None = None
     method: str | None = None
-    out_token: int | None = None
+    out_token: Whole | None = None
     is_one: bool = False
     target: Pick | None = None
     against: Pick | None = None
-    blocks: tuple[int, int] | None = None
-    heads: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    blocks: tuple[Whole, Whole] | None = None
+    heads: Heads | None = None
     keeps_heads: bool = False
-    at: int | None = None
+    at: Whole | None = None
 
     @property
-    def key(self) -> str:
-        """A name for the answer: the same question has the same one."""
-        return hashlib.sha256(json.dumps(asdict(replace(self, at=None)), sort_keys=True).encode()).hexdigest()[:32]
+    def subject(self) -> Subject:
+        """Model and input."""
+        return Subject(self.model, self.text, self.image, self.rules)
+
+    @property
+    def digest(self) -> str:
+        """A name for the map: the same question has the same one."""
+        return _digest(msgspec.structs.replace(self, at=None))
+
+    def check(self, limits: Limits) -> None:
+        """Refuse an input, a method, rules or a target that cannot be."""
+        super().check(limits)
+        if (self.text is None) == (self.image is None):
+            raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
+        if self.text is not None:
+            _check_text(self.text, limits)
+        if self.rules is not None:
+            Rules.of(self.rules)
+        if self.method is not None and self.method not in METHODS:
+            raise InputError(f"There is no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
+        if self.against is not None and self.target is None:
+            raise InputError("Expected a target with the contrast target, got none. Choose what to explain first.")
+        for pick in (self.target, self.against):
+            if isinstance(pick, str):
+                check_unicode(pick)
 
 
-def read_ask(document: Any, limits: Limits) -> Ask:
-    """The question in a JSON document.
+class AblateAsk(Ask, frozen=True, kw_only=True):
+    """The model without one component, for what a map is about."""
+
+    component: Annotated[str, Meta(min_length=1, max_length=100)]
+
+
+class WhyAsk(Ask, frozen=True, kw_only=True):
+    """Why a head looked from one token to another: the pairs that made its attention score."""
+
+    block: Whole
+    head: Whole
+    query: Whole
+    key: Whole
+
+
+class Spoken(NamedTuple):
+    """A model, a prompt and what was said: what one model pass is kept for."""
+
+    model: str
+    prompt: str
+    is_chat: bool
+    answer: str | None
+    max_new_tokens: int
+
+
+class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
+    """What someone wants to know about an answer.
+
+    Attributes:
+        prompt: The text.
+        is_chat: Whether the prompt is what a user says in a chat, to be put into the model's own template.
+        answer: The answer to explain, or None for the model's own.
+        max_new_tokens: How long that may become.
+        against: Contrast answer: the map is of the answer minus this one, all of it in one row.
+        groups: Parts of the prompt.
+        rows: Parts of the answer.
+    """
+
+    prompt: str
+    is_chat: bool = False
+    answer: str | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, le=512)] = 64
+    against: str | None = None
+    groups: Literal["sentences", "words", "lines", "tokens", "turns"] = "sentences"
+    rows: Literal["sentences", "words", "lines", "tokens", "answer"] = "sentences"
+
+    @property
+    def spoken(self) -> Spoken:
+        """Model, prompt and answer."""
+        return Spoken(self.model, self.prompt, self.is_chat, self.answer, self.max_new_tokens)
+
+    @property
+    def digest(self) -> str:
+        """A name for the map: the same question has the same one."""
+        return _digest(self)
+
+    def check(self, limits: Limits) -> None:
+        """Refuse texts that are empty or too long."""
+        super().check(limits)
+        for text in (self.prompt, self.answer, self.against):
+            if text is not None:
+                _check_text(text, limits)
+
+
+AnyQuestion = TypeVar("AnyQuestion", bound=OpenAsk)
+
+
+def read_question(body: bytes, kind: type[AnyQuestion], limits: Limits) -> AnyQuestion:
+    """The question in the body of a request.
 
     Raises:
-        InputError: a part is missing, of the wrong kind or too long.
+        InputError: it is not JSON, or a part is missing, of the wrong kind or too long.
     """
-    subject = read_subject(document, limits)
-    method = document.get("method")
-    if method is not None and (not isinstance(method, str) or method not in METHODS):
-        raise InputError(f"Expected a method by name, got {_brief(method)}. Choose one of {', '.join(METHODS)}.")
-    target, against = (_pick(document, name) for name in ("target", "against"))
-    if against is not None and target is None:
-        raise InputError("Expected a target with the other one of a contrast, got none. Choose what to explain first.")
-    return Ask(
-        subject=subject,
-        method=method,
-        out_token=_number(document, "out_token"),
-        is_one=document.get("is_one") is True,
-        target=target,
-        against=against,
-        blocks=_blocks(document.get("blocks")),
-        heads=_heads(document.get("heads")),
-        keeps_heads=document.get("keeps_heads") is True,
-        at=_number(document, "at"),
-    )
+    try:
+        document = json.loads(body)  # takes half a character, which `check_unicode` answers better than a decoder
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"Expected a JSON document, got something else ({type(error).__name__}).") from error
+    try:
+        found = msgspec.convert(document, kind, str_keys=True)
+    except (msgspec.ValidationError, UnicodeError) as error:  # half a character where a number should be
+        raise InputError(f"This question does not have the right form. {error}.") from None
+    found.check(limits)
+    return found
 
 
-def read_subject(document: Any, limits: Limits) -> Subject:
-    """Model and input in a JSON document."""
-    if not isinstance(document, Mapping):
-        raise InputError(f"Expected a JSON object, got {_brief(document)}. Send names and values.")
-    model, text, image, rules = (document.get(name) for name in ("model", "text", "image", "rules"))
-    for name, value in (("model", model), ("text", text), ("image", image), ("rules", rules)):
-        if value is not None and not isinstance(value, str):
-            raise InputError(f"Expected `{name}` to be text, got {_brief(value)}. Send a string.")
-    if model is None:
-        raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
-    if (text is None) == (image is None):
-        raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
-    if text is not None:
-        check_text(text, limits)
-    if rules is not None and rules not in RULES:
-        raise InputError(f"Expected one of {', '.join(RULES)} as `rules`, got {_brief(rules)}. Choose one on the page.")
-    return Subject(model=model, text=text, image=image, rules=rules)
-
-
-def read_model(document: Any) -> str:
-    """The name of a model that is to be opened."""
-    name = document.get("model") if isinstance(document, Mapping) else None
-    if not isinstance(name, str):
-        raise InputError("Expected the name of a model, got none. Choose one of those on the page.")
-    return name
-
-
-def read_output(document: Any) -> int:
-    """Which output's predictions are wanted; the last if it does not say."""
-    number = _number(document, "out_token")
-    return -1 if number is None else number
-
-
-def read_component(document: Any) -> str:
-    """The name of a component that is to be switched off."""
-    name = document.get("component")
-    if not isinstance(name, str) or not 0 < len(name) <= 100:
-        raise InputError(f"Expected a component by name, got {_brief(name)}. Choose one in the picture.")
-    return name
-
-
-class Score(NamedTuple):
-    """One attention score: of which head, from which token to which."""
-
-    block: int
-    head: int
-    query: int
-    key: int
-
-
-def read_score(document: Any) -> Score:
-    """The score that is to be explained."""
-    found = [_number(document, name) for name in Score._fields]
-    if None in found:
-        raise InputError(f"Expected the numbers {', '.join(Score._fields)}, got {found}. Choose a head in the picture.")
-    return Score(*(number for number in found if number is not None))
-
-
-def check_text(text: str, limits: Limits) -> None:
-    """Refuse a text that holds nothing, is too long or is no Unicode."""
+def _check_text(text: str, limits: Limits) -> None:
     if not text.strip():
         raise InputError("Expected some text, got none. Type a sentence.")
     if len(text) > limits.characters:
@@ -162,52 +206,40 @@ def check_text(text: str, limits: Limits) -> None:
     check_unicode(text)
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether it is a whole number that a position or an id can be; others overflow further in."""
-    return type(value) is int and abs(value) < 2**31
+def _digest(question: OpenAsk) -> str:
+    text = msgspec.json.encode([type(question).__name__, question])
+    return hashlib.sha256(text).hexdigest()[:32]
 
 
-def _number(document: Mapping[str, Any], name: str) -> int | None:
-    value = document.get(name)
-    if value is not None and not _is_whole(value):
-        raise InputError(f"Expected `{name}` to be a whole number or null, got {_brief(value)}. Send a position.")
-    return value
+def read_picture(data: bytes, limits: Limits) -> Any:
+    """Decode an uploaded picture, upright and in RGB, and make it small.
 
-
-def _pick(document: Mapping[str, Any], name: str) -> Pick | None:
-    value = document.get(name)
-    if isinstance(value, str) and 0 < len(value) <= 200:
-        check_unicode(value)
-        return value
-    if value is None or _is_whole(value):
-        return value
-    raise InputError(f"Expected `{name}` to be a token, a class or its number, got {_brief(value)}. Choose one.")
-
-
-def _blocks(value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value)):
-        return value[0], value[1]
-    raise InputError(f"Expected `blocks` to be two whole numbers such as [3, 9], got {_brief(value)}. Send a range.")
-
-
-def _heads(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    if value is None:
-        return ()
+    Raises:
+        InputError: not a picture, damaged, or one with more pixels than the limit; sizes are read before pixels are.
+    """
     try:
-        if len(value) > 1_000 or any(len(heads) > 1_000 for heads in value.values()):
-            raise ValueError("too many")
-        found = {int(block): tuple(sorted(set(heads))) for block, heads in value.items()}
-        if not all(_is_whole(number) for block, heads in found.items() for number in (block, *heads)):
-            raise ValueError("not whole")
-    except (AttributeError, TypeError, ValueError):
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise missing_extra("Dropping an image", "pillow", "explore") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of large pictures; our own limit is lower, and refuses
+            opened = Image.open(io.BytesIO(data), formats=_FORMATS)
+        width, height = opened.size
+        if width * height > limits.image_pixels:
+            raise InputError(
+                f"Expected a picture of at most {limits.image_pixels:,} pixels, got {width} × {height}. Shrink it."
+            )
+        if width < 1 or height < 1:
+            raise InputError("Expected a picture with pixels, got an empty one. Choose another file.")
+        opened.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
+        picture = ImageOps.exif_transpose(opened).convert("RGB")
+        picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        return picture
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001  decoders raise whatever a hostile file provokes
         raise InputError(
-            f'Expected `heads` as blocks and their heads such as {{"3": [0, 2]}}, got {_brief(value)}. Send an object.'
-        ) from None
-    return tuple(sorted(found.items()))
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+            f"Expected a PNG, JPEG, WebP, GIF or BMP picture, got a file that cannot be read ({type(error).__name__}). "
+            "Choose another file."
+        ) from error

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tensorlens.__about__ import __version__
-from tensorlens.app.explorer.answer_questions import read_answer_ask
 from tensorlens.app.explorer.answers import Answers, facts
-from tensorlens.app.explorer.explained import ExplainedAnswers
-from tensorlens.app.explorer.guard import Access, Guard, StrictJson
-from tensorlens.app.explorer.jobs import Busy, Job, Work, Worker
-from tensorlens.app.explorer.library import Library, kind_of
+from tensorlens.app.explorer.doors import Access, Guard, StrictJson
+from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
+from tensorlens.app.explorer.kept import Recent
+from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import (
-    read_ask,
-    read_component,
-    read_model,
-    read_output,
-    read_score,
-    read_subject,
-)
-from tensorlens.app.explorer.recent import Recent
-from tensorlens.app.options import RULES
+from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, WhyAsk, read_question
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.strict_json import to_json
 from tensorlens.views.captions import is_of_tensor
-from tensorlens.views.inside_page import inside_component
-from tensorlens.views.page import component, isolated, payload
+from tensorlens.views.page import component, inside_component, isolated, payload
 
 STATIC = Path(__file__).parent / "static"
 _SHARED = "mount, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
@@ -65,11 +53,12 @@ _QUESTIONS = {
 }
 """What a method answers, as a newcomer would ask it; baselines and controls keep their names."""
 _DOWNLOADS = (".html", ".png", ".svg", ".json", ".csv", ".safetensors")
-# A report brings its own scripts and styles; sandboxed, it is a stranger to this server.
+# A report brings its own scripts and styles; in a sandbox, it cannot reach this server.
 _REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 )
 _HEARTBEAT = 0.5
+_MODEL_SECONDS = 3600.0  # for the first model, which may have to be downloaded
 
 
 class TooLarge(InputError):
@@ -94,16 +83,9 @@ class _Explorer:
         self.library, self.limits = library, limits
         self.worker = Worker(limits.waiting)
         self.answers = Answers(library, limits)
-        self.explained = ExplainedAnswers(self.answers)
-        self.worker.on_stuck = self.forget
         self.conversions = asyncio.Semaphore(limits.conversions)
         self.files: Recent[str, bytes] = Recent(16, 64 * 2**20)
-        self.arriving = 0  # bytes of bodies that are not whole yet
-
-    def forget(self) -> None:
-        """Let go of what a thread that was given up may have left half done."""
-        self.answers.forget()
-        self.explained.forget()
+        self.arriving = 0  # bytes of bodies that are not complete yet
 
     def app(self, access: Access) -> Starlette:
         routes = [
@@ -112,7 +94,13 @@ class _Explorer:
             Route("/component.js", self.component),
             Route("/inside.js", self.inside_component),
             Route("/api/start", self.start),
-            *(self._question(name, read) for name, read in self._questions().items()),
+            self._question("open", OpenAsk),
+            self._question("map", Ask),
+            self._question("answer", AnswerAsk),
+            self._question("predictions", Ask),
+            self._question("inside", Ask),
+            self._question("ablate", AblateAsk),
+            self._question("why", WhyAsk),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -131,8 +119,8 @@ class _Explorer:
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Load the first model while the browser opens; stop the worker at the end."""
         if self.library.names:
-            first = self.library.names[0]
-            self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=3600.0))
+            first = OpenAsk(model=self.library.names[0])
+            self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=_MODEL_SECONDS))
         yield
         await run_in_threadpool(self.worker.close)
 
@@ -154,24 +142,23 @@ class _Explorer:
 
     async def start(self, request: Request) -> Response:
         """What there is to choose from."""
-        opened = self.library.opened
+        names, opened = self.library.names, self.library.opened
+        methods = [
+            {
+                "name": name,
+                "title": _QUESTIONS.get(name, name),
+                "summary": method.summary,
+                "takes_target": method.takes_target,
+                "is_of_tensor": is_of_tensor(name),
+            }
+            for name, method in METHODS.items()
+        ]
         return StrictJson(
             {
                 "version": __version__,
-                "models": [
-                    {"name": n, "kind": kind_of(opened[n]) if n in opened else None} for n in self.library.names
-                ],
-                "methods": [
-                    {
-                        "name": name,
-                        "title": _QUESTIONS.get(name, name),
-                        "summary": method.summary,
-                        "takes_target": method.takes_target,
-                        "is_of_tensor": is_of_tensor(name),
-                    }
-                    for name, method in METHODS.items()
-                ],
-                "members": list(RULES),
+                "models": [{"name": n, "kind": input_kind(opened[n]) if n in opened else None} for n in names],
+                "methods": methods,
+                "rules": list(RULE_SETS),
                 "maps": [title for title, _ in self.library.maps],
                 "reports": [report.title for report in self.library.reports],
                 "limits": asdict(self.limits),
@@ -180,28 +167,15 @@ class _Explorer:
 
     # Questions --------------------------------------------------------------------------------------------------------
 
-    def _questions(self) -> dict[str, Callable[[Any], Work]]:
-        """By address, from the document of a question to the work that answers it."""
-        answers, limits = self.answers, self.limits
-        return {
-            "open": lambda asked: partial(answers.open_model, name=read_model(asked)),
-            "map": lambda asked: partial(answers.map, ask=read_ask(asked, limits)),
-            "answer": lambda asked: partial(self.explained.explain, ask=read_answer_ask(asked, limits)),
-            "predictions": lambda asked: partial(
-                answers.predict, subject=read_subject(asked, limits), out_token=read_output(asked)
-            ),
-            "inside": lambda asked: partial(answers.inside, ask=read_ask(asked, limits)),
-            "ablate": lambda asked: partial(
-                answers.ablate, ask=read_ask(asked, limits), component=read_component(asked)
-            ),
-            "why": lambda asked: partial(answers.why, ask=read_ask(asked, limits), score=read_score(asked)),
-        }
-
-    def _question(self, name: str, read: Callable[[Any], Work]) -> Route:
+    def _question(self, name: str, kind: type[OpenAsk]) -> Route:
         async def ask(request: Request) -> Response:
-            return self._stream(request, read(await self._json(request)))
+            question = read_question(await self._body(request, self.limits.json_bytes), kind, self.limits)
+            return self._stream(request, partial(self._work(name), ask=question))
 
         return Route(f"/api/{name}", ask, methods=["POST"])
+
+    def _work(self, name: str) -> Callable[..., Event]:
+        return getattr(self.answers, {"open": "open_model", "predictions": "predict"}.get(name, name))
 
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)
@@ -244,36 +218,8 @@ class _Explorer:
             return self.library.maps[_number(number)][1]
         found = self.answers.results.get(name)
         if found is None:
-            raise InputError("This map is no longer kept by the server. Ask for it again, then save it.")
+            raise InputError("The server no longer has this map. Ask for it again, then save it.")
         return found
-
-    # Bodies and streams -----------------------------------------------------------------------------------------------
-
-    async def _json(self, request: Request) -> Any:
-        body = await self._body(request, self.limits.json_bytes)
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"Expected a JSON document, got something else ({type(error).__name__}).") from error
-
-    async def _body(self, request: Request, most: int) -> bytes:
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.upload_seconds):
-                async for part in request.stream():
-                    body += part
-                    self.arriving += len(part)
-                    if len(body) > most:
-                        raise TooLarge(f"Expected at most {most:,} bytes, got more. Send something smaller.")
-                    if self.arriving > self.limits.body_bytes:
-                        raise Busy("Expected room for one more file, got too many at once. Send it again in a moment.")
-        except TimeoutError:
-            raise InputError(
-                f"Expected the whole request within {self.limits.upload_seconds:g} s, got a part."
-            ) from None
-        finally:
-            self.arriving -= len(body)
-        return bytes(body)
 
     async def _file(self, key: str, found: TokenMap, suffix: str) -> bytes:
         """A map as a file: made once, however many ask for it."""
@@ -283,45 +229,56 @@ class _Explorer:
             self.files.put(key, made, len(made))
         return made
 
-    def _stream(self, request: Request, work: Work) -> Response:
-        """Queue the work and give its news line by line as they come."""
+    # Bodies and streams -----------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request, most: int) -> bytes:
+        """The body of a request, bounded in size and time."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.upload_seconds):
+                async for part in request.stream():
+                    body += part
+                    self.arriving += len(part)
+                    if len(body) > most:
+                        raise TooLarge(f"Expected at most {most:,} bytes, got more. Send something smaller.")
+                    if self.arriving > self.limits.body_bytes:
+                        raise Busy("Too many files are arriving at once. Send it again in a moment.")
+        except TimeoutError:
+            raise InputError(
+                f"Expected the whole request within {self.limits.upload_seconds:g} s, got a part."
+            ) from None
+        finally:
+            self.arriving -= len(body)
+        return bytes(body)
+
+    def _stream(self, request: Request, work: Callable[[Job], Event]) -> Response:
+        """Queue the work, and send its news line by line as it comes."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        client = request.client.host if request.client else ""
-        job = Job(work, seconds=self.limits.seconds, notify=lambda: _wake(loop, news), client=client)
+
+        def notify() -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped
+                loop.call_soon_threadsafe(news.set)
+
+        job = Job(work, seconds=self.limits.seconds, notify=notify)
         self.worker.submit(job)
         return StreamingResponse(self._lines(request, job, news), media_type="application/x-ndjson")
 
     async def _lines(self, request: Request, job: Job, news: asyncio.Event) -> AsyncIterator[str]:
-        """News as lines, with a beat in between; a reader who went away is noticed, and the work stopped."""
+        """News as lines, with a beat in between; when the reader has gone away, the work is stopped."""
         try:
             while not await request.is_disconnected():
                 news.clear()
-                self.worker.rescue()
-                events = job.news()
-                ahead = self.worker.ahead_of(job)
+                ahead, events = self.worker.ahead_of(job), job.news()
                 if not events:
                     events = [{"type": "beat"} if ahead is None else {"type": "waiting", "ahead": ahead}]
                 for event in events:
                     yield to_json(event, ascii_only=True) + "\n"
                 if events[-1]["type"] in ("done", "error"):
                     return
-                await _quietly(asyncio.wait_for(news.wait(), _HEARTBEAT))
-        except ClientDisconnect:
-            return
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), _HEARTBEAT)
         finally:
             job.cancel()
-
-
-async def _quietly(waiting: Any) -> None:
-    try:
-        await waiting
-    except TimeoutError:
-        return
-
-
-def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(news.set)
 
 
 def _number(text: str) -> int:
@@ -347,9 +304,6 @@ def _saved(found: TokenMap, suffix: str) -> bytes:
         return found.save(Path(folder) / f"map{suffix}").read_bytes()
 
 
-def _status(error: Exception) -> int:
-    return 503 if isinstance(error, Busy) else 413 if isinstance(error, TooLarge) else 400
-
-
 async def _explain(request: Request, error: Exception) -> Response:
-    return StrictJson({"type": "error", "message": str(error)}, status_code=_status(error))
+    status = 503 if isinstance(error, Busy) else 413 if isinstance(error, TooLarge) else 400
+    return StrictJson({"type": "error", "message": str(error)}, status_code=status)

@@ -1,4 +1,4 @@
-// Inputs that take no part in the colours: a switch, and a bar of their own. A decoder's first token drowns the others.
+// Inputs that take no part in the colours: a switch, and a bar of their own. A decoder's first token is often many times larger than the others.
 
 class Aside {
   constructor(lens) {

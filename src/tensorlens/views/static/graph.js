@@ -68,7 +68,7 @@ class GraphView {
       const factor = { "+": 1.25, "=": 1.25, "-": 0.8 }[event.key];
       if (factor) this.zoom(factor, canvas.clientWidth / 2, canvas.clientHeight / 2);
     });
-    new ResizeObserver(() => (this.isFitted ? this.draw() : this.fit())).observe(canvas);
+    new ResizeObserver(() => (this.isMoved ? this.draw() : this.fit())).observe(canvas);
   }
 
   move(event) {
@@ -77,6 +77,7 @@ class GraphView {
       if (node) this.say(this.describe(node));
       return;
     }
+    this.isMoved = true;
     this.view.x += event.offsetX - this.drag.x;
     this.view.y += event.offsetY - this.drag.y;
     this.drag = { x: event.offsetX, y: event.offsetY, isMoved: this.drag.isMoved || Math.abs(event.offsetX - this.drag.x) + Math.abs(event.offsetY - this.drag.y) > 2 };
@@ -93,6 +94,7 @@ class GraphView {
     view.x = x - ((x - view.x) * scale) / view.scale;
     view.y = y - ((y - view.y) * scale) / view.scale;
     view.scale = scale;
+    this.isMoved = true;
     this.draw();
   }
 
@@ -106,7 +108,7 @@ class GraphView {
     const scale = Math.min(2, (width - 80) / (right - left || 1), (height - 90) / (bottom - top || 1));
     const stretch = Math.min(4, Math.max(1, (width - 120) / (scale * (right - left || 1))));
     this.view = { scale, stretch, x: width / 2 - (stretch * scale * (left + right)) / 2, y: (height - 40) / 2 - (scale * (top + bottom)) / 2 };
-    this.isFitted = true;
+    this.isMoved = false;
     this.draw();
   }
 

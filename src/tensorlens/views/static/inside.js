@@ -113,7 +113,7 @@ class Inside {
   showAbout(name, one) {
     const parts = [element("h3", { text: name })];
     if (one?.wrote) parts.push(this.text("Wrote at (total effect by token)", one.wrote));
-    if (one?.read) parts.push(this.text("Read from (its effect by the token it took it from)", one.read));
+    if (one?.read) parts.push(this.text("Read from (total effect by the token it attended to)", one.read));
     if (one?.look) parts.push(this.lookNode(one.look));
     if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, of which direct ${formatNumber(one.direct, true)}` }));
     this.about.replaceChildren(...parts);
@@ -280,4 +280,10 @@ class Grid {
       pen.restore();
     });
   }
+}
+
+// Draw what waits as JSON in `host`.
+function mountInside(host) {
+  const data = JSON.parse(host.querySelector('script[type="application/json"]').textContent);
+  host.tensorlens = new Inside(host, data);
 }

@@ -1,4 +1,4 @@
-// Which member of the family to ask: the recommendation for "which word decided", and the way back to the paper's.
+// Which rule set to ask: the recommendation for "which word decided", and the way back to the paper's.
 
 const { element, button } = window.TensorLens;
 const RECOMMENDED = ["half_gate", "attn_lrp"];
@@ -10,16 +10,16 @@ export class Advice {
     this.node = element("div", { class: "card advice", role: "note", "aria-label": "Recommendation", hidden: "" });
   }
 
-  // `recommended` is the member that the server would rather ask, null if there is none.
+  // `recommended` is the rule set that the server recommends, or null.
   offer(recommended, view) {
     const isFollowed = view.method === METHOD && !view.every && RECOMMENDED.includes(view.rules);
     this.node.hidden = !recommended && !isFollowed;
     if (this.node.hidden) return;
     const [text, other, title] = recommended
-      ? [`Which word decided? On known evidence, ${recommended} ranked the deciding word higher.`, recommended, "Show it"]
-      : [`This is ${view.rules}, recommended for the question which word decided.`, "paper", "Show the paper’s"];
-    const turn = button(title, `${title}: the same question by ${other}`, () => this.turn(other));
-    const beside = button("Side by side", `Side by side: the same question by ${other} in a second map`, () => this.beside(other));
+      ? [`Which word decided? In benchmarks with known answers, the rules ${recommended} ranked the deciding word higher.`, recommended, "Show it"]
+      : [`These are the rules ${view.rules}, recommended for asking which word decided.`, "paper", "Show the paper’s"];
+    const turn = button(title, `${title}: the same question under the rules ${other}`, () => this.turn(other));
+    const beside = button("Side by side", `Side by side: the same question under the rules ${other} in a second map`, () => this.beside(other));
     this.node.replaceChildren(element("span", { text }), turn, beside);
   }
 }

@@ -1,4 +1,4 @@
-// The second page: a prompt, what the model says after it, and what of the prompt the answer stands on.
+// The second page: a prompt, what the model says after it, and which parts of the prompt the answer rests on.
 
 import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";
@@ -51,9 +51,9 @@ export class AnswerPanel extends Asking {
 
   build({ models }) {
     const { view } = this;
-    this.prompt = this.area("prompt", "Prompt", "What the model reads…");
-    this.answer = this.area("answer", "Answer", "Left empty, the model answers itself");
-    this.against = this.area("against", "Rather than", "Another answer, for a contrast");
+    this.prompt = this.area("prompt", "Prompt", "Type a prompt");
+    this.answer = this.area("answer", "Answer", "Leave empty to let the model answer");
+    this.against = this.area("against", "Rather than", "A different answer, for a contrast");
     const pick = (label, name, options) => {
       const made = choice(label, options.map(([value, title]) => ({ name: value, title })), (value) => this.change({ [name]: value }));
       made.show(view[name]);
@@ -64,13 +64,13 @@ export class AnswerPanel extends Asking {
     const chat = element("input", { type: "checkbox", "aria-label": "As a chat" });
     chat.checked = view.chat;
     chat.addEventListener("change", () => Object.assign(view, { chat: chat.checked }) && this.onChange());
-    const length = element("input", { type: "number", min: "1", max: "512", value: String(view.length), "aria-label": "Most new tokens" });
+    const length = element("input", { type: "number", min: "1", max: "512", value: String(view.length), "aria-label": "Longest answer, in tokens" });
     length.addEventListener("change", () => Object.assign(view, { length: Math.min(Math.max(Math.round(Number(length.value)) || 1, 1), 512) }) && this.onChange());
     const fields = element("div", { class: "fields" }, [
       pick("Model", "model", models.map(({ name }) => [name, name])),
       pick("Passages", "groups", GROUPS),
       pick("Parts of the answer", "rows", ROWS),
-      field("Most new tokens", length),
+      field("Longest answer, in tokens", length),
       field("As a chat", chat),
     ]);
     const composer = element("div", { class: "composer" }, [field("Prompt", this.prompt, "wide"), element("div", { class: "buttons" }, [this.go])]);

@@ -17,6 +17,7 @@ export class InsidePanel {
 
   // A new map: what is inside has to be asked for anew.
   offer(isThere) {
+    this.asked = null;
     this.node.hidden = !isThere;
     this.opener.hidden = false;
     this.problem.hidden = true;
@@ -25,14 +26,15 @@ export class InsidePanel {
   }
 
   async open() {
-    this.asked = this.question();
+    const mine = (this.asked = this.question());
     this.problem.hidden = true;
     try {
-      const { inside } = await ask("/api/inside", this.asked, { hear: this.say });
+      const { inside } = await ask("/api/inside", mine, { hear: this.say });
+      if (this.asked !== mine) return; // it is of the map before
       this.opener.hidden = true;
       new window.TensorLensInside.Inside(this.host, inside);
     } catch (error) {
-      this.fail(error);
+      if (this.asked === mine) this.fail(error);
     } finally {
       this.rest();
     }

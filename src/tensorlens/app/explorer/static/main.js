@@ -109,12 +109,12 @@ class Explorer {
     }
     this.showPage();
     const linked = fromFragment(location.hash);
-    const { models, methods, members, maps } = this.catalogue;
+    const { models, methods, rules, maps } = this.catalogue;
     const known = (view) => ({
       ...view,
       model: models.some(({ name }) => name === view.model) ? view.model : (models[0]?.name ?? null),
       method: methods.some(({ name }) => name === view.method) ? view.method : FRESH.method,
-      rules: members.includes(view.rules) ? view.rules : null,
+      rules: rules.includes(view.rules) ? view.rules : null,
       isLinked: true,
     });
     const fresh = { ...structuredClone(FRESH), model: models[0]?.name ?? null, text: EXAMPLES[0], saved: models.length || !maps.length ? null : 0 };
@@ -141,7 +141,7 @@ class Explorer {
     await this.openSecond({});
   }
 
-  // The same question by another member of the family, beside the one that asks for it.
+  // The same question under other rules, beside the one that asks for it.
   async putBeside(panel, rules) {
     const other = this.panels.find((one) => one !== panel);
     if (other) other.change({ rules });

@@ -34,17 +34,17 @@ export class Panel extends Asking {
   }
 
   build() {
-    const { models, methods, members } = this.catalogue;
+    const { models, methods, rules } = this.catalogue;
     this.model = choice("Model", models, (name) => this.useModel(name));
     this.method = methodChoice(methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
-    this.member = choice("Rules", [{ name: "", title: "default" }, ...members.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
+    this.rules = choice("Rules", [{ name: "", title: "default" }, ...rules.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
     this.outputs = choice("Outputs", [{ name: "every", title: "every output" }, { name: "one", title: "the selected one" }], (value) => this.change({ every: value === "every" }));
     this.targets = targets((change) => this.pick(change));
     this.blocks = blockRange((change) => this.change({ ...change, heads: inRange(this.view.heads, change.blocks) }));
     this.heads = headGrid((change) => this.change(change));
     this.summary = element("p", { class: "summary" });
     this.more = [group("Blocks", this.blocks.node), group("Heads", this.heads.node), ...this.targets.nodes];
-    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), field("Method", this.method.node), field("Rules", this.member.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, ...this.targets.nodes]);
+    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), field("Method", this.method.node), field("Rules", this.rules.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, ...this.targets.nodes]);
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
     const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), this.buildExamples(), fields]);
     this.ask = card;
@@ -110,7 +110,7 @@ export class Panel extends Asking {
     this.picture.hidden = view.image === null;
     this.model.show(view.model);
     this.method.show(view.method ?? CLASS_METHOD);
-    this.member.show(view.rules ?? "");
+    this.rules.show(view.rules ?? "");
     this.outputs.show(view.every ? "every" : "one");
     const method = this.catalogue.methods.find(({ name }) => name === (view.method ?? CLASS_METHOD));
     this.summary.replaceChildren(element("code", { text: method.name }), ` ${method.summary}`);

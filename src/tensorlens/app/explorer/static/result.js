@@ -14,7 +14,7 @@ export class Result {
     this.copies = element("span", { class: "saves" }, ["Copy as", ...copies.map(([name, act]) => button(name, `Copy as ${name}`, act))]);
     this.saves = element("span", { class: "saves", "aria-label": "Save as" });
     this.facts = element("div", { class: "facts" }, [this.verdict, this.bias, this.origin, element("span", { class: "files" }, [this.copies, this.saves])]);
-    this.age = element("p", { class: "age", text: "The text has changed since. Press Map for its map." });
+    this.age = element("p", { class: "age", text: "The text has changed. Press Map to update the map." });
     this.host = element("div", { class: "host embedded" });
     this.node = element("section", { class: "card result", "aria-label": "Map", hidden: "" }, [this.says, this.facts, this.age, this.host]);
     this.onSelect = onSelect;
@@ -68,7 +68,7 @@ export class Result {
   showBias() {
     const share = this.data.biasShare[this.lens?.cursor.i ?? 0];
     const isKnown = share !== null && share !== undefined;
-    this.bias.replaceChildren("Bias share ", element("b", { text: isKnown ? percent(share) : "not known to this method" }));
+    this.bias.replaceChildren("Bias share ", element("b", { text: isKnown ? percent(share) : "not known for this method" }));
   }
 
   // Files can be had as soon as the map is there; the certificate may take longer.
@@ -91,7 +91,7 @@ export class Result {
     this.verdict.className = `verdict ${state}`;
     this.verdict.textContent = texts[state];
     this.verdict.title = state === "foreign" ? "A baseline or control: the certificate of T says nothing about it" : "Value, linearity, adjoint, completeness and composition, measured at this input";
-    const pass = isKept ? "kept model pass" : "new model pass";
+    const pass = isKept ? "model pass reused" : "new model pass";
     this.origin.textContent = this.seconds === undefined ? "" : `${this.seconds.toFixed(1)} s, ${pass}`;
     this.lens.recaption(caption);
   }

@@ -18,7 +18,7 @@ function headsInRange(view) {
 }
 
 export function asPython(view) {
-  const lines = ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}${view.rules ? `, rules=tl.Rules.${view.rules}()` : ""})`, `T = lens(${literal(view.image ? "picture.png" : view.text)})`];
+  const lines = ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}${view.rules ? `, rules=${literal(view.rules)}` : ""})`, `T = lens(${literal(view.image ? "picture.png" : view.text)})`];
   if (view.blocks) lines.push(`T = T.blocks(${view.blocks.join(", ")})`);
   const heads = headsInRange(view).map(([block, list]) => `${block}: [${list.join(", ")}]`);
   if (heads.length) lines.push(`T = T.without_heads({${heads.join(", ")}})`);

@@ -5,7 +5,7 @@ export const FRESH = {
   text: "",
   image: null,
   saved: null,
-  rules: null, // the member of the family that the explorer was started with
+  rules: null, // null: the rule set that the explorer was started with
   method: null, // the server's choice, until someone chooses
   every: true,
   output: null,

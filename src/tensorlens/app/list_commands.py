@@ -1,4 +1,4 @@
-"""`tensorlens models`."""
+"""`tensorlens models` and `tensorlens methods`: what there is to choose from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorlens.app.printing import print_json, print_table
 
 
 def models(json: Json = False) -> None:
-    """The bundled models: installed, or the line that installs them.
+    """List the bundled models: installed, or the line that installs them.
 
     Example: tensorlens models
     """
@@ -29,8 +29,7 @@ def models(json: Json = False) -> None:
     if json:
         print_json(rows)
         return
-    table = Table("model", "installed", "what it is", "licence", box=None, pad_edge=False, header_style="dim")
-    table.columns[0].no_wrap = True
+    table = _table("model", "installed", "what it is", "licence")
     for row in rows:
         table.add_row(row["name"], "yes" if row["installed"] else "no", row["about"], row["licence"])
     print_table(table)
@@ -40,3 +39,25 @@ def models(json: Json = False) -> None:
     for row in missing:
         typer.echo(f"  {row['name']}: {row['install']}")
     typer.echo("\nAny other model: its folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B.")
+
+
+def methods(json: Json = False) -> None:
+    """List the available map methods.
+
+    Example: tensorlens methods
+    """
+    from tensorlens.maps.methods import METHODS
+
+    if json:
+        print_json({name: method.summary for name, method in METHODS.items()})
+        return
+    table = _table("method", "what it shows")
+    for name, method in METHODS.items():
+        table.add_row(name, method.summary)
+    print_table(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False, header_style="dim")
+    table.columns[0].no_wrap = True
+    return table

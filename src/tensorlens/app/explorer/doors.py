@@ -1,4 +1,4 @@
-"""Who may ask: `Guard`, in front of every route.
+"""The doors: `Guard`, in front of every route, and `BoundedConnection`, in front of every socket.
 
 A page elsewhere on the web can send requests to a server on loopback. It cannot set the Host header to our name
 (which stops DNS rebinding) nor hide its own Origin (which stops forged requests). Beyond loopback a token is needed.
@@ -6,20 +6,26 @@ A page elsewhere on the web can send requests to a server on loopback. It cannot
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tensorlens.app.explorer.limits import LOOPBACK, Limits
 from tensorlens.strict_json import to_json
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 COOKIE = "tensorlens_token"
 _log = logging.getLogger("tensorlens.explorer")
 
@@ -35,6 +41,11 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+# A name or an IPv6 address in brackets, then a port or nothing; "[::1]evil.com" and "localhost:80@evil.com" do not fit.
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,8 @@ class Guard:
             response = self._refusal(scope)
             app = self._app if response is None else response
             await app(scope, receive, safely)
+        except ClientDisconnect:
+            return  # nobody is left to answer
         except Exception as error:
             if safely.has_started:
                 raise
@@ -75,9 +88,11 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self._access.hosts is not None and _name(host) not in self._access.hosts:
-            return _refuse(421, f"Expected a request to {_names(self._access.hosts)}, got one to {host[:80]!r}.")
+        host, hosts = headers.get("host", ""), self._access.hosts
+        name = _name(host)
+        if name is None or hosts is not None and name not in hosts:
+            expected = "a host name" if hosts is None else " or ".join(sorted(hosts))
+            return _refuse(421, f"Expected a request to {expected}, got one to {host[:80]!r}.")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return _refuse(403, f"Expected a request from this page, got one from {origin[:80]!r}.")
@@ -99,7 +114,7 @@ class Guard:
 
 
 class _Sender:
-    """Sends on, with safe headers; knows whether an answer has begun."""
+    """Passes messages on, with safe headers; knows whether an answer has begun."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.has_started = send, False
@@ -114,7 +129,7 @@ class _Sender:
 
 
 class StrictJson(JSONResponse):
-    """JSON in ASCII, so that half a surrogate pair can be sent, and without NaN, which is no JSON."""
+    """JSON in ASCII, so that half a surrogate pair can be sent, and without NaN, which JSON does not have."""
 
     def render(self, content: object) -> bytes:
         """The bytes of the body."""
@@ -123,22 +138,17 @@ class StrictJson(JSONResponse):
 
 def _apology(error: Exception) -> str:
     kind = type(error).__name__
-    return f"The explorer met something it did not expect ({kind}). The server goes on; see its terminal."
+    return f"Something unexpected happened ({kind}). The server is still running; its terminal has the details."
 
 
 def _refuse(status: int, message: str) -> Response:
     return StrictJson({"type": "error", "message": message}, status_code=status)
 
 
-def _name(host: str) -> str:
-    """The host without its port; IPv6 addresses lose their brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
-
-
-def _names(hosts: frozenset[str]) -> str:
-    return " or ".join(sorted(hosts))
+def _name(host: str) -> str | None:
+    """The host without its port and without the brackets of an IPv6 address; None if it does not have that form."""
+    found = _HOST.fullmatch(host)
+    return None if found is None else (found[1] or found[2]).lower()
 
 
 def _bearer(headers: Mapping[str, str]) -> str:
@@ -156,3 +166,77 @@ def _cookie(headers: Mapping[str, str]) -> str:
 
 def _same(shown: str, token: str) -> bool:
     return hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), token.encode())
+
+
+# Sockets --------------------------------------------------------------------------------------------------------------
+
+
+def configuration(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
+    """How uvicorn serves the explorer. Requests in flight are not limited, since they queue; idle sockets are."""
+
+    class Connection(BoundedConnection):
+        bounds = limits
+
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=10,
+        h11_max_incomplete_event_size=64 * 1024,
+        **({"timeout_graceful_shutdown": 3, "log_level": "warning"} | more),
+    )
+
+
+class BoundedConnection(H11Protocol):
+    """HTTP by h11 on a socket that may not wait for ever: half a head is dropped after `Limits.header_seconds`."""
+
+    bounds = Limits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock; make room if there are too many."""
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._clock: asyncio.TimerHandle | None = None
+        self._watch()
+        if len(self.connections) > self.bounds.connections:
+            waiting = [one for one in self.connections if isinstance(one, BoundedConnection) and one.is_waiting]
+            if waiting:
+                min(waiting, key=lambda one: one._since).transport.abort()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the clock when a head is complete, start it when one has begun."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """The next wait begins; until its first byte, the keep-alive limit counts."""
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def _watch(self) -> None:
+        if not self.is_waiting:
+            self._stop_clock()
+        elif self._clock is None:
+            self._clock = self.loop.call_later(self.bounds.header_seconds, self._too_slow)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _too_slow(self) -> None:
+        self._clock = None
+        if self.is_waiting:
+            self.transport.close()
