@@ -367,7 +367,7 @@ def test_run_scores_every_method_and_goes_on_where_it_stopped(tmp_path):
         for variant in ("beta1", "fixed", "tuned", "bias")
     ]
     assert {*variants, "lre.fixed@embedding", "lre.tuned@chosen", "control.mean_output"} <= set(methods)
-    assert "commonsense" in category_table(summary)
+    assert "commonsense (1)" in category_table(summary)[0]
     assert "1 of 2" in survival(summary)
     whole = (tmp_path / "run" / "samples.jsonl").read_text()
     (tmp_path / "run" / "samples.jsonl").write_text(whole.splitlines(keepends=True)[0])

@@ -5,7 +5,9 @@ No command imports torch before it runs: `--help` answers at once.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -15,11 +17,9 @@ from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
-from tensorlens.app.families_command import families
 from tensorlens.app.fidelity_command import fidelity
 from tensorlens.app.inside_command import inside
 from tensorlens.app.interrupts import interruptible
-from tensorlens.app.judge_command import judge
 from tensorlens.app.map_command import map_
 from tensorlens.app.maps_command import maps
 from tensorlens.app.methods_command import methods
@@ -29,12 +29,15 @@ from tensorlens.app.perturb_command import perturb
 from tensorlens.app.relations_command import relations
 from tensorlens.errors import TensorLensError
 
+SECONDS_TO_SPEAK = 5.0
+"""What other processes of a run wait before they say what is wrong: the first meets the same mistake and ends them."""
+
 app = typer.Typer(
     name="tensorlens",
     help="Which inputs made this output? A Transformer, at a given input, as one exact linear operator: "
     "F(X) = T·X + B.\n\n"
     'Begin with: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"\n\n'
-    "A study that was stopped goes on when the same command is given again.",
+    "A study that was stopped continues when the same command is given again.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -57,8 +60,6 @@ _add("methods", methods, "The kinds of map, with a line each.")
 _add("perturb", perturb, "Study: which method finds what matters?", continues=True)
 _add("relations", relations, "Study: relations decoded by the mean tensor.", continues=True)
 _add("fidelity", fidelity, "Study: how far from the input does T hold?", continues=True)
-_add("judge", judge, "Study: which method finds what is known to matter?", continues=True)
-_add("families", families, "Certify a tiny model of every architecture.")
 
 
 def _show_version(asked: bool) -> bool:
@@ -81,6 +82,8 @@ def main() -> None:
     try:
         app()
     except TensorLensError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(SECONDS_TO_SPEAK)
         typer.echo(f"tensorlens: {error}", err=True)
         sys.exit(2)
 

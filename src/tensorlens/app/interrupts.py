@@ -9,8 +9,6 @@ from typing import Any
 
 import typer
 
-from tensorlens.studies.processes import SPEAKER
-
 STOPPED = 130
 """What a shell expects of a program that was stopped by Ctrl-C."""
 
@@ -28,8 +26,7 @@ def interruptible(command: Callable[..., None], *, continues: bool) -> Callable[
         try:
             command(*given, **values)
         except KeyboardInterrupt:
-            # Of the processes of `--processes`, the one that started them speaks for all.
-            if SPEAKER not in os.environ and os.environ.get("RANK", "0") == "0":
+            if "RANK" not in os.environ:  # of several processes the one that started them speaks for all
                 more = " What is done is kept: the same command continues." if continues else ""
                 typer.echo(f"\ntensorlens: stopped.{more}", err=True)
             raise typer.Exit(STOPPED) from None

@@ -54,9 +54,9 @@ def maps(
     wanted = options.target_of(target, against)
     _check(method, on_error, out)
     from tensorlens.mapper import Mapper
+    from tensorlens.studies.datasets import RowFile
     from tensorlens.studies.identity import model_settings
     from tensorlens.studies.map_table import MapTable
-    from tensorlens.studies.row_files import RowFile
 
     rows = RowFile(data, column)
     mapper = Mapper(
@@ -119,5 +119,5 @@ def _report(table: MapTable, n_new: int, seconds: float, *, as_json: bool) -> No
         typer.echo(f"tensorlens: row {one['row']} left out: {one['reason']}", err=True)
     if len(skipped) > SHOWN:
         typer.echo(f"tensorlens: and {len(skipped) - SHOWN} more; see _skipped-*.jsonl in the folder.", err=True)
-    rate = f", {n_new / seconds:.1f} rows a second" if n_new else ""
+    rate = f", {n_new / seconds:.1f} rows per second" if n_new else ""
     typer.echo(f"{n_maps} maps, {len(skipped)} rows left out{rate}. Wrote {table.folder}")

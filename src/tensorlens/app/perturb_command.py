@@ -9,15 +9,17 @@ import typer
 from tensorlens.app.method_names import check_name_with_member
 from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, listed, numbers
 from tensorlens.app.printing import print_json
-from tensorlens.studies.processes import Processes, hand_over, one_voice
+from tensorlens.studies.processes import Processes, hand_over
 
 if TYPE_CHECKING:
-    from tensorlens.studies.results import StudyResult
+    from tensorlens.studies.runs import StudyResult
 
 
 Data = Annotated[
     str,
-    typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
+    typer.Option(
+        help="A .csv, .jsonl, .parquet or .txt file, a folder of images, or a data set's id.", show_default=False
+    ),
 ]
 Presets = Annotated[
     list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
@@ -70,7 +72,7 @@ def perturb(
     Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
     reading.check(model)
-    check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
+    check_data(data, suffixes=(".csv", ".tsv", ".jsonl", ".txt", ".parquet"))
     fractions = None if grid is None else numbers(grid, float, "grid", "fractions such as 0,0.1,0.2")
     names = None if methods is None else listed(methods)
     for name in names or ():
@@ -81,25 +83,24 @@ def perturb(
     from tensorlens.studies.perturbation_study.options import PerturbationOptions
     from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
 
-    with one_voice():
-        chosen = PerturbationOptions(
-            methods=names,
-            limit=limit,
-            presets=preset or ("strict",),
-            replacements=replacement or None,
-            grid=fractions or GRID,
-            n_tokens=tokens,
-            min_tokens=min_tokens,
-            cut="windows" if windows else "each",
-            column=column,
-            split=split,
-            absolute=absolute,
-            seed=seed,
-            norm_probes=norm_probes,
-            batch_size=batch_size,
-        )
-        result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=chosen)
-        result.areas()  # says why if nothing could be measured
+    chosen = PerturbationOptions(
+        methods=names,
+        limit=limit,
+        presets=preset or ("strict",),
+        replacements=replacement or None,
+        grid=fractions or GRID,
+        n_tokens=tokens,
+        min_tokens=min_tokens,
+        cut="windows" if windows else "each",
+        column=column,
+        split=split,
+        absolute=absolute,
+        seed=seed,
+        norm_probes=norm_probes,
+        batch_size=batch_size,
+    )
+    result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=chosen)
+    result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else typer.echo(_table(result))
 

@@ -9,7 +9,7 @@ import typer
 
 from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, numbers
 from tensorlens.app.printing import print_json, print_rows
-from tensorlens.studies.processes import Processes, hand_over, one_voice
+from tensorlens.studies.processes import Processes, hand_over
 
 
 def relations(
@@ -41,19 +41,18 @@ def relations(
     from tensorlens.studies.relation_study.run import RelationOptions
     from tensorlens.studies.relation_study.run import relations as run_relations
 
-    with one_voice():
-        chosen = RelationOptions(
-            n_train=examples,
-            n_splits=splits,
-            seed=seed,
-            max_test=max_test,
-            starts=first_blocks,
-            with_lre=lre,
-            limit=limit,
-            categories=category or None,
-        )
-        lens = reading.lens(model, final_norm=False, device=Processes.device())
-        result = run_relations(lens, data, out, options=chosen)
+    chosen = RelationOptions(
+        n_train=examples,
+        n_splits=splits,
+        seed=seed,
+        max_test=max_test,
+        starts=first_blocks,
+        with_lre=lre,
+        limit=limit,
+        categories=category or None,
+    )
+    lens = reading.lens(model, final_norm=False, device=Processes.device())
+    result = run_relations(lens, data, out, options=chosen)
     summary = result.summary
     if not Processes.from_environment().is_first:
         return

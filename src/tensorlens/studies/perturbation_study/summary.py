@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.studies.intervals import interval, resampled_means, short
 from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, auc
-from tensorlens.studies.resampling import interval, resampled_means, short
 
 GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}
 

@@ -19,7 +19,6 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import check_positive, chosen_options
 from tensorlens.studies.plain_states import read_out
@@ -49,8 +48,7 @@ from tensorlens.studies.relation_study.prompts import (
 )
 from tensorlens.studies.relation_study.report import write_report
 from tensorlens.studies.relation_study.summary import summarise
-from tensorlens.studies.results import StudyResult
-from tensorlens.studies.runs import Run
+from tensorlens.studies.runs import Run, StudyResult
 
 SCALES = tuple(i / 4 for i in range(21))
 """LRE's grid: 21 points on [0, 5]."""
@@ -111,7 +109,7 @@ def relations(
     Args:
         lens: A causal language model with its tokenizer.
         data: Folder of relation files, by category.
-        out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
+        out: Folder of the run: config, samples, summary, figures, report. Started again it continues.
         options: Splits, filters, starts, scales; see `RelationOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
         **changes: Single options by name, such as ``limit=1``, instead of a record or over it.
@@ -125,7 +123,7 @@ def relations(
     decoder = _Decoder(lens, chosen)
     run = Run(out, "relations", _describe(decoder.lens, found, chosen))
     plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
-    run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
+    run.work([[i] for i in range(len(plan))], lambda group: [decoder.measure(*plan[i]) for i in group], progress)
     return run.finish(
         len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test), write_report
     )
@@ -136,7 +134,6 @@ def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> di
     settings = asdict(options)
     del settings["limit"], settings["categories"]
     return model_settings(lens) | {
-        "matmul_precision": matmul_precision(),
         "relations": {relation.key: relation.digest for relation in found},
         "options": settings,
     }
@@ -168,7 +165,7 @@ class _Decoder:
         return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in every]
 
     def measure(self, relation: Relation, split: int) -> dict[str, Any]:
-        """The record of one split; what cannot be measured is said, and the run goes on."""
+        """The record of one split; what cannot be measured is said, and the run continues."""
         if relation.key not in self._aligned:
             self._aligned[relation.key] = align(relation, self.tokens)
         aligned = self._aligned[relation.key]

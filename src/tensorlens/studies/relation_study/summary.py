@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorlens.studies.resampling import interval, resampled_means
+from tensorlens.studies.intervals import interval, resampled_means
 
 METRICS = ("agreement", "match")
 
