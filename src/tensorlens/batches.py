@@ -478,9 +478,11 @@ class DatasetMaps:
         self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
         checked = [] if self._is_checked else self._to_check(batch)
-        self._is_checked = True
+        self._is_checked, begun_as = True, (self.together, frozenset(self._alone))
 
         def finish() -> list[Maps]:
+            if begun_as != (self.together, self._alone):  # a batch before this one was found to differ since
+                return self._begin(prepared)()
             every = {name: maps() for name, maps in begun.items()}
             found: list[Maps] = [{name: maps[i] for name, maps in every.items()} for i in range(len(prepared))]
             wrong = self._wrong(prepared, found, checked)

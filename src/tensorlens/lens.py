@@ -16,6 +16,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput, batch_size, split_batch
 from tensorlens.models.modes import own_modes
+from tensorlens.models.own_errors import refuse_traced
 from tensorlens.models.rows import check_several
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
@@ -54,6 +55,7 @@ class Lens:
                 f"`blocks` must be the path of a list of blocks, such as 'model.layers'; got {blocks!r:.60}."
             )
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
+        refuse_traced(model)
         if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
         known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__

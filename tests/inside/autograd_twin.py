@@ -51,7 +51,7 @@ class Twin:
             if recording.head is None:
                 self.t = end[target]
                 return
-            weight, bias = recording.head
+            weight, bias = recording.head.weight, recording.head.bias
             self.t = end @ weight[target]
             if bias is not None:
                 leaf = bias.detach().clone().requires_grad_()

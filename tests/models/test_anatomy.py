@@ -11,7 +11,7 @@ from zoo import build, sample
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.models.layouts import axis_layout, state_of
 from tensorlens.models.anatomies import Anatomies, kind_of
-from tensorlens.models.anatomy import Anatomy, find_anatomy
+from tensorlens.models.anatomy import Anatomy, find_anatomy, observe
 from tensorlens.models.evidence import watch
 from tensorlens.models.inputs import make_input
 
@@ -223,7 +223,7 @@ class Direct(nn.Module):
 
 def at(model: nn.Module, **arguments) -> Anatomy:
     torch.manual_seed(0)
-    return find_anatomy(model, watch(model, arguments))
+    return observe(model, arguments)[0]
 
 
 STATE = torch.randn(1, L, D)

@@ -7,8 +7,7 @@ import torch
 from strangers.models import Block, D
 from torch import nn
 
-from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.evidence import watch
+from tensorlens.models.anatomy import Anatomy, observe
 
 STATE = torch.randn(1, 5, D)
 
@@ -29,7 +28,7 @@ class TwoTowers(nn.Module):
 
 
 def at(model: nn.Module, **arguments: torch.Tensor) -> Anatomy:
-    return find_anatomy(model, watch(model, arguments))
+    return observe(model, arguments)[0]
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from strangers.cases import Stranger, as_parameters, check, ids, judge
 from strangers.known_layouts import STRANGERS
-from strangers.models import MetaLlama, randomised
+from strangers.models import MetaLlama, Plain, randomised
 
 import tensorlens as tl
 
@@ -27,4 +27,19 @@ def test_buffers_written_in_place_are_left_to_the_user():
     tl.Lens(model)({"tokens": ids(), "start_pos": 0})
     for layer, cache in zip(model.layers, caches, strict=True):
         assert type(layer.attention.cache_v) is torch.Tensor and torch.equal(layer.attention.cache_v, cache)
+        assert not vars(layer.attention.cache_v)  # what we leave there is copied with the model
     assert torch.equal(copy.deepcopy(model)(ids()), before)
+
+
+class Copied(Plain):
+    """A state that is copied with everything that hangs on it, as code that keeps states for later does."""
+
+    def body(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedded(input_ids)
+        for block in self.blocks:
+            x = block(copy.deepcopy(x.detach())) + x
+        return self.norm(x)
+
+
+def test_a_deep_copy_of_a_live_tensor_is_live():
+    assert tl.Lens(randomised(Copied()))(ids()[0]).certificate().passed

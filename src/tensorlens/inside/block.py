@@ -14,12 +14,17 @@ from torch.nn.functional import pad
 
 from tensorlens.inside.experts import ExpertRows, expert_rows
 from tensorlens.inside.stream import Stream, Sum, Write
+from tensorlens.memory import free_bytes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
 from tensorlens.program.pieces import Cotangents, Pieces
 from tensorlens.program.program import Program
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording
+
+
+KEPT_SHARE = 0.1
+"""Part of the free memory that values, and as much again that cotangents of blocks may take between two questions."""
 
 
 class Finer(NamedTuple):
@@ -217,6 +222,25 @@ class Block:
         return x if x.shape == self.shape else x.new_zeros(self.shape)
 
 
+class ByBlock(dict[int, dict[int, Tensor]]):
+    """Tensors of blocks that were visited, by block and slot: of all of them while they fit, else of the last one.
+
+    Args:
+        of: The pass they belong to.
+    """
+
+    def __init__(self, of: StreamPass) -> None:
+        super().__init__()
+        device = of.recording.states[0].device
+        self._most = 0.0 if of.recording.is_streamed else KEPT_SHARE * free_bytes(device) / (of.stop - of.start)
+
+    def keep(self, n: int, found: dict[int, Tensor]) -> None:
+        """Keep those of block n; if all blocks took as much there would have to be room for them."""
+        if sum(tensor.nbytes for tensor in found.values()) > self._most:
+            self.clear()
+        self[n] = found
+
+
 class StreamPass:
     """The blocks of an operator at X, one at a time.
 
@@ -232,7 +256,7 @@ class StreamPass:
         self.start, self.stop = operator.span
         self.n_tokens = self.recording.states[self.start].shape[1]
         self._blocks = {n: Block(self, n) for n in range(self.start, self.stop)}
-        self._values: dict[int, dict[int, Tensor]] = {}
+        self._values = ByBlock(self)
 
     def block(self, n: int) -> Block:
         """Block n."""
@@ -256,9 +280,7 @@ class StreamPass:
     def values(self, n: int) -> dict[int, Tensor]:
         """What the marked slots of block n hold at X."""
         if n not in self._values:
-            if self.recording.is_streamed:
-                self._values.clear()
-            self._values[n] = self.block(n).values_of(self.block(n).marked)
+            self._values.keep(n, self.block(n).values_of(self.block(n).marked))
         return self._values[n]
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.block import Finer, StreamPass
+from tensorlens.inside.block import ByBlock, Finer, StreamPass
 from tensorlens.maps.context import Context
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.operators.base import check_token
@@ -105,7 +105,7 @@ class Pass(StreamPass):
         super().__init__(operator, pieces, finer)
         self.weights, self.out_token = weights, out_token
         self._waiting = {self.stop: self._at_last_state()}
-        self._cotangents: dict[int, Cotangents] = {}
+        self._cotangents = ByBlock(self)
 
     @cached_property
     def value(self) -> float:
@@ -133,10 +133,9 @@ class Pass(StreamPass):
         """λ at the marked slots of block n."""
         if n not in self._cotangents:
             waiting = self.waiting(n + 1)
-            if self.recording.is_streamed:
-                self._cotangents.clear()
             found, waiting = self.pieces.pull(n - self.start, waiting, self.block(n).marked)
-            self._cotangents[n], self._waiting[n] = found, waiting
+            self._cotangents.keep(n, found)
+            self._waiting[n] = waiting
         return self._cotangents[n]
 
 

@@ -30,6 +30,8 @@ from tensorlens.maps.methods import Answer, Question, method
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.record import record
 from tensorlens.recording.recording import Recording
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
@@ -173,6 +175,9 @@ def without_sink(matrix: Matrices) -> Matrices:
 _matrices: WeakKeyDictionary[Recording, dict[Any, list[Matrices]]] = WeakKeyDictionary()
 """What joins of one measure share: kept as long as the recording."""
 
+_held: WeakKeyDictionary[Recording, Recording] = WeakKeyDictionary()
+"""Recordings of the same pass in the paper's member."""
+
 
 def block_matrices(operator: FrozenOperator, measure: str) -> list[Matrices]:
     """The measure's matrix for each block in the operator's range, of all samples that were recorded."""
@@ -194,11 +199,22 @@ def block_matrices(operator: FrozenOperator, measure: str) -> list[Matrices]:
 
 
 def _block_matrix(recording: Recording, block: int, measure: str) -> Matrices:
+    recording = recording if measure == "attn" else _with_held_factors(recording)
     found = mixing(recording, block)
     with torch.no_grad():
         if measure == "attn":
             return attn(found.attention)
         return measured(decompose(recording, block, found), (measure,))[measure]
+
+
+def _with_held_factors(recording: Recording) -> Recording:
+    """The pass in a member whose blocks can be taken apart: baselines describe the model, whatever the member of T."""
+    if recording.rules.holds_factors:
+        return recording
+    if recording not in _held:
+        origin = recording.from_model("A baseline beside a member with live attention or norms")
+        _held[recording] = record(origin.anatomy, origin.inputs, Rules(), n_samples=recording.n_samples)
+    return _held[recording]
 
 
 def _answer(question: Question, matrix: Matrices) -> Answer:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorlens.device_work import sent
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.maps.targets import Classes, Target, no_head
 from tensorlens.models.precision import in_float64
@@ -136,8 +137,8 @@ class Question:
         found = [list(self.classes.weights(one).items()) for one in wanted]  # type: ignore[arg-type]
         longest = max(map(len, found))
         filled = [some + [(0, 0.0)] * (longest - len(some)) for some in found]
-        ids = torch.tensor([[index for index, _ in some] for some in filled], device=device)
-        return Chosen(ids, torch.tensor([[weight for _, weight in some] for some in filled], device=device))
+        ids = sent([[index for index, _ in some] for some in filled], device)
+        return Chosen(ids, sent([[weight for _, weight in some] for some in filled], device))
 
     @cached_property
     def chosen_logits(self) -> Tensor:
@@ -217,7 +218,7 @@ class Question:
     def _places(self, layer: list[int], device: torch.device, *, read: bool = False) -> tuple[Tensor, Tensor]:
         """Samples and outputs of some rows, or where the head reads these."""
         outputs = [self.recording.place_read(self.out_tokens[row]) if read else self.out_tokens[row] for row in layer]
-        return torch.tensor([self.of[row] for row in layer], device=device), torch.tensor(outputs, device=device)
+        return sent([self.of[row] for row in layer], device), sent(outputs, device)
 
 
 class Weighed(NamedTuple):

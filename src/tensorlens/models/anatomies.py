@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.evidence import Evidence, watch
+from tensorlens.models.anatomy import Anatomy, observe
+from tensorlens.models.evidence import Evidence
 from tensorlens.models.module_tree import walk
 
 
@@ -32,8 +32,7 @@ class Anatomies:
         """The anatomy for a forward pass with these keyword arguments."""
         key = self._modules(), kind_of(arguments)
         if key not in self._known:
-            self.seen = watch(self._model, arguments)
-            self._known[key] = find_anatomy(self._model, self.seen, blocks=self._blocks)
+            self._known[key], self.seen = observe(self._model, arguments, blocks=self._blocks)
         return self._known[key]
 
     def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,8 +28,8 @@ from tensorlens.models.chains import (
 )
 from tensorlens.models.channels import reading_axis, writing_axis
 from tensorlens.models.endings import Ending, find_ending, find_readout, is_all_of_head
-from tensorlens.models.evidence import Evidence, ModuleCall
-from tensorlens.models.module_tree import named_modules
+from tensorlens.models.evidence import Evidence, ModuleCall, watch
+from tensorlens.models.module_calls import own_methods
 from tensorlens.models.not_found import never_ran, not_found, not_seen
 from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
@@ -66,6 +66,7 @@ class Anatomy:
         asked: The path of the blocks as the user gave it, if they did.
         n_alike: How many calls of modules like the blocks were seen in all, none of them part of a block; None if that
             was not seen. An input that makes other calls has another anatomy.
+        by_methods: Whether the blocks are run by methods of theirs and not called.
         beside: Where blocks like these ran side by side with them; their own path, if it was they that ran again.
     """
 
@@ -93,6 +94,7 @@ class Anatomy:
     beside: tuple[str, ...] = ()
     asked: str | None = None
     n_alike: int | None = None
+    by_methods: bool = False
 
     @property
     def runs_again(self) -> bool:
@@ -133,24 +135,20 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
         evidence: What was seen of a pass; see `watch`.
         blocks: Path of the list of blocks, or several paths with commas between them, where the guess is wrong.
     """
-    model = getattr(model, "_orig_mod", model)  # the model inside of a compiled one
+    model = _inside_compiled(model)
     named = _by_tree(model, blocks)
     if evidence is None:
         if named is None:
             raise not_found(model)
         return named
     chain = [] if blocks is not None else find_chain(evidence)
-    is_named = (
-        blocks is not None or _is_known_type(model) or named is not None and _is_entered_directly(named, evidence)
-    )
+    is_named = blocks is not None or _is_known_type(model)
     if chain and not is_named:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     for candidate in () if named is None else (named, *named.alternatives()):
         calls = _calls_of(candidate, evidence)
         if calls and (is_named or holds_enough(calls, evidence)):
             return _with_ending(candidate, calls, evidence)
-        if _is_entered_directly(candidate, evidence):
-            return _by_body(candidate)
     if chain:
         return _with_ending(_by_chain(model, chain, evidence), chain, evidence)
     if named is None or _calls_of(named, evidence):
@@ -159,21 +157,34 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     raise never_ran(model, named.stack) if ran is None else not_seen(model, ran)
 
 
-def _by_body(anatomy: Anatomy) -> Anatomy:
-    """Where the body ends by the tree alone, for blocks whose calls were not seen."""
-    if not _is_known_type(anatomy.model):
-        return anatomy
-    path = next((path for path, module in named_modules(anatomy.model).items() if module is anatomy.body), "")
-    return replace(anatomy, body_end=path, has_head=bool(path) or anatomy.unembedding is not None)
+def observe(
+    model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | None = None
+) -> tuple[Anatomy, Evidence]:
+    """The anatomy of a model on an input, and the plain pass that shows it.
+
+    Blocks that are run by a method, and not called, are seen in a second pass, in which their methods count as calls.
+    """
+    evidence = watch(model, arguments)
+    named = _by_tree(_inside_compiled(model), blocks)
+    entered = [one for one in (named, *named.alternatives()) if _is_entered_directly(one, evidence)] if named else []
+    if not entered:
+        return find_anatomy(model, evidence, blocks=blocks), evidence
+    evidence = watch(model, arguments, entered[0].blocks)
+    return replace(find_anatomy(model, evidence, blocks=blocks), by_methods=True), evidence
+
+
+def _inside_compiled(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
 
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
-    """Whether blocks ran by their `forward` itself, so that only what is in them was seen."""
+    """Whether blocks ran by a method of theirs, so that only what is in them was seen."""
     paths = {id(module): path for path, module in evidence.root.module.named_modules()}
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
-    return any(paths[id(block)] in inside and not isinstance(block, LISTS) for block in anatomy.blocks)
+    entered = [block for block in anatomy.blocks if paths[id(block)] in inside and not isinstance(block, LISTS)]
+    return any(own_methods(block) for block in entered)
 
 
 # By what ran ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ is a node, whose parents are the nodes it was made from. Nothing of the pass is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,29 +156,32 @@ class Evidence:
         return self.origins[a] == self.origins[b]
 
 
-def watch(model: nn.Module, arguments: Mapping[str, Any]) -> Evidence:
+def watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[nn.Module] = ()) -> Evidence:
     """Run the model once as it is and note which modules were called and what flowed between them.
 
     Args:
         model: Any module; left as it was.
         arguments: Keyword arguments of its forward.
+        methods_of: Modules whose methods count as calls too.
     """
     refuse_without_values(model)
     try:
-        return _watch(model, arguments, _Flow())
+        return _watch(model, arguments, methods_of, _Flow())
     except Exception:  # noqa: BLE001  a kernel that takes no dispatch mode; the model's own errors come again
         with own_errors(model, arguments):
-            return _watch(model, arguments, _Flow(seen=False))
+            return _watch(model, arguments, methods_of, _Flow(seen=False))
 
 
-def _watch(model: nn.Module, arguments: Mapping[str, Any], flow: _Flow) -> Evidence:
-    calls = _Calls(model, flow)
+def _watch(
+    model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[nn.Module], flow: _Flow
+) -> Evidence:
+    calls = _Calls(model, flow, methods_of)
     with ExitStack() as stack:
         stack.enter_context(in_own_precision())
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         stack.enter_context(eagerly())
-        stack.enter_context(observing(calls.at))
+        stack.enter_context(observing(calls.at, methods_of))
         if flow.seen:
             stack.enter_context(flow)
         arguments = copy_containers(arguments)
@@ -318,16 +321,18 @@ class _Flow(TorchDispatchMode):
 class _Calls:
     """The module calls of one pass in this thread."""
 
-    def __init__(self, model: nn.Module, flow: _Flow) -> None:
+    def __init__(self, model: nn.Module, flow: _Flow, methods_of: Sequence[nn.Module]) -> None:
         self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
         self._flow = flow
+        self._by_methods = set(map(id, methods_of))
         self.made: list[ModuleCall] = []
         self._open: list[ModuleCall] = []
 
     def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module and note what it took and gave; an observer, see `observing`."""
         path = self._paths.get(id(module))
-        if path is None:
+        is_within = id(module) in self._by_methods and any(one.module is module for one in self._open)
+        if path is None or is_within:  # a method that another method calls is a part of its call
             return call(module, *args, **kwargs)
         parent = self._open[-1] if self._open else None
         made = ModuleCall(len(self.made), path, module, parent, len(self._flow.parents))

@@ -40,7 +40,7 @@ def observing(observer: Observer, methods_of: Sequence[nn.Module] = ()) -> Itera
         _n_inside += 1
         nn.Module.__call__ = _observed  # type: ignore[method-assign]
     _thread.observer = observer
-    placed = [(module, name) for module in methods_of for name in _own_methods(module) if name not in module.__dict__]
+    placed = [(module, name) for module in methods_of for name in own_methods(module) if name not in module.__dict__]
     try:
         for module, name in placed:
             module.__dict__[name] = _observed_method(module, getattr(module, name))
@@ -60,7 +60,8 @@ def _observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _original(module, *args, **kwargs) if observer is None else observer(module, _original, args, kwargs)
 
 
-def _own_methods(module: nn.Module) -> list[str]:
+def own_methods(module: nn.Module) -> list[str]:
+    """Methods by which a module may be run: those that its own classes have."""
     kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
     methods = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
     return [name for name, value in methods.items() if callable(value) and not name.startswith("_")]

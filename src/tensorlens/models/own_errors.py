@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.memory import is_out_of_memory
@@ -33,6 +35,19 @@ def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"({type(value).__name__})"
     return f"({str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)})"
+
+
+def refuse_traced(model: nn.Module) -> None:
+    """A model that torch has traced runs as one graph: none of its modules is called any more."""
+    called = [n.target for n in model.graph.nodes if n.op == "call_module"] if isinstance(model, GraphModule) else []
+    has_weights = any(list(model.get_submodule(str(path)).parameters()) for path in called)
+    is_flat = isinstance(model, GraphModule) and not has_weights  # an exported one still calls its guards
+    if is_flat or isinstance(model, ScriptModule):
+        how = "exported or traced by `torch.fx`" if is_flat else "scripted or traced by `torch.jit`"
+        raise InputError(
+            f"`{type(model).__name__}` was {how}, so that it runs as one graph in which no block is called as a module. "
+            "Expected a model whose blocks are modules; pass the one that it was made from."
+        )
 
 
 def refuse_without_values(model: nn.Module) -> None:

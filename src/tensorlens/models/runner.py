@@ -78,7 +78,7 @@ def run(
         What the model returned, or the state where it was stopped, in the model's own layout.
     """
     route = _Route(anatomy, to, n_blocks, entering, leaving, taken or {}, given or {})
-    methods_of = () if anatomy.channels else anatomy.blocks
+    methods_of = anatomy.blocks if anatomy.by_methods else ()
     with plainly(anatomy.model, grad=grad), observing(route.at, methods_of):
         try:
             with within or nullcontext():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError, TensorLensError
+from tensorlens.models.evidence import tensors_in
 from tensorlens.models.layouts import changed
 from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import End, run
@@ -37,8 +38,8 @@ from tensorlens.recording.recording import Origin, Recording, Span
 MOST_TOKENS = 64
 """Tokens of the input that are enough to show which operations carry it."""
 
-STEPS = {torch.float64: (3e-4, 1e-5), torch.float32: (3e-3, 3e-4)}
-"""Sizes of a step, relative to the state: the second where the first is not small enough."""
+STEPS = {torch.float64: (3e-4, 1e-5, 3e-7, 1e-8), torch.float32: (3e-3, 3e-4, 3e-5)}
+"""Sizes of a step, relative to the state: each where the one before is not small enough for what bends sharply."""
 
 ACCEPTED = 2e-2
 """The smallest lost path that the law is sure to see, as a part of what the block carries."""
@@ -188,9 +189,10 @@ def _gap_of_model(
     found.note(recorded)
     to: End = "end" if rules.include_final_norm else "last block"
     layout, birth = origin.calls[0].layout, origin.birth
+    kept = [*origin.model.parameters(), *origin.model.buffers(), *tensors_in(origin.inputs)]
 
     def model(x: Tensor) -> Tensor:
-        other = Reborn(birth, layout.to_native(x))
+        other = Reborn(birth, layout.to_native(x), kept)
         return as_tokens(origin, run(origin.anatomy, origin.inputs, to=to, n_blocks=recorded.n_blocks, within=other))
 
     span = Span(0, recorded.n_blocks)
@@ -200,14 +202,23 @@ def _gap_of_model(
 def _gap(
     function: Callable[[Tensor], Tensor], tangent: Callable[[Tensor], Tensor], x: Tensor, generator: torch.Generator
 ) -> float:
-    """The relative difference of a derivative and a central difference, by the better of two steps."""
-    v = x.square().mean().sqrt() * normal(x.shape, x, generator)
+    """The relative difference of a derivative and a central difference, by the best step.
+
+    A token may be a thousand times as large as another: each is moved by a part of its own size, and counts by it.
+    """
+    v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
     expected = in_float64(tangent(v))
     best = float("inf")
     for step in STEPS.get(x.dtype, STEPS[torch.float32]):
-        moved = in_float64(function(x + step * v)) - in_float64(function(x - step * v))
-        gap = float((moved / (2 * step) - expected).norm() / expected.norm().clamp_min(1e-300))
-        best = min(best, gap)
+        after, before = in_float64(function(x + step * v)), in_float64(function(x - step * v))
+        sizes = _sizes((after + before) / 2, 1e-3)
+        gap = (((after - before) / (2 * step) - expected) / sizes).norm() / (expected / sizes).norm().clamp_min(1e-300)
+        best = min(best, float(gap))
         if best <= ACCEPTED / 4:
             break
     return best
+
+
+def _sizes(x: Tensor, least: float) -> Tensor:
+    """The size of the numbers along the last axis, and at least a part of the size of all of them."""
+    return torch.maximum(x.square().mean(-1, keepdim=True), least**2 * x.square().mean()).sqrt().clamp_min(1e-300)

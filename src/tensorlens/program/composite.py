@@ -11,7 +11,7 @@ The transpose of this is the fused kernel's own backward pass at X, with the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,11 @@ def _(
 ) -> Any:
     """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
     if not is_batchedtensor(u):
-        return NotImplemented
+
+        def mix(v: Tensor) -> Tensor:
+            return attention.run(query, key, v, mask, causal, scale, grouped)
+
+        return _backward(mix, [torch.zeros(value.shape, dtype=value.dtype, device=value.device)], u)
     k, factor = _for_rows(query, key, scale, grouped)
 
     def together(us: Tensor) -> Tensor:
@@ -139,6 +143,13 @@ def _(
         return found.unflatten(-3, (value.shape[-3], -1)).sum(-3) if grouped else found
 
     return _Several.apply(u, together)
+
+
+def _backward(function: Callable[..., Tensor], point: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
+    """The kernel's own backward pass at a point: without the wrappers of `torch.func`, which cost ten launches."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in point]
+        return torch.autograd.grad(function(*leaves), leaves, u)
 
 
 def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) -> tuple[Tensor, float]:
@@ -254,12 +265,13 @@ def _(
         q, k, v = (given.get(place, x0) for place, x0 in enumerate(at))
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
-    pull = torch.func.vjp(attend, *(at[place] for place in live))[1]
+    point = [at[place] for place in live]
 
     def one_by_one(us: Tensor) -> tuple[Tensor, ...]:
+        pull = torch.func.vjp(attend, *point)[1]
         return tuple(map(torch.stack, zip(*(pull(one) for one in us), strict=True)))
 
-    pulled = _Several.apply(u, one_by_one) if is_batchedtensor(u) else pull(u)
+    pulled = _Several.apply(u, one_by_one) if is_batchedtensor(u) else _backward(attend, point, u)
     return tuple([g * weights[place] for place, g in zip(live, pulled, strict=True)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,7 +35,7 @@ class Spec(NamedTuple):
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Step:
     """One operation: `out = operation(*args, **options)`.
 
@@ -56,11 +56,24 @@ class Step:
     module: str = ""
     block: int | None = None
     note: str | None = None
+    _slots: Sequence[int] | None = field(default=None, init=False, repr=False)
+    _held: Sequence[int] | None = field(default=None, init=False, repr=False)
+
+    # Looked up once: every walk over a program asks for them.
 
     @property
-    def slots(self) -> list[int]:
+    def slots(self) -> Sequence[int]:
         """The live values it takes, in order; one that it takes twice comes twice."""
-        return [leaf.index for leaf in leaves(self.args) if type(leaf) is Slot]
+        if self._slots is None:
+            self._slots = [leaf.index for leaf in leaves(self.args) if type(leaf) is Slot]
+        return self._slots
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The constants it takes, in order."""
+        if self._held is None:
+            self._held = [leaf.index for leaf in leaves(self.args) if type(leaf) is Held]
+        return self._held
 
 
 def leaves(value: Any) -> list[Any]:

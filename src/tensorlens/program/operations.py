@@ -20,6 +20,7 @@ from torch import Tensor
 from tensorlens.program.nodes import Axes, Spec, leaves, mapped
 
 OPERATIONS: dict[str, Operation] = {}
+Pull = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class Operation:
@@ -50,14 +51,18 @@ class Operation:
         self._transpose = function
         return function
 
-    def pull(self, u: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Cotangents of the live arguments, in order."""
-        live = [leaf for leaf in leaves(args) if type(leaf) is Spec]
-        found = NotImplemented if self._transpose is None or u.is_complex() else self._transpose(u, *args, **options)
-        if found is NotImplemented:
-            found = self._differentiate(u, live, args, options)
-        found = found if type(found) is tuple else (found,)
-        return tuple([fit(g, spec) for g, spec in zip(found, live, strict=True)])
+    def pull(self, args: tuple[Any, ...], options: dict[str, Any]) -> Pull:
+        """The transpose at some arguments: from a cotangent u to cotangents of the live ones, in order."""
+        live, transpose = [leaf for leaf in leaves(args) if type(leaf) is Spec], self._transpose
+
+        def pulled(u: Tensor) -> tuple[Tensor, ...]:
+            found = NotImplemented if transpose is None or u.is_complex() else transpose(u, *args, **options)
+            if found is NotImplemented:
+                found = self._differentiate(u, live, args, options)
+            found = found if type(found) is tuple else (found,)
+            return tuple([fit(g, spec) for g, spec in zip(found, live, strict=True)])
+
+        return pulled
 
     def _differentiate(self, u: Tensor, live: list[Spec], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """By autograd through this one step, at zero; it is affine, so any point gives the same."""

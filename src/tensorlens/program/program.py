@@ -19,7 +19,7 @@ import tensorlens.program.derivatives  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
-from tensorlens.program.operations import OPERATIONS, Operation
+from tensorlens.program.operations import OPERATIONS, Operation, Pull
 from tensorlens.program.printed import printed
 
 
@@ -152,7 +152,7 @@ class Program:
     @cached_property
     def used(self) -> frozenset[int]:
         """The constants that its steps read."""
-        return frozenset(leaf.index for step in self.steps for leaf in leaves(step.args) if type(leaf) is Held)
+        return frozenset(n for step in self.steps for n in step.held)
 
     def load(self) -> None:
         """Fetch constants that were let go now, since they cannot be recorded again inside a `vmap`."""
@@ -216,13 +216,16 @@ class Program:
 
     def _given(self, step: Step, held: Mapping[int, Any]) -> tuple[Any, ...]:
         """The arguments of a step: tensors for constants, entries of `held` (values, or specs) for slots."""
-        constants = self.constants
+        constants, given = self.constants, list[Any]()
 
         def value(leaf: Any) -> Any:
             kind = type(leaf)
             return held[leaf.index] if kind is Slot else constants[leaf.index] if kind is Held else leaf
 
-        return mapped(step.args, value)
+        for arg in step.args:
+            kind = type(arg)
+            given.append(mapped(arg, value) if kind is tuple or kind is list else value(arg))
+        return tuple(given)
 
     # Backwards --------------------------------------------------------------------------------------------------------
 
@@ -281,6 +284,7 @@ class Program:
         ends: Collection[int],
     ) -> None:
         """Take the cotangents that wait at some steps through them, and note those that are wanted."""
+        pulls = self._pulls
         for n in reversed(places):
             step = self.steps[n]
             u = waiting.pop(step.out, None)
@@ -290,9 +294,21 @@ class Program:
                 found[step.out] = u
             if step.out in ends:
                 continue
-            pulled = OPERATIONS[step.operation].pull(u, self._given(step, self.specs), step.options)
-            for slot, g in zip(step.slots, pulled, strict=True):
+            pull = pulls[n] or self._pull(n)
+            for slot, g in zip(step.slots, pull(u), strict=True):
                 waiting[slot] = waiting[slot] + g if slot in waiting else g
+
+    def _pull(self, n: int) -> Pull:
+        """The transpose of a step with its constants; kept for the next pull, unless a block has let them go."""
+        step = self.steps[n]
+        found = OPERATIONS[step.operation].pull(self._given(step, self.specs), step.options)
+        if getattr(self.constants, "is_complete", True):
+            self._pulls[n] = found
+        return found
+
+    @cached_property
+    def _pulls(self) -> list[Pull | None]:
+        return [None] * len(self.steps)
 
 
 class _LinearPart:
@@ -310,22 +326,26 @@ class _LinearPart:
         return replace(self.of, steps=tuple(steps), constants=self.constants, outputs=outputs)
 
     def _step(self, step: Step) -> Step | None:
-        operation = OPERATIONS[step.operation]
-        args = mapped(step.args, self._now)
+        operation, args = OPERATIONS[step.operation], step.args
+        if not self.same.keys().isdisjoint(step.slots):
+            args = mapped(args, self._now)
         added = [place for place in operation.joint if place < len(args) and self._is_added(args[place])]
         if step.operation in ("add", "sub") and added and (step.operation == "add" or added == [1]):
             source = args[1 - added[0]]
             if self.of.specs[source.index] == self.of.specs[step.out]:
                 self.same[step.out] = source.index
                 return None
-        args = tuple([self._without(operation, place, v) if place in added else v for place, v in enumerate(args)])
-        return replace(step, args=args)
+        if added:
+            args = tuple([self._without(operation, place, v) if place in added else v for place, v in enumerate(args)])
+        return step if args is step.args else replace(step, args=args)
 
     def _now(self, leaf: Any) -> Any:
         return Slot(self.same.get(leaf.index, leaf.index)) if type(leaf) is Slot else leaf
 
     def _is_added(self, value: Any) -> bool:
-        return any(type(leaf) is Held or isinstance(leaf, (int, float, complex)) for leaf in leaves(value))
+        return type(value) is not Slot and any(
+            type(leaf) is Held or isinstance(leaf, (int, float, complex)) for leaf in leaves(value)
+        )
 
     def _without(self, operation: Operation, place: int, value: Any) -> Any:
         """Nothing in the place of what is added, where the operation takes that, else zeros."""
@@ -347,6 +367,10 @@ class _Growing(Sequence[Tensor]):
     @property
     def names(self) -> Mapping[int, str]:
         return getattr(self.first, "names", {})
+
+    @property
+    def is_complete(self) -> bool:
+        return getattr(self.first, "is_complete", True)
 
     def bind(self, value: Tensor) -> Held:
         self.more.append(value)

@@ -6,7 +6,7 @@ the program with the model, and recorded once more at its own, where an input is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,8 +71,9 @@ class BlockCall:
 
     def record(self, x: Tensor, rules: Rules) -> BlockProgram:
         """The program of the block at a state, nothing of it dropped."""
-        run = Tape(rules, weights=[*self.module.parameters(), *self.module.buffers()])
-        calls = ModuleCalls(ModulePlaces(self.module, self.path), run, straight)
+        places = ModulePlaces(self.module, self.path)
+        run = Tape(rules, weights=places.weights.values())
+        calls = ModuleCalls(places, run, straight)
         try:
             with plainly(self.module), observing(calls), recording_on(run):
                 slot = run.new_slot(spec_of(x))
@@ -129,13 +130,14 @@ class KeptBlocks:
     """The blocks of a recording under way, and how much of what they hold is kept.
 
     Args:
-        model: The model, on whose device memory is asked for.
+        weights: Those of the model, on whose device memory is asked for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        parameters = [one for one in weights if isinstance(one, nn.Parameter)]
+        device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
         self._budget = KEPT_SHARE * free_bytes(device)
-        self._has_other_weights = any(p.is_meta for p in model.parameters())
+        self._has_other_weights = any([p.is_meta for p in parameters])
         self.calls: list[BlockCall] = []
         self._blocks: list[_Kept] = []
         self._since = self._first = 0

@@ -15,12 +15,19 @@ from tensorlens.recording.roles import Role
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """What belongs to a thread."""
+
+    tape: Any = None
+
+
+_thread = _Thread()
 
 
 def tape() -> Any:
     """The recording of this thread, or None."""
-    return getattr(_thread, "tape", None)
+    return _thread.tape
 
 
 def set_tape(new: Tape | None) -> None:
@@ -41,7 +48,7 @@ class Live(Tensor):
     `role`: what it came from, as far as a product needs to know.
     `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `of`: the tape it belongs to.
-    `seen`: what its memory held when it was last read, where torch counts no versions.
+    `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
     `behind`: for whole numbers that live ones were cast to these, cut to whole ones, where they are known.
 
     Being a subclass, it works under any mode of the model's own, and other threads see nothing of it. Sizes and types
@@ -53,17 +60,17 @@ class Live(Tensor):
     stamp: int
     of: Any
     behind: Live | None = None
-    seen: Any = None
+    seen: int | None = None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        now = getattr(_thread, "tape", None)
+        now = _thread.tape
         if now is None:
             _refuse_elsewhere(func, args, kwargs or {})
             return raw(func, *args, **(kwargs or {}))
-        return now.call(func, args, kwargs or {})
+        return now.call(func, args, {} if kwargs is None else kwargs)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -99,6 +106,19 @@ class Live(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.size(self, *args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """The same numbers in memory of their own, live like these: a copy of the tape would be none of theirs."""
+        return self.clone()
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Itself as an ordinary tensor; torch itself would give an alias of which no rule hears."""
+        if cls is not Tensor:
+            raise NotLinearError(
+                f"A live tensor is made a `{cls.__name__}`, which would hide it from the rules. Let the model compute "
+                "with ordinary tensors."
+            )
+        return self
+
 
 def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a live tensor of a recording in another thread: what is computed from it here would be lost."""
@@ -124,7 +144,9 @@ def role_of(value: Any) -> Role | None:
 
 def value_of(value: Any) -> Any:
     """The numbers alone: an ordinary tensor in the same memory."""
-    return raw(Tensor.detach, value) if isinstance(value, Tensor) else value
+    if type(value) is Tensor and not value.requires_grad or not isinstance(value, Tensor):
+        return value
+    return raw(Tensor.detach, value)
 
 
 _SIMPLE = frozenset(
@@ -144,10 +166,10 @@ def _gather(values: Any, found: list[Live]) -> None:
     # A list that is filled, not nested generators: this runs for every function of a pass.
     for value in values:
         kind = type(value)
-        if kind in _SIMPLE:
-            continue
         if kind is Live:
             found.append(value)
+        elif kind in _SIMPLE:
+            continue
         elif isinstance(value, (tuple, list)):
             _gather(value, found)
         elif isinstance(value, dict):

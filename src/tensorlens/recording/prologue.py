@@ -7,6 +7,7 @@ are noted, and those that took the state are run again once it is live.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tensorlens.recording.live import found_in, is_live, raw
 from tensorlens.recording.names import name_of
 from tensorlens.recording.table import DESCRIBES
+from tensorlens.recording.writes import address_of
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
@@ -86,18 +88,21 @@ class Reborn(TorchFunctionMode):
     Args:
         birth: Which of the noted functions makes it.
         value: In the model's own layout.
+        kept: Tensors that nothing may be written into: the model's weights, and what it was called with.
     """
 
-    def __init__(self, birth: int, value: Tensor) -> None:
+    def __init__(self, birth: int, value: Tensor, kept: Iterable[Tensor]) -> None:
         super().__init__()
         self._left, self._value = birth, value
+        self._kept = {address_of(x) for x in kept}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._left >= 0 and is_noted(func, result):
             self._left -= 1
             if self._left < 0:
-                result.copy_(self._value)
+                # Written over, so that views of it see the other value too; of what must stay as it is, a copy.
+                return self._value.clone() if address_of(result) in self._kept else result.copy_(self._value)
         return result
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.evidence import watch
+from tensorlens.models.anatomy import Anatomy, observe
 from tensorlens.models.modes import evaluating, in_own_precision
 from tensorlens.models.not_found import never_ran
 from tensorlens.models.own_errors import own_errors
@@ -23,6 +22,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
 from tensorlens.recording.recording import Recording
 from tensorlens.recording.tape import Tape
+from tensorlens.recording.walk import ModulePlaces
 
 
 def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, *, n_samples: int = 1) -> Recording:
@@ -39,7 +39,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         try:
             found = _recorded(candidate, inputs, rules or Rules(), n_samples)
         except OtherParts:
-            other = find_anatomy(anatomy.model, watch(anatomy.model, inputs), blocks=anatomy.asked)
+            other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
             found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
             origin = found.from_model("A recording")
             # The next input may go another way again.
@@ -60,11 +60,10 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
     """One anatomy tried; None if no block ran."""
-    weights = [*anatomy.model.parameters(), *anatomy.model.buffers()]
-    copies = False
+    places, copies = ModulePlaces(anatomy.model), False
     while True:
-        run = Tape(rules, weights=weights, n_samples=n_samples, copies=copies)
-        recorder = Recorder(anatomy, inputs, run)
+        run = Tape(rules, weights=places.weights.values(), n_samples=n_samples, copies=copies)
+        recorder = Recorder(anatomy, inputs, run, places)
         try:
             found = recorder.go()
         except StartEarly:

@@ -60,9 +60,10 @@ class Recorder:
         anatomy: The model and where its parts are.
         inputs: Keyword arguments of its forward.
         run: The tape.
+        places: Where the parts of the model are.
     """
 
-    def __init__(self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape) -> None:
+    def __init__(self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape, places: ModulePlaces) -> None:
         self.anatomy, self.inputs, self.run = anatomy, inputs, run
         self.slots: list[tuple[int, ...]] = []
         self.states: list[Tensor] = []
@@ -83,8 +84,8 @@ class Recorder:
         self._kinds = {type(block) for block in anatomy.blocks}
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
-        self.places = ModulePlaces(anatomy.model)
-        self.blocks = KeptBlocks(anatomy.model)
+        self.places = places
+        self.blocks = KeptBlocks(places.weights.values())
 
     def go(self) -> Recording | None:
         """Run the model and give what was learnt; None if no block ran."""
@@ -92,8 +93,7 @@ class Recorder:
         try:
             with ExitStack() as stack:
                 stack.enter_context(plainly(anatomy.model))
-                # Blocks that were not seen to be called may be run by their methods.
-                methods_of = () if anatomy.channels else anatomy.blocks
+                methods_of = anatomy.blocks if anatomy.by_methods else ()
                 stack.enter_context(observing(ModuleCalls(self.places, run, self._at), methods_of))
                 stack.enter_context(recording_on(run))
                 readout = self._run_model()
@@ -154,7 +154,7 @@ class Recorder:
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
-            origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth, Weights(anatomy.model)),
+            origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth, Weights(self.places)),
         )
 
     def _head(self, readout: Tensor) -> Head | None:
@@ -198,12 +198,16 @@ class Recorder:
         return output
 
     def _note_output(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        state = raw(main_tensor, output)
-        if state is not None and (is_live(state) or found_in(args, kwargs)):
-            self.modules.append(ModuleOutput(name, self.run.slot_of(state) if is_live(state) else None))
-        chosen = next((x for x in args[1:] if _is_choice(x)), None)
-        if self.run.block is not None and chosen is not None:
-            self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
+        state = output[0] if type(output) is tuple and output else output
+        state = state if is_live(state) else raw(main_tensor, output)
+        if is_live(state):
+            self.modules.append(ModuleOutput(name, self.run.slot_of(state)))
+        elif state is not None and found_in(args, kwargs):
+            self.modules.append(ModuleOutput(name, None))
+        if len(args) > 1 and self.run.block is not None:
+            chosen = next((x for x in args[1:] if _is_choice(x)), None)
+            if chosen is not None:
+                self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
 
     def _run_block(
         self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]

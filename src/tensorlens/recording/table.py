@@ -8,9 +8,12 @@ without a rule goes by its kernels, which go through the same table, and a kerne
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from tensorlens.program.nodes import words
+from tensorlens.recording.names import name_of
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 TableRule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]
@@ -26,7 +29,7 @@ DESCRIBES = words(
     "get:names get:is_mps get:is_xla get:is_cpu get:itemsize get:nbytes get:grad get:is_mkldnn get:is_xpu "
     "get:is_ipu get:is_maia get:output_nr get:retains_grad get:is_hpu get:is_sparse_csr get:is_vulkan "
     "get:_backward_hooks get:_grad get:_is_view _is_view requires_grad_ "
-    "get:volatile is_shared get:name get:is_mtia __deepcopy__"
+    "get:volatile is_shared get:name get:is_mtia"
 )
 """Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
 
@@ -71,6 +74,34 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
         return own
 
     return register
+
+
+class Function(NamedTuple):
+    """What a torch function is to a recording.
+
+    Attributes:
+        name: One name for all its spellings.
+        describes: Whether nothing of the values passes on.
+        is_kernel: Whether it is a kernel of torch's dispatcher.
+    """
+
+    name: str
+    describes: bool
+    is_kernel: bool
+
+
+KNOWN: dict[Any, Function] = {}
+"""What has been looked up so far."""
+
+
+def known(function: Any) -> Function:
+    """What a function is, looked up once."""
+    found = KNOWN.get(function)
+    if found is None:
+        name = name_of(function)
+        found = Function(name, name in DESCRIBES, isinstance(function, torch._ops.OpOverload))
+        KNOWN[function] = found
+    return found
 
 
 def find_rule(name: str) -> TableRule | None:

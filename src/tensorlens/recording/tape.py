@@ -7,6 +7,7 @@ same table. Held tensors are ordinary tensors: nothing watches them, and a step 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,10 +23,10 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, set_tape, tape, value_of
-from tensorlens.recording.names import name_of, spelled_alike
+from tensorlens.recording.live import Live, _gather, found_in, is_live, raw, role_of, set_tape, tape, value_of
+from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
-from tensorlens.recording.table import DESCRIBES, find_rule
+from tensorlens.recording.table import KNOWN, RULES, find_rule, known
 from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
@@ -37,7 +38,7 @@ ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin t
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in whose result one element depends on several of them."""
 
-LEAVES = words("tolist numpy array __array__ __dlpack__")
+LEAVES = words("tolist numpy array dlpack")
 COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp")
 """Functions in which whole numbers that live ones were cast to stand for these."""
 
@@ -76,7 +77,7 @@ class Tape:
         self.writes = Writes(self)
         self._n_slots = 0
         self.alive: list[weakref.ref[Live]] = []
-        self._bound: dict[int, tuple[Held, Tensor]] = {}
+        self._bound: dict[int, tuple[Held, Tensor, int]] = {}
         self._keys: list[int] = []
         self._versions: list[int] = []
 
@@ -107,15 +108,22 @@ class Tape:
             note: A convention that the step rests on.
             **options: Options of the operation.
         """
-        return self.live(value, self.append(operation, args, options, spec_of(value), note), role)
+        slot = self.append(operation, args, options, spec_of(value), note)
+        return self.live(value, slot, role)
 
     def append(
         self, operation: str, args: tuple[Any, ...], options: dict[str, Any], spec: Spec, note: str | None = None
     ) -> int:
         """Append a step without a live tensor for its value, and return its slot."""
-        coded = tuple([arg if type(arg) in _PLAIN else self._code(arg) for arg in args])
-        slot = self.new_slot(spec)
-        self.steps.append(Step(slot, operation, coded, options, self.path[-1], self.block, note))
+        coded, slots, held = list[Any](), list[int](), list[int]()
+        with torch._C.DisableTorchFunctionSubclass():
+            for arg in args:
+                coded.append(arg if type(arg) in _PLAIN else self._code(arg, slots, held))
+        slot, self._n_slots = self._n_slots, self._n_slots + 1
+        self.specs[slot] = spec
+        step = Step(slot, operation, tuple(coded), options, self.path[-1], self.block, note)
+        step._slots, step._held = slots, held
+        self.steps.append(step)
         return slot
 
     def new_slot(self, spec: Spec) -> int:
@@ -128,7 +136,7 @@ class Tape:
         """Make a tensor the live value of a slot, in place; of a parameter or a subclass, an alias."""
         if type(value) is not Tensor:
             value = raw(Tensor.detach, value)
-        stamp = version_of(value)
+        stamp = UNCOUNTED if value.is_inference() else value._version
         value.__class__ = Live
         value.slot, value.role, value.of, value.stamp = slot, role, self, stamp  # type: ignore[attr-defined]
         self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
@@ -142,24 +150,28 @@ class Tape:
         return x.slot
 
     def bind(self, value: Tensor) -> Held:
-        """Bind a tensor as a constant: by reference, and once per tensor."""
-        known = self._bound.get(id(value))
-        if known is not None:
+        """Bind a tensor as a constant: by reference, and once per tensor and version of its memory."""
+        known, version = self._bound.get(id(value)), version_of(value)
+        if known is not None and known[2] == version:
             return known[0]
         held = Held(len(self.constants))
-        self._bound[id(value)] = held, value  # which stays alive, and with it the identity
-        constant = raw(Tensor.detach, value) if type(value) in (nn.Parameter, Live) else value
-        if (self.copies or version_of(value) == UNCOUNTED) and not self.is_weight(value):
+        self._bound[id(value)] = held, value, version  # the value stays alive, and with it the identity
+        constant = value_of(value)
+        if (self.copies or version == UNCOUNTED) and not self.is_weight(value):
             constant = raw(Tensor.clone, constant)
+            version = version_of(constant)
         self.constants.append(constant)
         self._keys.append(id(value))
-        self._versions.append(version_of(constant))
+        self._versions.append(version)
         self.writes.note_constant(held.index, constant)
         return held
 
     def is_weight(self, value: Tensor) -> bool:
         """Whether a tensor is one of the model's own, or a view of one."""
-        return id(value) in self.weights or id(raw(getattr, value, "_base")) in self.weights
+        if id(value) in self.weights:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return id(value._base) in self.weights
 
     def is_weight_constant(self, n: int) -> bool:
         """Whether a constant lies in the memory of the model's own."""
@@ -179,17 +191,23 @@ class Tape:
         self._versions[n] = version_of(self.constants[n])  # type: ignore[arg-type]
         self._bound.pop(self._keys[n], None)
 
-    def _code(self, value: Any) -> Any:
-        """An argument as it stands in a step."""
-        if type(value) is Slot or type(value) is Held:
-            return value
-        if type(value) is Live:
-            return self.bind(value) if value.slot is None else Slot(self.slot_of(value))
-        if isinstance(value, Tensor):
-            return self.bind(value)
-        if type(value) in (tuple, list, torch.Size):
-            kind = list if type(value) is list else tuple
-            return kind([part if type(part) in _PLAIN else self._code(part) for part in value])
+    def _code(self, value: Any, slots: list[int], held: list[int]) -> Any:
+        """An argument as it stands in a step; what it reads is added to the lists."""
+        kind = type(value)
+        if kind is Live and value.slot is not None:
+            is_fresh = value.stamp >= 0 and value.stamp == value._version
+            slots.append(value.slot if is_fresh else self.slot_of(value))
+            return Slot(slots[-1])
+        if kind is tuple or kind is list or kind is torch.Size:
+            parts = [part if type(part) in _PLAIN else self._code(part, slots, held) for part in value]
+            return parts if kind is list else tuple(parts)
+        if kind is Slot:
+            slots.append(value.index)
+        elif kind is Held:
+            held.append(value.index)
+        elif isinstance(value, Tensor):
+            value = self.bind(value)
+            held.append(value.index)
         return value
 
     def note(self, rule: str) -> None:
@@ -299,7 +317,7 @@ class Tape:
                 needed.update(step.slots)
                 kept.append(step)
                 places.append(place - since)
-                held.update(leaf.index for leaf in leaves(step.args) if type(leaf) is Held)
+                held.update(step.held)
             else:
                 del self.specs[step.out]
         self.steps[since:] = reversed(kept)
@@ -323,18 +341,20 @@ class Tape:
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, or a kernel, that met a live tensor, by its rule."""
-        name = name_of(function)
-        if name in DESCRIBES:
+        name, describes, is_kernel = KNOWN.get(function) or known(function)
+        if describes:
             return raw(function, *args, **kwargs)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.call(function, args, kwargs)
-        met = found_in(args, kwargs)
+        met: list[Live] = []
+        _gather(args, met)
+        if kwargs:
+            _gather(kwargs.values(), met)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
         if kwargs:
             args, kwargs = spelled_alike(name, args, kwargs)
-        is_kernel = isinstance(function, torch._ops.OpOverload)
         if not is_kernel and torch._C._is_any_autocast_enabled():
             return self.by_kernels(function, args, kwargs)  # whose casts are below the function
         if kwargs:
@@ -343,14 +363,18 @@ class Tape:
             if kwargs.get("inplace"):
                 rest = {key: value for key, value in kwargs.items() if key != "inplace"}
                 return self.writes.write(args[0], self.call(function, args, rest))
-        if not any([x.slot is not None for x in met]):
+        is_live, is_rounded = False, False
+        for x in met:
+            is_live |= x.slot is not None
+            is_rounded |= x.role is Role.ROUNDED
+        if not is_live:
             return self._on_held(name, function, args, kwargs, met)
-        if name in COUNTS and any([x.role is Role.ROUNDED for x in met]):
+        if is_rounded and name in COUNTS:
             packed = mapped((args, tuple(kwargs.items())), _number_behind)
             args, kwargs = packed[0], dict(packed[1])
             if any(x.role is Role.ROUNDED for x in found_in(args, kwargs)):
                 raise self.refusal(f"{name} of whole numbers that live values were cast to")
-        rule = find_rule(name)
+        rule = RULES.get(name) or find_rule(name)
         if rule is not None:
             return rule(function, name, args, kwargs)
         if not is_kernel:
@@ -437,8 +461,11 @@ def _number_behind(leaf: Any) -> Any:
 
 def spec_of(value: Tensor) -> Spec:
     """What kind of tensor a value is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    if type(value) is Tensor:
         return Spec(tuple(value.shape), value.dtype, value.device)
+    shape, dtype, device = Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        return Spec(tuple(shape(value)), dtype(value), device(value))
 
 
 class Kernels(TorchDispatchMode):
@@ -461,13 +488,20 @@ class Kernels(TorchDispatchMode):
 
 @contextmanager
 def recording_on(new: Tape) -> Iterator[None]:
-    """Send the live tensors of this thread to a tape, as long as this lasts."""
-    before = tape()
+    """Send the live tensors of this thread to a tape, as long as this lasts.
+
+    Garbage is not collected meanwhile: a pass makes many small objects that stay, so that Python would look through the
+    whole process again and again, a third of the time of a pass.
+    """
+    before, collects = tape(), gc.isenabled()
     set_tape(new)
     new.is_running = True
+    gc.disable()
     try:
         with torch.no_grad(), Kernels(new):
             yield
     finally:
         new.is_running = False
         set_tape(before)
+        if collects:
+            gc.enable()

@@ -26,11 +26,19 @@ class ModulePlaces:
     Attributes:
         names: Paths of the modules, by identity.
         parents: For each module the class of its parent and the name it has there.
+        weights: Parameters and buffers by their paths; one that modules share comes once for each.
     """
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
         self.model = model
-        self._named = named = named_modules(model, prefix)
+        named = named_modules(model, prefix)
+        self.weights: dict[str, Tensor] = {
+            f"{path}.{name}" if path else name: weight
+            for path, module in named.items()
+            for kind in (module._parameters, module._buffers)
+            for name, weight in kind.items()
+            if weight is not None
+        }
         self.names = {id(module): name for name, module in named.items()}
         self.parents = {
             id(child): f"{type(parent).__module__}.{type(parent).__qualname__}.{name}"
@@ -40,12 +48,7 @@ class ModulePlaces:
 
     def names_of(self, constants: Sequence[Tensor | None]) -> dict[int, str]:
         """Which constants lie in the memory of the model's weights, and what these are called."""
-        by_address = {
-            address_of(weight): f"{path}.{name}" if path else name
-            for path, module in self._named.items()
-            for name, weight in (module._parameters | module._buffers).items()
-            if weight is not None
-        }
+        by_address = {address_of(weight): name for name, weight in self.weights.items()}
         by_address.pop(0, None)
         places = {n: address_of(value) for n, value in enumerate(constants) if value is not None}
         return {n: by_address[address] for n, address in places.items() if address in by_address}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from tensorlens.errors import InputError
+from tensorlens.recording.walk import ModulePlaces
 from tensorlens.recording.writes import address_of
 
 
@@ -12,11 +13,11 @@ class Weights:
     """Which memory the weights of a model were in, and how often it had been written to.
 
     Args:
-        model: The model.
+        places: Where the parts of the model are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._then = model, _places(model)
+    def __init__(self, places: ModulePlaces) -> None:
+        self._model, self._then = places.model, _memory(places)
 
     def check(self, what: str) -> None:
         """Refuse a question that runs the model again where its weights are others now.
@@ -27,7 +28,7 @@ class Weights:
         Raises:
             InputError: says which weight.
         """
-        now = _places(self._model)
+        now = _memory(ModulePlaces(self._model))
         changed = next((name for name in {**self._then, **now} if now.get(name) != self._then.get(name)), None)
         if changed is not None:
             raise InputError(
@@ -36,6 +37,6 @@ class Weights:
             )
 
 
-def _places(model: nn.Module) -> dict[str, tuple[int, int]]:
-    weights = dict(model.named_parameters())
-    return {name: (address_of(one), 0 if one.is_inference() else one._version) for name, one in weights.items()}
+def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
+    weights = [(name, one) for name, one in places.weights.items() if isinstance(one, nn.Parameter)]
+    return {name: (address_of(one), 0 if one.is_inference() else one._version) for name, one in weights}

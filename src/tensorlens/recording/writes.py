@@ -102,7 +102,7 @@ class Writes:
             )
             self._set(address, flat, Geometry((n,), (1,), 0), target)
         made = self._made_live(target, slot, role_of(new))
-        made.seen = self._cell(made)
+        made.seen = self.cells[address].slot
         return made
 
     def out(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -137,11 +137,12 @@ class Writes:
             x.slot = cell.slot
         else:
             x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, _spec(x))
-        x.stamp, x.seen = version_of(x), cell
+        x.stamp, x.seen = version_of(x), cell.slot
 
     def is_behind(self, x: Live) -> bool:
         """Whether memory was written to since a live tensor of inference mode, which counts no versions, was read."""
-        return bool(self.cells) and self._cell(x) is not x.seen
+        cell = self._cell(x) if self.cells else None
+        return cell is not None and cell.slot != x.seen
 
     def revive(self, *values: Any) -> None:
         """Make ordinary tensors live if live values were written into their memory."""
@@ -150,12 +151,14 @@ class Writes:
                 self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
     def forget(self) -> None:
-        """Turn borrowed tensors back into ordinary ones."""
+        """Turn borrowed tensors back into ordinary ones, with nothing of ours left on them."""
         for x in self.borrowed:
             if type(x) is Live:
-                del x.slot, x.role, x.of, x.stamp
+                for name in Live.__annotations__:
+                    x.__dict__.pop(name, None)
                 x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
+        self.cells.clear()
 
     def borrow(self, x: Tensor, slot: int) -> Live:
         """Make a tensor of the model's or the user's own live, in place, until the recording is over."""
@@ -283,11 +286,13 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
+    try:
+        if type(tensor) is Tensor:
             return tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
-            return 0
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
+        return 0
 
 
 def geometry_of(x: Tensor) -> Geometry:

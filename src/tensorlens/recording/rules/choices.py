@@ -51,7 +51,7 @@ def write(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @family(
-    "tolist numpy array __array__ __dlpack__ __dlpack_device__ data_ptr untyped_storage storage "
+    "tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage "
     "get:__cuda_array_interface__"
 )
 def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,11 @@ from tensorlens.recording.table import family, rule
 
 def role_after(name: str, *args: Any) -> Role | None:
     """What a linear function makes of the roles of its arguments."""
+    for value in args:
+        if type(value) is Live and value.role is not None or type(value) is tuple or type(value) is list:
+            break
+    else:
+        return None  # as it is with most
     met = found_in(args)
     roles = [x.role for x in met if x.slot is not None]
     if not any(roles):
@@ -51,7 +56,7 @@ def reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     x = args[0]
     if not is_live(x):
         return raw(function, *args, **kwargs)  # of the live argument only the shape is read
-    if any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+    if torch.dtype in map(type, args) or kwargs and torch.dtype in map(type, kwargs.values()):
         raise tape().refusal(f"{name} as another type of numbers")
     value = raw(function, *args, **kwargs)
     if value.shape == x.shape:
@@ -92,13 +97,13 @@ def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @family(
-    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift as_subclass "
+    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift "
     "deepcopy requires_grad_ _conj_copy view_copy"
 )
 def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers. `detach` changes none of them, so T includes paths that training leaves out."""
     x = args[0]
-    if name in ("detach_", "requires_grad_", "as_subclass"):
+    if name in ("detach_", "requires_grad_"):
         return x
     value = (
         raw(Tensor.detach, x)
@@ -162,10 +167,15 @@ def item(x: Any, at: Any) -> Any:
     value = raw(Tensor.__getitem__, x, _held_index(at))
     if not is_live(x):
         return value
-    first = at[0] if isinstance(at, tuple) and at else at
-    if not (first is None or first is ... or isinstance(first, slice) and len(range(*first.indices(len(x)))) == len(x)):
-        tape().note_part("getitem", x)
-    return tape().emit("index", value, x, _index(at), role=role_after("getitem", x))
+    run = tape()
+    if run.n_samples > 1 and not _takes_all(at[0] if isinstance(at, tuple) and at else at, len(x)):
+        run.note_part("getitem", x)
+    return run.emit("index", value, x, _index(at), role=role_after("getitem", x))
+
+
+def _takes_all(at: Any, n: int) -> bool:
+    """Whether an index takes all of an axis."""
+    return at is None or at is ... or isinstance(at, slice) and len(range(*at.indices(n))) == n
 
 
 def _held_index(at: Any) -> Any:
@@ -414,26 +424,24 @@ def running_sums(x: Any, dim: int, dtype: Any = None) -> Any:
 @family("add sub rsub")
 def added(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A + b, a - b, with a factor of b."""
-    a, b = (*args, *([kwargs["other"]] if "other" in kwargs else []))[:2]
-    alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+    a, b = args[:2] if len(args) > 1 else (*args, kwargs["other"])
+    alpha = kwargs.get("alpha", 1) if kwargs else args[2] if len(args) > 2 else 1
     if name == "rsub":
         a, b, name = b, a, "sub"
     if alpha != 1:
         b = b * alpha
     value = raw(torch.add if name == "add" else torch.sub, _number(a, b), b)
-    role = role_after(name, a, b)
-    a, b = (_as_wide(x, value) for x in (a, b))
-    return tape().emit(name, value, a, b, role=role)
+    return tape().emit(name, value, _as_wide(a, value), _as_wide(b, value), role=role_after(name, a, b))
 
 
 def _number(a: Any, like: Any) -> Any:
     """A plain number as a tensor, where torch wants one in front."""
-    return a if isinstance(a, Tensor) else raw(torch.tensor, a, dtype=like.dtype, device=like.device)
+    return a if isinstance(a, Tensor) else raw(torch.full, (), a, dtype=like.dtype, device=like.device)
 
 
 def _as_wide(x: Any, value: Tensor) -> Any:
     """A live operand in the type of the sum, so that its cotangent is in its own."""
-    return x.to(value.dtype) if is_live(x) and x.dtype != value.dtype else x
+    return x.to(value.dtype) if type(x) is Live and x.slot is not None and x.dtype != value.dtype else x
 
 
 @rule("neg")
@@ -634,7 +642,7 @@ def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes them of two."""
     given = dict(zip(("x", "dimension", "size", "step"), args, strict=False)) | kwargs
-    if name == "im2col" or not isinstance(given.get("dimension"), int):
+    if name == "im2col" or function is torch.nn.functional.unfold:
         return tape().emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
     x, axis, size, step = args[0], given["dimension"] % args[0].dim(), given["size"], given["step"]
     starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)

@@ -13,7 +13,7 @@ by the qualified name of the class, so that nothing has to be imported. Add your
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -51,11 +51,17 @@ def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
     """
     if place in ADAPTERS:
         return ADAPTERS[place]
-    for cls in type(module).__mro__:
-        found = ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+    for cls, name in _ancestry(type(module)):
+        found = ADAPTERS.get(name)
         if found is not None:
             return found if _has_forward_of(module, cls) else None
     return None
+
+
+@lru_cache(maxsize=4096)
+def _ancestry(cls: type) -> list[tuple[type, str]]:
+    """A class and its ancestors, each with its qualified name."""
+    return [(one, f"{one.__module__}.{one.__qualname__}") for one in cls.__mro__]
 
 
 def _has_forward_of(module: nn.Module, cls: type) -> bool:
