@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tensorlens.studies.judge_study import MEASURES, Measure, Scores, Truth, numbers
+from tensorlens.studies.judge_study import MEASURES, Measure, Scores, Truth, as_floats
 
 
 def recall_at(k: int) -> Callable[[Scores, Truth], float]:
     """Share of the evidence among the first k."""
 
     def compute(scores: Scores, truth: Truth) -> float:
-        values, is_evidence = numbers(scores), np.array(truth) > 0
+        values, is_evidence = as_floats(scores), np.array(truth) > 0
         found = 0.0
         for value in values[is_evidence]:
             above, ties = int((values > value).sum()), int((values == value).sum())
@@ -26,18 +26,18 @@ def recall_at(k: int) -> Callable[[Scores, Truth], float]:
 
 def outside(scores: Scores, truth: Truth) -> float:
     """Share of the magnitude that lies on units which are not evidence; 0 is best."""
-    values = np.abs(np.where(np.isfinite(numbers(scores)), numbers(scores), 0.0))
+    values = np.abs(np.where(np.isfinite(as_floats(scores)), as_floats(scores), 0.0))
     return float(values[np.array(truth) <= 0].sum() / values.sum()) if values.sum() else math.nan
 
 
 def pearson(scores: Scores, truth: Truth) -> float:
     """Correlation of predicted and true effects; 0 where one of them does not vary."""
-    return _correlation(np.where(np.isfinite(numbers(scores)), numbers(scores), 0.0), np.array(truth))
+    return _correlation(np.where(np.isfinite(as_floats(scores)), as_floats(scores), 0.0), np.array(truth))
 
 
 def spearman(scores: Scores, truth: Truth) -> float:
     """Correlation of the ranks of predicted and true effects, ties by their mean rank."""
-    return _correlation(_ranks(numbers(scores)), _ranks(np.array(truth, dtype=np.float64)))
+    return _correlation(_ranks(as_floats(scores)), _ranks(np.array(truth, dtype=np.float64)))
 
 
 def _spearman_by_magnitude(scores: Scores, truth: Truth) -> float:

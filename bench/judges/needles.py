@@ -14,7 +14,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import sentences
 from tensorlens.strict_json import from_json
-from tensorlens.studies.judge_study import WORD_OVERLAP, Item, Judge, Prompt, whole_words, with_members
+from tensorlens.studies.judge_study import WORD_OVERLAP, Item, Judge, PrefixText, whole_words, with_members
 
 MEASURES = ("reciprocal_rank", "top_1", "recall_at_5")
 AFFORDABLE = (
@@ -99,7 +99,7 @@ def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], leng
         raise InputError(f"The answer {answer!r} is not in its needle.")
     ending = f" Question: {question} Answer: {needle[: found[0][0]]}".rstrip()
     text, spans, n_context = _context(lens, hidden, hay, length - _n_tokens(lens, ending), row)
-    prompt = Prompt(lens, text + ending)
+    prompt = PrefixText(lens, text + ending)
     units, labels = prompt.groups("sentences")
     kept = [k for k, unit in enumerate(units) if prompt.offsets[unit[0]][0] < n_context]  # type: ignore[index]
     tokens = prompt.tokens_at(spans)

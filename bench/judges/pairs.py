@@ -18,7 +18,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
 from tensorlens.studies.intervals import short
-from tensorlens.studies.judge_study import WRONG, Item, Judge, Prompt, cell_of, items_of, now, reason_of
+from tensorlens.studies.judge_study import WRONG, Item, Judge, PrefixText, cell_of, items_of, now, reason_of
 from tensorlens.studies.members import MEMBERS, member_lens
 
 MEASURES = ("pearson", "spearman")
@@ -45,7 +45,7 @@ def patching_pairs(lens: Lens, folder: Path, *, limit: int | None = None) -> Jud
 
 
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
-    clean, corrupted = Prompt(lens, cell_of(values, "clean")), Prompt(lens, cell_of(values, "corrupted"))
+    clean, corrupted = PrefixText(lens, cell_of(values, "clean")), PrefixText(lens, cell_of(values, "corrupted"))
     if len(clean.ids) != len(corrupted.ids):
         raise InputError(f"The two prompts have {len(clean.ids)} and {len(corrupted.ids)} tokens; expected as many.")
     weights = (
@@ -66,7 +66,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     )
 
 
-def _object_weights(clean: Prompt, values: Mapping[str, Any]) -> dict[int, float]:
+def _object_weights(clean: PrefixText, values: Mapping[str, Any]) -> dict[int, float]:
     """The indirect object less the subject: of the words that the two other prompts change, theirs and ours."""
     words, others = clean.text.split(), cell_of(values, "corrupted_hard").split()
     changed = [(ours, theirs) for ours, theirs in zip(words, others, strict=False) if ours != theirs]
@@ -78,7 +78,7 @@ def _object_weights(clean: Prompt, values: Mapping[str, Any]) -> dict[int, float
     return {object_: 1.0, subject: -1.0}
 
 
-def _digit_weights(clean: Prompt, label: str) -> dict[int, float]:
+def _digit_weights(clean: PrefixText, label: str) -> dict[int, float]:
     """The mean of the digits above the first digit of the label, less that of those below it."""
     tokens = [clean.next_token(str(digit), apart=False) for digit in range(10)]
     if label[0] not in "0123456789":

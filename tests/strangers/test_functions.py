@@ -173,7 +173,9 @@ LINEAR: dict[str, Inner] = {
     ).flatten(2),
     "blend": lambda z, g: torch.lerp(z, g, torch.sigmoid(W)),
     "windows": lambda z, g: F.pad(z, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
-    "windows over two axes": lambda z, g: F.unfold(z[:, None], 1).view(z.shape) + F.unfold(z[:, None], (1, 1))[:, 0].view_as(z),
+    "windows over two axes": lambda z, g: (
+        F.unfold(z[:, None], 1).view(z.shape) + F.unfold(z[:, None], (1, 1))[:, 0].view_as(z)
+    ),
     "by the place of a bound": lambda z, g: z * torch.bucketize(z.detach(), torch.linspace(-1, 1, 5).double()),
     "smaller than a constant": lambda z, g: torch.minimum(z, W),
     "axes given in place": lambda z, g: (1.0 * z).unsqueeze_(0).transpose_(0, 1).squeeze_(1),

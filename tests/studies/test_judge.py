@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import tensorlens as tl
 from tensorlens.errors import InputError, MethodError
 from tensorlens.studies import judge
-from tensorlens.studies.judge_study import last_logits, summarise, value_of
+from tensorlens.studies.judge_study import judge_summary, last_logits, measured_value
 
 ROOT = Path(__file__).parents[2]
 FEW = ("tensor.in_class", "tensor.in_class@attn_lrp", "mean.attn", "control.recency", "control.word_overlap")
@@ -45,11 +45,11 @@ def test_a_run_has_every_method_and_can_be_recomputed_from_its_rows(tmp_path):
     ranks = found["measures"]["reciprocal_rank"]
     assert set(ranks["methods"]) == set(FEW)
     for name in FEW:
-        mean = np.mean([value_of(row, name, "reciprocal_rank") for row in measured])
+        mean = np.mean([measured_value(row, name, "reciprocal_rank") for row in measured])
         assert ranks["methods"][name]["mean"] == pytest.approx(mean, rel=1e-5)
     for row in measured:  # recency knows the order, and the answer is known
         n_words, place = len(row["truth"]), row["truth"].index(1.0)
-        assert value_of(row, "control.recency", "reciprocal_rank") == pytest.approx(1 / (n_words - place))
+        assert measured_value(row, "control.recency", "reciprocal_rank") == pytest.approx(1 / (n_words - place))
     assert result.report.is_file() and "evidence" in result.report.read_text()
 
 
@@ -133,7 +133,7 @@ def test_sets_count_alike_whatever_their_size():
     rows = [{"judge": "evidence", "set": "a", "truth": [1.0, 0.0], "scores": {"m": [1.0, 0.0]}, "seconds": {}}] * 9
     rows += [{"judge": "evidence", "set": "b", "truth": [1.0, 0.0], "scores": {"m": [0.0, 1.0]}, "seconds": {}}]
     about = {"question": "word", "measures": ["reciprocal_rank"], "problems": []}
-    found = summarise(rows, {"seed": 0, "judges": {"evidence": about}})["judges"]["evidence"]
+    found = judge_summary(rows, {"seed": 0, "judges": {"evidence": about}})["judges"]["evidence"]
     assert found["measures"]["reciprocal_rank"]["methods"]["m"]["mean"] == pytest.approx(0.75)
 
 

@@ -23,7 +23,7 @@ from tensorlens.maps.methods import Method
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.run import perturbation
 from tensorlens.studies.perturbation_study.samples import Texts
-from tensorlens.studies.perturbation_study.summary import summarise
+from tensorlens.studies.perturbation_study.summary import perturbation_summary
 
 TINY = str(Path(__file__).parents[1] / "tiny_study.py")
 
@@ -253,7 +253,7 @@ def test_a_method_that_is_better_on_every_sample_is_better_for_sure():
         }
         for i, value in enumerate(noise)
     ]
-    summary = summarise(records, {"methods": ["tensor.norm", "rollout.attn"], "grid": [0.0, 0.3], "seed": 0})
+    summary = perturbation_summary(records, {"methods": ["tensor.norm", "rollout.attn"], "grid": [0.0, 0.3], "seed": 0})
     found = summary["conditions"]["token"]["most"]["hs_mse"]
     assert found["tensor_against_baseline"]["probability"] == 1.0
     assert found["tensor_against_baseline"]["advantage"] == pytest.approx(0.05)

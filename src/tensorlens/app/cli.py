@@ -17,7 +17,7 @@ from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check
 from tensorlens.app.explore_command import explore
-from tensorlens.app.fidelity_command import fidelity
+from tensorlens.app.fidelity_command import fidelity_
 from tensorlens.app.inside_command import inside
 from tensorlens.app.interrupts import interruptible
 from tensorlens.app.map_command import map_
@@ -26,7 +26,7 @@ from tensorlens.app.methods_command import methods
 from tensorlens.app.models_command import models
 from tensorlens.app.options import with_records
 from tensorlens.app.perturb_command import perturb
-from tensorlens.app.relations_command import relations
+from tensorlens.app.relations_command import relations_
 from tensorlens.errors import TensorLensError
 
 SECONDS_TO_SPEAK = 5.0
@@ -58,8 +58,8 @@ _add("check", check, "Is the operator exact for this model?")
 _add("models", models, "The bundled models, and how to install them.")
 _add("methods", methods, "The kinds of map, with a line each.")
 _add("perturb", perturb, "Study: which method finds what matters?", continues=True)
-_add("relations", relations, "Study: relations decoded by the mean tensor.", continues=True)
-_add("fidelity", fidelity, "Study: how far from the input does T hold?", continues=True)
+_add("relations", relations_, "Study: relations decoded by the mean tensor.", continues=True)
+_add("fidelity", fidelity_, "Study: how far from the input does T hold?", continues=True)
 
 
 def _show_version(asked: bool) -> bool:

@@ -51,9 +51,7 @@ MapFile = Annotated[
 RunFolder = Annotated[
     Path, typer.Option(help="Folder of the run; a run that is there is continued.", show_default=False)
 ]
-NumberOfProcesses = Annotated[
-    int, typer.Option(help="Processes that share the run on this machine; it takes several to fill a GPU.", min=1)
-]
+NumberOfProcesses = Annotated[int, typer.Option(help="Processes that share the run on this machine.", min=1)]
 
 
 def _option(text: str, *names: str) -> Any:

@@ -157,9 +157,7 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     raise never_ran(model, named.stack) if ran is None else not_seen(model, ran)
 
 
-def observe(
-    model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | None = None
-) -> tuple[Anatomy, Evidence]:
+def observe(model: nn.Module, arguments: Mapping[str, Any], *, blocks: str | None = None) -> tuple[Anatomy, Evidence]:
     """The anatomy of a model on an input, and the plain pass that shows it.
 
     Blocks that are run by a method, and not called, are seen in a second pass, in which their methods count as calls.

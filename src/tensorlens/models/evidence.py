@@ -172,9 +172,7 @@ def watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[n
             return _watch(model, arguments, methods_of, _Flow(seen=False))
 
 
-def _watch(
-    model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[nn.Module], flow: _Flow
-) -> Evidence:
+def _watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[nn.Module], flow: _Flow) -> Evidence:
     calls = _Calls(model, flow, methods_of)
     with ExitStack() as stack:
         stack.enter_context(in_own_precision())

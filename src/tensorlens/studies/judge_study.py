@@ -239,10 +239,10 @@ def run_judges(
 
     def summary(records: list[Record]) -> dict[str, Any]:
         extra = more(run, records)
-        return summarise(records, run.settings) | extra
+        return judge_summary(records, run.settings) | extra
 
     run.work(_groups(items, options.group_size), measure, progress)
-    return run.finish(len(items), summary, write_report)
+    return run.finish(len(items), summary, judge_report)
 
 
 def _about_judge(of: Judge) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def with_members(names: Iterable[str]) -> list[str]:
 # Items ----------------------------------------------------------------------------------------------------------------
 
 
-class Prompt:
+class PrefixText:
     """A text that a language model is to continue.
 
     Args:
@@ -354,7 +354,7 @@ def evidence(lens: Lens, data: Path, *, limit: int | None = None) -> Judge:
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     cells = {OTHER_NAMES.get(key, key): value for key, value in values.items() if isinstance(key, str)}
     prefix, target, wanted = (cell_of(cells, column) for column in ("prefix", "target", "evidence"))
-    prompt = Prompt(lens, prefix)
+    prompt = PrefixText(lens, prefix)
     good, against = prompt.next_token(target), cells.get("against")
     bad = prompt.next_token(cell_of(cells, "against")) if against not in (None, "") else None
     if good == bad:
@@ -408,7 +408,7 @@ def items_of(
 
 
 def _rows_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a file with their numbers, the first row of data being 1; what is not a row is a problem."""
+    """The rows of a file with their as_floats, the first row of data being 1; what is not a row is a problem."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -600,7 +600,7 @@ class Measure:
         return self.random(truth) if self.random is not None else self.compute([0.0] * len(truth), truth)
 
 
-def numbers(scores: Scores) -> np.ndarray:
+def as_floats(scores: Scores) -> np.ndarray:
     """Scores as floats, the missing ones as the lowest."""
     found = np.array([np.nan if one is None else one for one in scores], dtype=np.float64)
     return np.where(np.isnan(found), -np.inf, found)
@@ -608,7 +608,7 @@ def numbers(scores: Scores) -> np.ndarray:
 
 def reciprocal_rank(scores: Scores, truth: Truth) -> float:
     """1 over the rank of the evidence that stands highest."""
-    values, is_evidence = numbers(scores), np.array(truth) > 0
+    values, is_evidence = as_floats(scores), np.array(truth) > 0
     best = values[is_evidence].max()
     above, ties = int((values > best).sum()), values == best
     n_ties, n_evidence = int(ties.sum()), int((ties & is_evidence).sum())
@@ -620,7 +620,7 @@ def reciprocal_rank(scores: Scores, truth: Truth) -> float:
 
 def top_one(scores: Scores, truth: Truth) -> float:
     """Whether a piece of evidence stands first."""
-    values, is_evidence = numbers(scores), np.array(truth) > 0
+    values, is_evidence = as_floats(scores), np.array(truth) > 0
     ties = values == values.max()
     return float((ties & is_evidence).sum() / ties.sum())
 
@@ -643,7 +643,7 @@ MEASURES: dict[str, Measure] = {
 # methods. A judge's number is the mean over its sets, so that a large set counts no more than a small one.
 
 
-def summarise(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, Any]:
+def judge_summary(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of a run, by judge.
 
     Args:
@@ -680,7 +680,7 @@ def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> 
         },
         "seconds": {name: short(np.median(some), 6) if some else None for name, some in cost.items()},
         "measures": {
-            measure: compare(measured, sets, methods, measure, seed, about.get("reference", REFERENCE))
+            measure: method_comparison(measured, sets, methods, measure, seed, about.get("reference", REFERENCE))
             for measure in about["measures"]
         }
         if measured
@@ -693,7 +693,7 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
     return {"n": len(records), "n_measured": len(records) - sum(left_out.values()), "left_out": dict(left_out)}
 
 
-def compare(
+def method_comparison(
     records: Sequence[Record],
     sets: Sequence[str],
     methods: Sequence[str],
@@ -704,7 +704,9 @@ def compare(
     """One measure of every method, over all sets and in each; best first."""
     known, by_set = MEASURES[measure], {one: [r for r in records if r["set"] == one] for one in sets}
     by_set = {name: some for name, some in by_set.items() if some}
-    tables = [np.array([[value_of(r, name, measure) for name in methods] for r in some]) for some in by_set.values()]
+    tables = [
+        np.array([[measured_value(r, name, measure) for name in methods] for r in some]) for some in by_set.values()
+    ]
     chance = [float(np.mean([known.chance(record["truth"]) for record in some])) for some in by_set.values()]
     generator = np.random.default_rng(seed)
     draws = [  # for each set how often each of its items is drawn, (resample, item)
@@ -728,7 +730,7 @@ def compare(
     }
 
 
-def value_of(record: Record, name: str, measure: str) -> float:
+def measured_value(record: Record, name: str, measure: str) -> float:
     """The measure of one item by one method; NaN where it has no scores."""
     scores = record["scores"].get(name)
     return np.nan if scores is None else MEASURES[measure].compute(scores, record["truth"])
@@ -758,7 +760,7 @@ def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray], names: S
 # Report ---------------------------------------------------------------------------------------------------------------
 
 
-def write_report(run: Run, summary: dict[str, Any]) -> None:
+def judge_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` into a run's folder."""
     sections = []
     for name, found in summary["judges"].items():

@@ -20,7 +20,7 @@ from typing import Any
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.mapper import Mapper
 from tensorlens.strict_json import from_json, to_json, write_json, write_text
-from tensorlens.studies.runs import differences, read_document
+from tensorlens.studies.runs import differences, read_run_file
 from tensorlens.versions import package_versions
 
 EncodedPart = tuple[bytes, str]
@@ -94,7 +94,7 @@ class MapTable:
             if any(self.folder.iterdir()):
                 raise InputError(f"Expected an empty folder, or one of maps, at {str(self.folder)!r}; choose another.")
             write_json(path, self.settings)
-        there = read_document(path, {}, "Choose another folder.")
+        there = read_run_file(path, {}, "Choose another folder.")
         said = "; ".join(differences("settings", there, self.settings))
         if said:
             raise InputError(

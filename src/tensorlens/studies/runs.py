@@ -122,13 +122,13 @@ class Run:
         """What `config.json` holds."""
         advice = "If its samples are of the settings given now, delete config.json and start again; else choose "
         fields = {"study": str, "settings": dict, "versions": dict, "origin": dict}
-        return read_document(self.folder / "config.json", fields, advice + "another folder.")
+        return read_run_file(self.folder / "config.json", fields, advice + "another folder.")
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """What `summary.json` holds; None before the end."""
         path = self.folder / "summary.json"
-        return read_document(path, {}, "Remove it and start the run again.") if path.exists() else None
+        return read_run_file(path, {}, "Remove it and start the run again.") if path.exists() else None
 
     def records(self, n_samples: int | None = None) -> list[Record]:
         """The samples finished so far, by any process, in the order of their index.
@@ -342,7 +342,7 @@ def read_record(line: bytes, n_samples: int | None = None) -> Record:
     return record
 
 
-def read_document(path: Path, fields: Mapping[str, type], advice: str) -> dict[str, Any]:
+def read_run_file(path: Path, fields: Mapping[str, type], advice: str) -> dict[str, Any]:
     """The object in a JSON file of a run.
 
     Raises:

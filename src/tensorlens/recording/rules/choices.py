@@ -50,10 +50,7 @@ def write(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     return raw(format, value_of(args[0]), *args[1:])
 
 
-@family(
-    "tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage "
-    "get:__cuda_array_interface__"
-)
+@family("tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage get:__cuda_array_interface__")
 def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values that leave torch: what comes back from there would be taken for constants."""
     if args[0].dtype.is_floating_point and args[0].numel() > 1 and "device" not in name:

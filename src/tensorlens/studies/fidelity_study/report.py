@@ -50,7 +50,7 @@ def property_table(summary: dict[str, Any]) -> Table:
     ]
 
 
-def write_report(run: Run, summary: dict[str, Any]) -> None:
+def fidelity_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` into a run's folder."""
     held = "Every error is below every right-hand side." if summary["holds"] else "A BOUND IS VIOLATED."
     sections = [

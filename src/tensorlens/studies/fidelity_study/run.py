@@ -27,8 +27,8 @@ from tensorlens.studies.fidelity_study.measures import (
     token_directions,
 )
 from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_properties
-from tensorlens.studies.fidelity_study.report import write_report
-from tensorlens.studies.fidelity_study.summary import summarise
+from tensorlens.studies.fidelity_study.report import fidelity_report
+from tensorlens.studies.fidelity_study.summary import fidelity_summary
 from tensorlens.studies.identity import digest_of, model_settings, tensor_digest
 from tensorlens.studies.options import chosen_options
 from tensorlens.studies.runs import Run, StudyResult
@@ -98,7 +98,7 @@ def fidelity(
     run.work(
         [[i] for i in range(len(several))], lambda group: [measure(lens, several[i], chosen) for i in group], progress
     )
-    return run.finish(len(several), summarise, write_report)
+    return run.finish(len(several), fidelity_summary, fidelity_report)
 
 
 def _is_list_of_texts(inputs: Any) -> bool:

@@ -23,7 +23,7 @@ FEW = 20
 """Samples below which intervals by resampling mean little."""
 
 
-def write_report(run: Run, summary: dict[str, Any], maps: Sequence[TokenMap]) -> None:
+def perturbation_report(run: Run, summary: dict[str, Any], maps: Sequence[TokenMap]) -> None:
     """Write `report.html` from a run's summary, with some maps below."""
     sections = [Section(title="What was measured", text=_head(run.settings, summary), tables=[_against(summary)])]
     for condition, order, metric, result in each_result(summary):

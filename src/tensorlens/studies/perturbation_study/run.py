@@ -20,9 +20,9 @@ from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import checked_names, chosen_options
 from tensorlens.studies.perturbation_study.measuring import RANDOM, GroupMaps, Measurement
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.report import each_result, write_report
+from tensorlens.studies.perturbation_study.report import each_result, perturbation_report
 from tensorlens.studies.perturbation_study.samples import Images, Samples, Texts
-from tensorlens.studies.perturbation_study.summary import summarise
+from tensorlens.studies.perturbation_study.summary import perturbation_summary
 from tensorlens.studies.runs import Run, StudyResult
 
 GROUP_SIZE = 16
@@ -70,9 +70,9 @@ def perturbation(
     run.work(groups_of(samples, chosen), measurement.measure, progress)
 
     def report(run: Run, summary: dict[str, Any]) -> None:
-        write_report(run, summary, _examples(lens, samples, summary, chosen))
+        perturbation_report(run, summary, _examples(lens, samples, summary, chosen))
 
-    return run.finish(len(samples), partial(summarise, settings=run.settings), report)
+    return run.finish(len(samples), partial(perturbation_summary, settings=run.settings), report)
 
 
 def _samples(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Samples:

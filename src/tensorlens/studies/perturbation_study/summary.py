@@ -24,7 +24,7 @@ def group(method: str) -> str:
     return "peer" if measure.endswith("without_sink") else GROUPS.get(family, "peer")
 
 
-def summarise(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+def perturbation_summary(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     """The summary of a run, by condition, order and metric.
 
     Args:

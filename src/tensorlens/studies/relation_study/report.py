@@ -94,7 +94,7 @@ def survival(summary: dict[str, Any]) -> str:
     return f"{summary['n_survived']} of {summary['n_relations']} relations survive ({parts or 'none'})."
 
 
-def write_report(run: Run, summary: dict[str, Any]) -> None:
+def relation_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` into a run's folder."""
     lines = [survival(summary) + f" Rule: {summary['rule']}."]
     lines += [f"{key}: {reason}" for key, reason in summary["left_out"].items()]

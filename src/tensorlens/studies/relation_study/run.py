@@ -31,9 +31,9 @@ from tensorlens.studies.relation_study.decoding import (
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand
+from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand_locally
 from tensorlens.studies.relation_study.prompts import (
-    Prompt,
+    RelationPrompt,
     Split,
     Tokens,
     align,
@@ -46,8 +46,8 @@ from tensorlens.studies.relation_study.prompts import (
     testing_prompts,
     training_prompts,
 )
-from tensorlens.studies.relation_study.report import write_report
-from tensorlens.studies.relation_study.summary import summarise
+from tensorlens.studies.relation_study.report import relation_report
+from tensorlens.studies.relation_study.summary import relation_summary
 from tensorlens.studies.runs import Run, StudyResult
 
 SCALES = tuple(i / 4 for i in range(21))
@@ -125,7 +125,9 @@ def relations(
     plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
     run.work([[i] for i in range(len(plan))], lambda group: [decoder.measure(*plan[i]) for i in group], progress)
     return run.finish(
-        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test), write_report
+        len(plan),
+        lambda records: relation_summary(records, decoder.described(problems, found), chosen.min_test),
+        relation_report,
     )
 
 
@@ -203,7 +205,7 @@ class _Decoder:
 
     # The model itself ---------------------------------------------------------------------------------------------
 
-    def _known(self, relation: Relation, facts: Split, like: Prompt, seed: int) -> _Test:
+    def _known(self, relation: Relation, facts: Split, like: RelationPrompt, seed: int) -> _Test:
         """The test facts that align with training and that the model knows."""
         pairs = zip(facts.test, testing_prompts(self.tokens, relation.template, facts), strict=True)
         aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
@@ -233,7 +235,7 @@ class _Decoder:
 
     # The methods --------------------------------------------------------------------------------------------------
 
-    def _predictors(self, train: list[Prompt], test: _Test) -> tuple[dict[str, Predictor], Tensor]:
+    def _predictors(self, train: list[RelationPrompt], test: _Test) -> tuple[dict[str, Predictor], Tensor]:
         """By method and start, and the mean training output: the constant that knows no subject at all."""
         starts, position = self.options.starts, train[0].subject_tokens[-1]
         states = run_prompts(self.anatomy, [prompt.ids for prompt in test.prompts], starts)
@@ -246,7 +248,7 @@ class _Decoder:
                 found[f"tensor.{name}@{start}"] = predictor
         if self.options.with_lre:
             sources: dict[Start, Tensor] = {EMBEDDING: states.embedded, **states.entering}
-            expanded = [expand(self.anatomy, prompt.ids, position, list(sources)) for prompt in train]
+            expanded = [expand_locally(self.anatomy, prompt.ids, position, list(sources)) for prompt in train]
             for start, state in sources.items():
                 expansions: list[LocalLinear] = [local[start] for local, _ in expanded]
                 own = torch.stack([subjects[start] for _, subjects in expanded])
@@ -291,7 +293,7 @@ class _Test:
     """Test facts with their prompts, the model's own answers and the objects' first tokens."""
 
     facts: list[Fact]
-    prompts: list[Prompt]
+    prompts: list[RelationPrompt]
     answers: list[int]
     expected: list[int]
     n_candidates: int
