@@ -31,7 +31,7 @@ class Teller:
     """Says on standard error what is being done: the first lines at once, later ones every few seconds.
 
     Args:
-        name: Of the command.
+        name: The command's.
     """
 
     def __init__(self, name: str) -> None:

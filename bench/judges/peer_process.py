@@ -54,7 +54,7 @@ def without_opening(ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
 
 
 def input_times_gradient(model: Any, question: dict[str, Any]) -> Tensor:
-    """Of whatever the model's backward pass gives."""
+    """Input times gradient, by whatever the model's backward pass gives."""
     x = model.get_input_embeddings()(ids_of(question, model)).detach().requires_grad_()
     weigh(model(inputs_embeds=x, use_cache=False).logits[:, -1], question["target"]).sum().backward()
     assert x.grad is not None
@@ -164,7 +164,7 @@ def _captum_example(package: Any) -> str:
 
 
 def _linear(package: Any) -> str:
-    """Of a linear function ablation gives weight times input."""
+    """Ablation of a linear function gives weight times input."""
     weights = torch.tensor([[1.0, -2.0, 3.0]])
     found = package.FeatureAblation(lambda x: (x * weights).sum(1)).attribute(torch.tensor([[2.0, 3.0, 4.0]]))
     if not torch.allclose(found, torch.tensor([[2.0, -6.0, 12.0]])):

@@ -33,7 +33,7 @@ def single_tokens(
         limit: Windows at most.
         n_tokens: Tokens of a window.
         n_draws: Tokens that each is replaced by, in turn.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     texts = Texts(lens, read_dataset(file), cut="windows", n_tokens=n_tokens, min_tokens=n_tokens, limit=limit)
     samples = [texts.load(index) for index in range(len(texts))]

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def asked(lens: tl.Lens, arguments: argparse.Namespace) -> list[Item]:
-    """Of each length as many items with one needle as with several, in turn."""
+    """For each length as many items with one needle as with several, in turn."""
     found = []
     for length in arguments.lengths:
         kinds = [

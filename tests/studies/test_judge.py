@@ -96,9 +96,9 @@ def test_rows_that_cannot_be_used_are_named_and_the_rest_is_used(tmp_path):
         "animals.csv, row 5: The evidence 'dog' is not in the prefix",
         "animals.csv, row 6: Expected text in `prefix`; got nothing",
         "animals.csv, row 7: Expected text in `evidence`",
-        "lines.jsonl, row 2: not a JSON object (it is a list)",
-        "lines.jsonl, row 3: not a JSON object",
-        "bytes.csv: cannot be read as UTF-8",
+        "lines.jsonl, row 2: Expected text in `prefix`",
+        "line 3, one object per line",
+        "bytes.csv: Expected text in UTF-8",
     ):
         assert expected in said
 

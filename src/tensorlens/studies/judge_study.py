@@ -14,13 +14,11 @@ A set of items is a .csv file with a head line or a .jsonl file with one object 
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +37,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters, tokenizer_of
 from tensorlens.models.modes import evaluating
 from tensorlens.models.plain_text import check_unicode
-from tensorlens.strict_json import from_json
+from tensorlens.studies.datasets import rows_of
 from tensorlens.studies.identity import digest_of, model_settings
 from tensorlens.studies.intervals import N_RESAMPLES, short
 from tensorlens.studies.members import MEMBERS, check_member, member_lens, split
@@ -397,40 +395,17 @@ def items_of(
     problems: list[str] = []
     for path in files:
         n_before = len(items)
-        for row, values in _rows_of(path, problems):
-            if limit is not None and len(items) - n_before >= limit:
-                break
-            try:
-                items.append(make(path.stem, row, values))
-            except TensorLensError as error:
-                problems.append(f"{path.name}, row {row}: {error}")
+        try:
+            for row, values in enumerate(rows_of(path), 1):
+                if limit is not None and len(items) - n_before >= limit:
+                    break
+                try:
+                    items.append(make(path.stem, row, values))
+                except TensorLensError as error:
+                    problems.append(f"{path.name}, row {row}: {error}")
+        except InputError as error:  # of the file itself
+            problems.append(f"{path.name}: {error} What comes after it is not read.")
     return tuple(items), tuple(problems)
-
-
-def _rows_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a file with their as_floats, the first row of data being 1; what is not a row is a problem."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{path.name}: cannot be read as UTF-8 text ({error}).")
-        return
-    if path.suffix == ".csv":
-        try:
-            yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 1)
-        except csv.Error as error:
-            problems.append(f"{path.name}: not csv from some row on ({error}).")
-        return
-    for row, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            values = from_json(line)
-            if not isinstance(values, dict):
-                raise ValueError(f"it is a {type(values).__name__}")
-        except (ValueError, RecursionError) as error:
-            problems.append(f"{path.name}, row {row}: not a JSON object ({error}).")
-        else:
-            yield row, values
 
 
 def cell_of(cells: Mapping[str, Any], column: str) -> str:

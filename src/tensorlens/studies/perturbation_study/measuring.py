@@ -240,10 +240,8 @@ class GroupMaps:
                     found[i] = str(error)
             for i, maps in zip(prepared, _made(work, list(prepared.values())), strict=True):
                 so_far = found[i]
-                if isinstance(so_far, str) or isinstance(maps, str):
-                    found[i] = so_far if isinstance(so_far, str) else maps
-                else:
-                    found[i] = so_far | dict(zip(names, maps, strict=True))
+                if not isinstance(so_far, str):
+                    found[i] = maps if isinstance(maps, str) else so_far | dict(zip(names, maps, strict=True))
         return [maps if isinstance(maps, str) else {name: maps[name] for name in self.methods} for maps in found]
 
 

@@ -46,7 +46,7 @@ def expand_locally(
     Args:
         anatomy: The model.
         ids: The prompt.
-        position: Of the subject's last token.
+        position: Where the subject's last token stands.
         starts: Where to read the subject.
 
     Returns:
