@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tiny_study import TEXTS, lens_on
 from typer.testing import CliRunner, Result
 
 from tensorlens.app.cli import app
+from tensorlens.studies.processes import hand_over
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 ALONE = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {"OMP_NUM_THREADS": "1"}
@@ -75,6 +77,20 @@ def test_several_processes_share_a_run_and_one_of_them_speaks(encoder, tmp_path,
     assert two.returncode == 0, two.stderr
     assert [run(*alone).stdout.count("6 samples measured"), two.stdout.count("6 samples measured")] == [1, 1]
     assert (tmp_path / "two" / "summary.json").read_bytes() == (tmp_path / "one" / "summary.json").read_bytes()
+
+
+def test_a_process_that_fails_alone_is_heard_and_ends_the_others(monkeypatch, capfd):
+    """One of two is killed; the first would take an hour."""
+    script = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(3600)"
+    monkeypatch.setattr(sys, "argv", ["tensorlens"])
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        hand_over(2, ("-c", script))
+    logging.disable(logging.NOTSET)
+    assert ended.value.code == 1
+    heard = capfd.readouterr().err
+    assert heard.startswith("tensorlens: process 1 of 2 ended with -9") and "the run continues" in heard
 
 
 def test_relations_counts_what_survives_and_names_what_does_not(decoder, tmp_path):

@@ -5,9 +5,7 @@ No command imports torch before it runs: `--help` answers at once.
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -28,9 +26,7 @@ from tensorlens.app.options import with_records
 from tensorlens.app.perturb_command import perturb
 from tensorlens.app.relations_command import relations_
 from tensorlens.errors import TensorLensError
-
-SECONDS_TO_SPEAK = 5.0
-"""What other processes of a run wait before they say what is wrong: the first meets the same mistake and ends them."""
+from tensorlens.studies.processes import tell_launcher
 
 app = typer.Typer(
     name="tensorlens",
@@ -82,9 +78,8 @@ def main() -> None:
     try:
         app()
     except TensorLensError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(SECONDS_TO_SPEAK)
-        typer.echo(f"tensorlens: {error}", err=True)
+        if not tell_launcher(str(error)):
+            typer.echo(f"tensorlens: {error}", err=True)
         sys.exit(2)
 
 

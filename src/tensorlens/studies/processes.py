@@ -5,9 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from tensorlens.errors import InputError
+from tensorlens.strict_json import to_json
+
+RUN_ID = "tensorlens"
+"""By which a process knows that `hand_over` started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +47,18 @@ class Processes:
         return self.rank == 0
 
 
+def tell_launcher(message: str) -> bool:
+    """Leave an error to the process that waits in `hand_over`, which shows one for all; False if there is none."""
+    if os.environ.get("TORCHELASTIC_RUN_ID") != RUN_ID or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(to_json({"message": message, "timestamp": int(time.time())}))
+    return True
+
+
 def hand_over(count: int, program: tuple[str, ...] = ("-m", "tensorlens")) -> bool:
     """Run this very command in `count` processes by torch's launcher and wait for them; False if it is to run here.
 
-    When a process fails, all end, and the samples that are finished stay on the disk.
+    When a process fails, all end, one error is shown, and the samples that are finished stay on the disk.
     """
     if count == 1 or "RANK" in os.environ:
         return False
@@ -55,7 +69,7 @@ def hand_over(count: int, program: tuple[str, ...] = ("-m", "tensorlens")) -> bo
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     logging.disable(logging.CRITICAL)  # this process only waits, and what the others say is enough
     config = LaunchConfig(
-        run_id="tensorlens",
+        run_id=RUN_ID,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
@@ -68,9 +82,8 @@ def hand_over(count: int, program: tuple[str, ...] = ("-m", "tensorlens")) -> bo
         elastic_launch(config, sys.executable)(*program, *sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode != 2:  # 2: a mistake, which the process has said itself
-            sys.stderr.write(f"tensorlens: process {rank} of {count} ended with {failure.exitcode}; started again, ")
-            sys.stderr.write("the run continues where it stopped.\n")
+        said = f"process {rank} of {count} ended with {failure.exitcode}; started again, the run continues."
+        sys.stderr.write(f"tensorlens: {failure.message if Path(failure.error_file).is_file() else said}\n")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
     except SignalException:
         raise KeyboardInterrupt from None
