@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +231,31 @@ def test_a_padded_batch_is_its_samples_one_at_a_time(tiny: TinyModel, side: str)
         for other in (together, listed):
             assert torch.equal(other.adjoint(other.output), alone.adjoint(alone.output))
             assert torch.equal(other.map().scores, alone.map().scores)
+
+
+QUESTIONS: dict[str, Callable[[tl.AttentionTensor], Any]] = {
+    "nothing": lambda T: None,
+    "map": lambda T: T.map("tensor.in_class", -1),
+    "components": lambda T: T.components(-1, 7),
+    "graph": lambda T: T.graph(-1, 7, max_nodes=5),
+    "score": lambda T: T.score(1, 0, -1, 0),
+    "rows": lambda T: T.rows(0),
+    "certificate": lambda T: T.certificate(),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_memory_is_free_at_once(tiny: TinyModel, name: str):
+    """On a GPU constants are gigabytes: what waits for the garbage collector is memory that the next pass lacks."""
+    T = tl.Lens(tiny.model)(IDS)
+    QUESTIONS[name](T)
+    gc.collect()
+    gc.disable()
+    try:
+        T = tl.Lens(tiny.model)(IDS)
+        QUESTIONS[name](T)
+        program = weakref.ref(T.operator.recording.program)
+        del T
+        assert program() is None
+    finally:
+        gc.enable()

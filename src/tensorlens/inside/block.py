@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -254,7 +255,8 @@ class StreamPass:
         self.recording: Recording = operator.recording
         self.start, self.stop = operator.span
         self.n_tokens = self.recording.states[self.start].shape[1]
-        self._blocks = {n: Block(self, n) for n in range(self.start, self.stop)}
+        own = weakref.proxy(self)  # no cycle: what a question held goes with it
+        self._blocks = {n: Block(own, n) for n in range(self.start, self.stop)}
         self._values = ByBlock(self)
 
     def block(self, n: int) -> Block:

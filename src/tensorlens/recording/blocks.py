@@ -85,7 +85,7 @@ class BlockCall:
                     raise AnatomyError(f"What block {self.n} gives does not depend on its state, by any rule.")
                 end = run.slot_of(output)
         finally:
-            run.writes.forget()
+            run.close()
         program = Program(
             steps=tuple(run.steps),
             constants=Constants(run.constants),

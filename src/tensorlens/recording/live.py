@@ -158,11 +158,12 @@ _SIMPLE = frozenset(
 def found_in(*values: Any) -> list[Live]:
     """All live tensors, and held ones with a role, in nested tuples, lists and dictionaries."""
     found: list[Live] = []
-    _gather(values, found)
+    gather(values, found)
     return found
 
 
-def _gather(values: Any, found: list[Live]) -> None:
+def gather(values: Any, found: list[Live]) -> None:
+    """Add to a list what `found_in` gives."""
     # A list that is filled, not nested generators: this runs for every function of a pass.
     for value in values:
         kind = type(value)
@@ -171,6 +172,6 @@ def _gather(values: Any, found: list[Live]) -> None:
         elif kind in _SIMPLE:
             continue
         elif isinstance(value, (tuple, list)):
-            _gather(value, found)
+            gather(value, found)
         elif isinstance(value, dict):
-            _gather(value.values(), found)
+            gather(value.values(), found)

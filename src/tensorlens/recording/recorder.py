@@ -104,7 +104,7 @@ class Recorder:
                 return self._recording(readout) if self.n_entered else None
         finally:
             self.prologue.stop()
-            run.writes.forget()
+            run.close()
             if run.refused is not None:
                 raise run.refused
 

@@ -23,7 +23,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, _gather, found_in, is_live, raw, role_of, set_tape, tape, value_of
+from tensorlens.recording.live import Live, found_in, gather, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import KNOWN, RULES, find_rule, known
@@ -326,6 +326,12 @@ class Tape:
                 self.forget_constant(n)
         return places[::-1]
 
+    def close(self) -> None:
+        """Let go of every tensor of the pass but the constants: none of them refers to the tape afterwards."""
+        self.writes.forget()
+        self._bound.clear()
+        self.alive.clear()
+
     def changed_constants(self) -> list[int]:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
@@ -348,9 +354,9 @@ class Tape:
             with torch.no_grad():
                 return self.call(function, args, kwargs)
         met: list[Live] = []
-        _gather(args, met)
+        gather(args, met)
         if kwargs:
-            _gather(kwargs.values(), met)
+            gather(kwargs.values(), met)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
         if kwargs:

@@ -8,6 +8,7 @@ tensors that look at such memory become live with their next kernel. Constants t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Writes:
     """
 
     def __init__(self, of: Tape) -> None:
-        self._tape = of
+        self._tape: Tape = weakref.proxy(of)  # no cycle: what a pass made goes with its last user
         self.cells: dict[int, Cell] = {}
         self._constants_at: dict[int, list[int]] = {}
         self.borrowed: list[Tensor] = []
@@ -155,7 +156,8 @@ class Writes:
         for x in self.borrowed:
             if type(x) is Live:
                 for name in Live.__annotations__:
-                    x.__dict__.pop(name, None)
+                    if name in x.__dict__:
+                        delattr(x, name)
                 x.__class__ = Tensor  # type: ignore[assignment]
         self.borrowed.clear()
         self.cells.clear()

@@ -105,7 +105,7 @@ def choose(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return run.emit("where", value, is_first, first, second, role=role)
 
 
-@family("sort topk kthvalue max min median mode cummax cummin msort")
+@family("sort topk kthvalue max min median mode cummax cummin")
 def select(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values gathered at the recorded places."""
     run = tape()
@@ -113,8 +113,6 @@ def select(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if name in ("max", "min") and rest and isinstance(rest[0], Tensor):
         return choose(torch.maximum if name == "max" else torch.minimum, f"{name}imum", args, kwargs)
     x = args[0]
-    if name == "msort":
-        return x.sort(0).values
     if name in ("max", "min", "median") and len(args) == 1 and "dim" not in kwargs:
         return _of_all(function, name, x)
     run.note(f"decision: {name}")

@@ -2,7 +2,7 @@ r"""Activation gains $\varphi(z)/z$ in closed form (Eq. 13).
 
 No division by z: the forms below are finite everywhere and give the limit $\varphi'(0)$ at zero, so
 that a zero pre-activation is neither NaN nor wrong. Activations with $\varphi(0) \ne 0$ (sigmoid,
-softplus, exp) have no finite ratio; `secant` is theirs.
+softplus, exp) have no finite ratio; `activations.activate_from` is theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tensorlens.program.nodes import words
 from tensorlens.recording.calculus import slope_of
 
 
@@ -71,12 +72,6 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     return ratio
 
 
-def secant(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    r"""$(\varphi(z) - \varphi(0))/z$, for any φ(0)."""
-    at_zero = activation(torch.zeros((), dtype=z.dtype, device=z.device))
-    return quotient(lambda v: activation(v) - at_zero, z)
-
-
 def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     return slope_of(activation, torch.zeros_like(z))
 
@@ -91,72 +86,15 @@ CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {
 }
 """Gains by the name of the torch function."""
 
-ODD_ACTIVATIONS = frozenset(
-    [
-        "tanh",
-        "erf",
-        "elu",
-        "selu",
-        "celu",
-        "hardtanh",
-        "relu6",
-        "softsign",
-        "tanhshrink",
-        "hardshrink",
-        "softshrink",
-        "threshold",
-        "_threshold",
-        "prelu",
-        "rrelu",
-        "atan",
-        "arctan",
-        "asinh",
-        "arcsinh",
-        "sinh",
-        "sin",
-        "expm1",
-        "log1p",
-        "round",
-        "trunc",
-        "floor",
-        "ceil",
-        "tan",
-        "asin",
-        "arcsin",
-        "atanh",
-        "arctanh",
-        "erfinv",
-        "i1",
-        "i1e",
-        "fake_quantize_per_tensor_affine",
-        "fake_quantize_per_channel_affine",
-    ]
+ODD_ACTIVATIONS = words(
+    "tanh erf elu selu celu hardtanh relu6 softsign tanhshrink hardshrink softshrink threshold _threshold prelu rrelu "
+    "atan asinh sinh sin expm1 log1p round trunc floor ceil tan asin atanh erfinv fake_quantize_per_tensor_affine "
+    "fake_quantize_per_channel_affine"
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 
-STEPS = frozenset(["round", "trunc", "floor", "ceil", "hardtanh", "relu6"])
+STEPS = words("round trunc floor ceil hardtanh relu6")
 """Those of them that decisions are taken by (`x.round() == 1`): z times its gain may miss the value by a rounding."""
 
-FACTORS = frozenset(
-    [
-        "sigmoid",
-        "hardsigmoid",
-        "logsigmoid",
-        "log_sigmoid",
-        "softplus",
-        "exp",
-        "exp2",
-        "cos",
-        "cosh",
-        "acos",
-        "arccos",
-        "erfc",
-        "ndtr",
-        "log_ndtr",
-        "sinc",
-        "i0",
-        "i0e",
-        "erfcx",
-    ]
-)
-"""Torch functions with φ(0) ≠ 0, whose gain is taken by `secant`; in products they gate."""
+FACTORS = words("sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc")
+"""Torch functions with φ(0) ≠ 0, which `activations.activate_from` takes; in products they gate."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot
+from tensorlens.program.nodes import Slot, words
 from tensorlens.program.operations import LINEAR_FUNCTIONS
 from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, after_linear
@@ -115,19 +115,7 @@ def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return same(x, value, role_after(name, x) or (x.role if x.role is Role.GATE else None))
 
 
-COARSE = frozenset(
-    [
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.bool,
-    ]
-)
+COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"))
 """Types in which nothing is linear."""
 
 
@@ -220,11 +208,11 @@ def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int 
     return item(x, (*[slice(None)] * dim, slice(start, end, step)))
 
 
-@family("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes hsplit vsplit")
+@family("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes")
 def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In parts along an axis: each is a step of its own, so that dead ones can go."""
     x, parts = args[0], raw(function, *args, **kwargs)
-    axis = _split_axis(name, x, args, kwargs)
+    axis = kwargs.get("dim", args[2] if len(args) > 2 else 0) % x.dim()
     role, start, found = role_after("split", x), 0, []
     if axis == 0:
         tape().note_part(name, x)
@@ -233,13 +221,6 @@ def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         found.append(tape().emit("narrow", part, x, axis, start, length, role=role))
         start += length
     return type(parts)(found)
-
-
-def _split_axis(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    if name in ("hsplit", "vsplit"):
-        return 1 if name == "hsplit" and x.dim() > 1 else 0
-    axis = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-    return axis % x.dim()
 
 
 @family("unbind unbind_copy")
@@ -325,18 +306,6 @@ def joined(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     ]  # torch passes over empty ones
     parts = [part if part.dtype == value.dtype else part.to(value.dtype) for part in parts]
     return tape().emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
-
-
-@rule("hstack")
-def side_by_side(tensors: Any) -> Any:
-    """Along the second axis, or the only one."""
-    return torch.cat(list(tensors), 0 if tensors[0].dim() < 2 else 1)
-
-
-@rule("vstack")
-def on_top(tensors: Any) -> Any:
-    """Along the first axis."""
-    return torch.cat([one if one.dim() > 1 else one.reshape(1, -1) for one in tensors], 0)
 
 
 @rule("flip")
@@ -465,12 +434,7 @@ def chosen(condition: Any, *both: Any, **named: Any) -> Any:
     value = raw(torch.where, condition, a, b)
     role = role_after("where", a, b)
     a, b = (_as_wide(x, value) for x in (a, b))
-    return tape().emit("where", value, condition, _contents(a), _contents(b), role=role)
-
-
-def _contents(x: Any) -> Any:
-    """A constant of one number as that number: it is added, and a number is left out more easily than a tensor."""
-    return x
+    return tape().emit("where", value, condition, a, b, role=role)
 
 
 @rule("masked_fill")
