@@ -48,14 +48,14 @@ test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers $(VENV)/.stamp-transfo
 	PYTHONPATH=$(VENV)/strangers $(PYTEST) $(STRANGERS)
 	$(BIN)/python -m pytest --doctest-modules src
 
-judges: $(VENV)-judges/.stamp  ## other packages for `tensorlens judge --peers`, in an environment of their own
-	@echo "Pass --peer-python $(VENV)-judges/bin/python to tensorlens judge."
+judges: $(VENV)-judges/.stamp  ## other packages for `python -m bench judge --peers`, in an environment of their own
+	@echo "Pass --peer-python $(VENV)-judges/bin/python to python -m bench judge."
 
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
-	$(BIN)/tensorlens families --workers $(WORKERS)
+	$(BIN)/python -m bench families --workers $(WORKERS)
 
 strangers: $(VENV)/.stamp-strangers  ## the table of models of other packages, in docs/compatibility.md
-	PYTHONPATH=$(VENV)/strangers:tests $(BIN)/python -m strangers.table
+	PYTHONPATH=$(VENV)/strangers:tests:. $(BIN)/python -m strangers.table
 
 docs: $(VENV)/.stamp-docs  ## the documentation, its tutorials executed, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -11,7 +11,7 @@ import pytest
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 LONGEST = (
-    "studies/test_families.py",
+    "bench/test_families.py",
     "test_laws.py",
     "app/test_study_commands.py",
     "test_callers_modes.py",

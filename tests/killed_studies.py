@@ -11,7 +11,7 @@ import transformers
 from tiny_language import tiny_lens, write_relation
 from tiny_study import TEXTS, lens_on, study
 
-from tensorlens.app.maps_command import maps
+from tensorlens.app.maps_command import MapsChoices, maps
 from tensorlens.app.options import ModelOptions
 from tensorlens.studies import fidelity, judge, relations
 
@@ -52,7 +52,8 @@ def run_maps(folder: Path) -> None:
         lens.model.float().save_pretrained(model)
         lens.processor.save_pretrained(model)
         data.write_text("\n".join([*TEXTS, *reversed(TEXTS)]))
-    maps(str(model), data=str(data), out=folder, part_rows=3, batch_size=2, reading=ModelOptions(device="cpu"))
+    asked = MapsChoices(part_rows=3, batch_size=2)
+    maps(str(model), data=str(data), out=folder, asked=asked, reading=ModelOptions(device="cpu"))
 
 
 STUDIES: dict[str, Callable[[Path], None]] = {

@@ -16,7 +16,7 @@ import tensorlens as tl
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TOUR = EXAMPLES / "tour.ipynb"
-SCRIPTS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("experiments/**/*.py")])
+SCRIPTS = sorted(ROOT.glob("bench/**/*.py"))
 
 
 def test_the_demo_runs_and_says_what_the_model_says_and_what_it_sums_to(monkeypatch, tmp_path, capsys):

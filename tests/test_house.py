@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-SCRIPTS = sorted(path for folder in ("experiments", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py"))
+SCRIPTS = sorted([*(ROOT / "bench").rglob("*.py"), *(ROOT / "examples").glob("*.py")])
 
 MAX_FUNCTION_LINES = 50
 
@@ -131,15 +131,18 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_experiments_do_not_import_the_app():
-    wrong = [
+def test_only_the_command_line_of_bench_imports_the_app():
+    wrong = {
         name_of(path)
         for path in SCRIPTS
-        if "experiments" in path.parts
         for name in imported(tree_of(path))
-        if name.startswith("tensorlens.app")
-    ]
-    assert not wrong
+        if "bench" in path.parts and name.startswith("tensorlens.app")
+    }
+    assert wrong == {"bench/__main__.py"}
+
+
+def test_nothing_in_the_wheel_imports_bench():
+    assert not [name_of(path) for path in SOURCE for name in imported(tree_of(path)) if name.split(".")[0] == "bench"]
 
 
 # Words ---------------------------------------------------------------------------------------------------------------
@@ -190,7 +193,6 @@ def bare_json_calls(tree: ast.Module) -> Iterator[int]:
 
 def test_json_is_strict():
     bare = {name_of(path) for path in SOURCE + SCRIPTS if list(bare_json_calls(tree_of(path)))}
-    bare = {name for name in bare if not name.startswith("benchmarks/")}
     assert bare <= BARE_JSON, "write with tensorlens.strict_json, or pass allow_nan=False"
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from bench.families.run import fingerprint
+from bench.families.tiny_models import TinyModel, build
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.studies.family_study.run import fingerprint
-from tensorlens.studies.family_study.tiny_models import TinyModel, build
 
 IDS = [5, 9, 33, 12, 7]
 

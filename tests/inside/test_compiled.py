@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from bench.judges.compiled import load_compiled
 
 import tensorlens as tl
-from tensorlens.studies.judge_study.compiled import load_compiled
 
 DATA = Path(os.environ.get("TENSORLENS_DATA", "data")) / "tracr"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no compiled programs; TENSORLENS_DATA names the folder")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench.judges.run import judge
 from tiny_language import tiny_lens, tokenizer
 from tiny_study import lens_on
 
 import tensorlens as tl
-from tensorlens.studies import judge
 
 TEXT, POSITIVE, NEGATIVE = "The cat sat there. Who", 40, 41
 PACKAGES = Path(os.environ.get("TRANSFORMER_LENS", Path(sys.prefix) / "transformer-lens"))

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from bench.families.tiny_models import build, randomise
 from torch import Tensor, nn
 
 import tensorlens as tl
 from tensorlens.recording.rules.modules import ADAPTERS
-from tensorlens.studies.family_study.tiny_models import build, randomise
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import laws
 import pytest
 import torch
 import zoo
+from bench.families.tiny_models import build
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tensorlens as tl
 from tensorlens.recording import calculus
-from tensorlens.studies.family_study.tiny_models import build
 
 MEMBERS = {
     "attn_lrp": tl.Rules.attn_lrp(),

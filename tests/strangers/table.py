@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench.families.table import STRANGERS
 from strangers.cases import Verdict
-
-from tensorlens.studies.family_study.table import STRANGERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = {

@@ -9,11 +9,11 @@ import torch
 from tiny_study import TEXTS, lens_on, study
 
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.changes import Wanted, changes_of
-from tensorlens.studies.perturbation_study.forward import PlainModel
+from tensorlens.studies.perturbation_study.measuring import changes_of
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.run import _groups
-from tensorlens.studies.perturbation_study.subjects import Texts
+from tensorlens.studies.perturbation_study.plain_model import PlainModel
+from tensorlens.studies.perturbation_study.run import groups_of
+from tensorlens.studies.perturbation_study.samples import Texts
 
 
 class Counted(PlainModel):
@@ -30,49 +30,54 @@ def prepared(name: str, texts: list[str], n_copies: int = 5):
     subject = Texts(lens_on(name), read_dataset(texts), n_tokens=16)
     plain = Counted(subject.lens, 16)
     plain.sizes = []
-    wanted = []
-    for index in range(len(subject)):
-        sample = subject.load(index)
-        masks = torch.zeros(n_copies, sample.n_tokens, dtype=torch.bool)
+    loaded = {index: subject.load(index) for index in range(len(subject))}
+    masks = {}
+    for index, sample in loaded.items():
+        masks[index] = torch.zeros(n_copies, sample.n_tokens, dtype=torch.bool)
         for copy in range(n_copies):
-            masks[copy, 1 : 2 + copy % (sample.n_tokens - 2)] = True
-        wanted.append(Wanted(sample=sample, clean=plain.run(sample.inputs, -1), masks=masks))
+            masks[index][copy, 1 : 2 + copy % (sample.n_tokens - 2)] = True
+    clean = {index: plain.run(sample.inputs, -1) for index, sample in loaded.items()}
     plain.sizes.clear()
-    return plain, subject, wanted
+
+    def changes(replacement: str, *only: int):
+        some = {index: loaded[index] for index in only or loaded}
+        return changes_of(plain, subject, some, clean, masks, replacement, -1)
+
+    return plain, masks, changes
 
 
 @pytest.mark.parametrize("replacement", ["token", "zero", "mean", "attention", "delete"])
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
 def test_copies_of_several_samples_share_batches_and_change_nothing(name, replacement):
-    plain, subject, wanted = prepared(name, [*TEXTS[:2], *TEXTS[3:], TEXTS[1]])
-    together = changes_of(plain, subject, wanted, replacement, -1)
+    plain, masks, changes = prepared(name, [*TEXTS[:2], *TEXTS[3:], TEXTS[1]])
+    together = changes(replacement)
     shared = list(plain.sizes)
     plain.sizes.clear()
-    alone = [changes_of(plain, subject, [one], replacement, -1)[0] for one in wanted]
-    assert sum(shared) == sum(plain.sizes) == 5 * len(wanted)
+    alone = {index: changes(replacement, index)[index] for index in masks}
+    assert sum(shared) == sum(plain.sizes) == 5 * len(masks)
     assert len(shared) < len(plain.sizes) and max(shared) <= 16
-    for found, expected in zip(together, alone, strict=True):
+    for index, found in together.items():
         assert set(found) == {"hs_mse", "abs_aopc"}
         for metric in found:
-            torch.testing.assert_close(found[metric], expected[metric], rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(found[metric], alone[index][metric], rtol=1e-4, atol=1e-7)
             assert bool(found[metric].any())
 
 
 def test_a_sample_that_cannot_be_copied_says_why_and_the_others_are_measured():
-    plain, subject, wanted = prepared("gpt2", TEXTS[:2])
-    wanted[0].masks[2] = True
-    gone, found = changes_of(plain, subject, wanted, "delete", -1)
+    _, masks, changes = prepared("gpt2", TEXTS[:2])
+    masks[0][2] = True
+    gone, found = changes("delete").values()
     assert "leaves no input" in gone
     assert set(found) == {"hs_mse", "abs_aopc"}
 
 
 def test_groups_are_of_like_length_and_cover_every_sample_once():
     subject = Texts(lens_on("gpt2"), read_dataset(TEXTS * 6), n_tokens=16)
-    groups = _groups(subject, PerturbationOptions(group_size=4))
+    groups = groups_of(subject, PerturbationOptions(group_size=4))
     lengths = [[subject.length(index) for index in group] for group in groups]
     assert sorted(index for group in groups for index in group) == list(range(len(subject)))
     assert lengths == sorted(lengths, reverse=True) and max(map(len, groups)) == 4
-    assert len(_groups(subject, PerturbationOptions())) >= 8
+    assert len(groups_of(subject, PerturbationOptions())) >= 8
 
 
 def samples_of(folder, group_size):

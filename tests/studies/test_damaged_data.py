@@ -8,20 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.judges.compiled import compiled_programs
+from bench.judges.needles import needles
+from bench.judges.pairs import patching_pairs
 from damage import ALL, BYTES, SAMPLE, WORDS, Damage, cut, flip, refusals, splice
 from tiny_language import write_relation
 from tiny_study import WORDS as VOCABULARY
 from tiny_study import lens_on
 
-from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.judge_study.compiled import compiled_programs
-from tensorlens.studies.judge_study.evidence import evidence
-from tensorlens.studies.judge_study.needles import needles
-from tensorlens.studies.judge_study.pairs import patching_pairs
+from tensorlens.studies.datasets import RowFile, read_dataset
+from tensorlens.studies.judge_study import evidence
 from tensorlens.studies.relation_study.data import load_relations
-from tensorlens.studies.row_files import RowFile
-from tensorlens.studies.runs import Run
-from tensorlens.studies.sample_lines import as_line
+from tensorlens.studies.runs import Run, as_line
 
 ROWS = [
     {"prefix": "the cat sat on a", "good": "mat", "bad": "birds", "evidence": "cat"},

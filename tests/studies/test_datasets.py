@@ -18,7 +18,6 @@ def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
     found = [read_dataset(tmp_path / name) for name in ("a.csv", "a.jsonl", "a.txt")]
     assert [data.items for data in found] == [("one, two", "three")] * 3
     assert len({data.fingerprint for data in found}) == 1
-    assert found[0].labels == ("0", "1") == found[1].labels
     with pytest.raises(InputError, match="Name the column"):
         read_dataset(tmp_path / "a.csv", column="body")
     with pytest.raises(InputError, match="does not exist"):
@@ -40,11 +39,12 @@ def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="UTF-8"):
         read_dataset(tmp_path / "latin.csv")
     library = type(sys)("datasets")
+    library.load_from_disk = lambda name: []  # type: ignore[attr-defined]
     library.load_dataset = lambda name, configuration, split: [{"text": f"{name} {configuration} {split}"}]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert read_dataset("owner/data:part", split="train").items == ("owner/data part train",)
     library.load_dataset = lambda *names, split: [][0]  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match="no file or folder here, and as an id it could not be loaded: IndexError"):
+    with pytest.raises(InputError, match="could not be loaded: IndexError"):
         read_dataset("nofile")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(tl.MissingExtraError, match="studies"):

@@ -184,8 +184,8 @@ def test_run_writes_curves_bounds_and_properties_and_goes_on(tmp_path):
     assert summary["kinds"]["random"]["sizes"] == [0.01, 0.1, 1.0]
     assert summary["norms"]["log10_printed"] is not None
     assert {record["kind"] for record in summary["properties"]} == {"single", "prefix", "suffix"}
-    assert "from weights" in norm_table(summary)
-    assert "random" in error_table(summary)
+    assert "product, from weights" in [row["what"] for row in norm_table(summary)]
+    assert "random" in [row["direction"] for row in error_table(summary)]
     again = fidelity(lens, zoo.sample("bert"), tmp_path / "run", options=options, progress=False).summary
     assert again == summary
     for name in ("report.html", "fidelity.svg", "properties.svg"):

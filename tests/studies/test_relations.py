@@ -23,9 +23,9 @@ from tensorlens.studies.relation_study.decoding import (
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relation_study.lre import EMBEDDING, expand
+from tensorlens.studies.relation_study.lre import EMBEDDING, expand_locally
 from tensorlens.studies.relation_study.report import category_table, survival
-from tensorlens.studies.relation_study.summary import share, with_interval
+from tensorlens.studies.relation_study.summary import mean_with_interval, share
 
 CAUSAL = ["gpt2", "llama", "gemma3", "olmo2", "neox-parallel", "phi"]
 QUICK = RelationOptions(n_splits=2, top_k=300, min_test=2, max_test=4, starts=(0, 2))
@@ -210,7 +210,7 @@ def test_first_token_has_its_space():
 
 
 def test_interval_holds_the_mean_and_bits_are_counted():
-    found = with_interval(torch.linspace(0, 1, 11).numpy())
+    found = mean_with_interval(torch.linspace(0, 1, 11).numpy())
     assert found["low"] < found["mean"] < found["high"]
     assert found["mean"] == pytest.approx(0.5)
     assert share("1101") == 0.75
@@ -288,7 +288,7 @@ def test_subject_only_predictor_equals_its_definition():
 def test_lre_equals_the_autograd_jacobian(name):
     model, ids, position = zoo.build(name), zoo.sample(name), 3
     lens = tl.Lens(model)
-    found, subjects = expand(lens.anatomy, ids, position, [EMBEDDING, 0, 2])
+    found, subjects = expand_locally(lens.anatomy, ids, position, [EMBEDDING, 0, 2])
     inputs = {"input_ids": torch.tensor([ids]), "use_cache": False}
     states = plain_states(lens.anatomy, inputs, read=(0, 2))
     for start in (0, 2):
@@ -320,7 +320,7 @@ def literal_lre(
 def test_lre_equals_a_literal_twin():
     lens, position = unnormed_lens("gpt2"), 2
     samples = [zoo.sample("gpt2", seed=seed) for seed in range(3)]
-    expanded = [expand(lens.anatomy, ids, position, [1]) for ids in samples]
+    expanded = [expand_locally(lens.anatomy, ids, position, [1]) for ids in samples]
     locals_, states = [local[1] for local, _ in expanded], [subjects[1] for _, subjects in expanded]
     outputs = [lens(ids).output[-1] for ids in samples]
     h = torch.randn(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -367,7 +367,7 @@ def test_run_scores_every_method_and_goes_on_where_it_stopped(tmp_path):
         for variant in ("beta1", "fixed", "tuned", "bias")
     ]
     assert {*variants, "lre.fixed@embedding", "lre.tuned@chosen", "control.mean_output"} <= set(methods)
-    assert "commonsense" in category_table(summary)
+    assert "commonsense (1)" in category_table(summary)[0]
     assert "1 of 2" in survival(summary)
     whole = (tmp_path / "run" / "samples.jsonl").read_text()
     (tmp_path / "run" / "samples.jsonl").write_text(whole.splitlines(keepends=True)[0])

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, TensorLensError
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.runs import Run
 
@@ -33,9 +33,15 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def finish(folder: Path, n_samples: int = 20, processes: Processes | None = None) -> Run:
     run = Run(folder, "toy", SETTINGS, processes)
-    run.work(n_samples, measure, progress=False)
-    run.complete(n_samples, summarise)
+    work(run, n_samples)
+    run.finish(n_samples, summarise)
     return run
+
+
+def work(run: Run, n_samples: int, one: Callable[[int], dict[str, Any]] | None = None) -> None:
+    """One sample at a time."""
+    groups = [[index] for index in range(n_samples)]
+    run.work(groups, lambda group: [(one or measure)(index) for index in group], progress=False)
 
 
 def files(folder: Path) -> tuple[bytes, bytes]:
@@ -47,14 +53,11 @@ def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.folder.iterdir()) == [
         "config.json",
         "samples.jsonl",
-        "sessions.jsonl",
         "summary.json",
     ]
     assert run.config["settings"] == SETTINGS
-    assert set(run.config["origin"]) >= {"commit", "python", "device"}
+    assert set(run.config["origin"]) == {"python", "platform", "device", "started"}
     assert [record["index"] for record in run.records()] == list(range(20))
-    session = json.loads((run.folder / "sessions.jsonl").read_text())
-    assert session["samples"] == 20 and session["samples_per_second"] > 0
 
 
 def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_an_exception_keeps_what_was_done(tmp_path: Path) -> None:
 
     run = Run(tmp_path / "failed", "toy", SETTINGS)
     with pytest.raises(RuntimeError, match="boom"):
-        run.work(20, fail_at_five, progress=False)
+        work(run, 20, fail_at_five)
     assert len(run.records()) == 5 and run.summary is None
     assert files(finish(tmp_path / "failed").folder) == files(finish(tmp_path / "whole").folder)
 
@@ -96,7 +99,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
     one = files(finish(tmp_path / "one").folder)
     shared = tmp_path / "shared"
     for rank in (2, 1):
-        Run(shared, "toy", SETTINGS, Processes(rank=rank, count=3)).work(20, measure, progress=False)
+        work(Run(shared, "toy", SETTINGS, Processes(rank=rank, count=3)), 20)
     finish(shared, processes=Processes(rank=0, count=3))
     assert files(shared) == one
     assert not list(shared.glob("samples.*.jsonl"))
@@ -104,7 +107,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
 
 def test_continued_with_another_number_of_processes(tmp_path: Path) -> None:
     one = files(finish(tmp_path / "one").folder)
-    Run(tmp_path / "many", "toy", SETTINGS, Processes(rank=3, count=4)).work(20, measure, progress=False)
+    work(Run(tmp_path / "many", "toy", SETTINGS, Processes(rank=3, count=4)), 20)
     assert files(finish(tmp_path / "many").folder) == one
 
 
@@ -167,13 +170,13 @@ def in_groups(folder: Path, processes: Processes | None = None, seen: list[list[
         return [{"value": index + sum(group) / 10} for index in group]
 
     run = Run(folder, "toy", SETTINGS, processes)
-    run.work_in_groups(GROUPS, measure_group, progress=False)
+    run.work(GROUPS, measure_group, progress=False)
     return run
 
 
 def test_a_group_cut_short_is_measured_whole_and_written_once(tmp_path: Path) -> None:
     whole = in_groups(tmp_path / "whole")
-    whole.complete(5, summarise)
+    whole.finish(5, summarise)
     lines = {json.loads(line)["index"]: line for line in (whole.folder / "samples.jsonl").read_text().splitlines(True)}
     cut = tmp_path / "cut"
     cut.mkdir()
@@ -188,17 +191,17 @@ def test_a_group_cut_short_is_measured_whole_and_written_once(tmp_path: Path) ->
         3,
         4,
     ]
-    run.complete(5, summarise)
+    run.finish(5, summarise)
     assert files(cut) == files(whole.folder)
 
 
 def test_groups_are_dealt_to_processes(tmp_path: Path) -> None:
     whole = in_groups(tmp_path / "whole")
-    whole.complete(5, summarise)
+    whole.finish(5, summarise)
     seen: list[list[int]] = []
     in_groups(tmp_path / "two", Processes(rank=1, count=2), seen)
     assert seen == [[3, 1]]
-    in_groups(tmp_path / "two", Processes(rank=0, count=2)).complete(5, summarise)
+    in_groups(tmp_path / "two", Processes(rank=0, count=2)).finish(5, summarise)
     assert files(tmp_path / "two") == files(whole.folder)
 
 
@@ -237,8 +240,8 @@ def test_records_are_counted_by_their_index(tmp_path: Path) -> None:
     """A sample of another run does not stand in for one of this one."""
     (tmp_path / "samples.jsonl").write_text('{"index": 2, "value": 5.0}\n')
     run = Run(tmp_path, "toy", SETTINGS)
-    run.work(2, measure, progress=False)
-    assert run.complete(2, summarise)["n"] == 2
+    work(run, 2)
+    assert run.finish(2, summarise)["n"] == 2
     assert [record["index"] for record in run.records()] == [0, 1]
 
 
@@ -255,10 +258,33 @@ def test_a_config_that_cannot_be_read_says_where_and_how_to_go_on(tmp_path: Path
     assert files(finish(run).folder) == whole
 
 
+@pytest.mark.parametrize("field", ["study", "settings", "versions", "origin"])
+@pytest.mark.parametrize("value", [None, 3])
+def test_a_config_with_wrong_fields_is_answered_in_a_sentence(tmp_path: Path, field: str, value: int | None) -> None:
+    config = finish(tmp_path).folder / "config.json"
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps({key: one for key, one in document.items() if key != field} | {field: value}))
+    with pytest.raises(InputError, match=f"Expected `{field}` in .*config.json"):
+        finish(tmp_path)
+
+
+def test_samples_with_wrong_fields_are_answered_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"index": 1, "other": 5.0}\n')
+    with pytest.raises(InputError, match=r"samples of a toy study.*other fields \(KeyError: 'value'\)"):
+        finish(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "samples.jsonl", "summary.json"])
+def test_a_folder_in_the_place_of_a_file_is_answered_in_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(TensorLensError, match=f"{name}.*irectory"):
+        finish(tmp_path)
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     run = Run(tmp_path, "toy", SETTINGS | {"level": math.inf})
-    run.work(2, lambda index: {"value": math.nan, "deep": [{"x": -math.inf}]}, progress=False)
-    run.complete(2, lambda records: {"mean": math.nan, "first": records[0]["value"]})
+    work(run, 2, lambda index: {"value": math.nan, "deep": [{"x": -math.inf}]})
+    run.finish(2, lambda records: {"mean": math.nan, "first": records[0]["value"]})
     assert run.summary == {"mean": None, "first": None}
     for path in tmp_path.iterdir():
         assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
@@ -285,7 +311,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, script, full], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
-    assert "samples.jsonl: File too large" in ended.stderr and "goes on where it stopped" in ended.stderr
+    assert "samples.jsonl: File too large" in ended.stderr and "continues where it stopped" in ended.stderr
     assert 0 < _n_lines(full / "samples.jsonl") < 200
     assert files(finish(full, 200).folder) == files(finish(tmp_path / "whole", 200).folder)
 

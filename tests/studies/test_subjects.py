@@ -10,8 +10,8 @@ from tiny_study import TEXTS, lens_on, vision_lens, write_pictures
 import tensorlens as tl
 from tensorlens.errors import InputError
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.forward import PlainModel
-from tensorlens.studies.perturbation_study.subjects import Images, Texts, maskable
+from tensorlens.studies.perturbation_study.plain_model import PlainModel
+from tensorlens.studies.perturbation_study.samples import Images, Texts, maskable
 
 
 def test_special_tokens_and_the_last_of_a_decoder_are_protected():
@@ -34,13 +34,13 @@ def test_copies_change_the_chosen_tokens_only(name, replacement):
     ids = sample.inputs["input_ids"][0]
     masks = torch.zeros(2, sample.n_tokens, dtype=torch.bool)
     masks[0, 2] = masks[1, 2] = masks[1, 4] = True
-    groups = texts.copies(sample, masks, replacement)
-    assert sorted(torch.cat([places for places, _ in groups]).tolist()) == [0, 1]
     if replacement == "delete":
-        assert [inputs["input_ids"].shape for _, inputs in groups] == [(1, len(ids) - 1), (1, len(ids) - 2)]
-        assert groups[0][1]["input_ids"][0].tolist() == [i for p, i in enumerate(ids.tolist()) if p != 2]
+        assert texts.shapes(sample, masks, replacement) == [len(ids) - 1, len(ids) - 2]
+        shorter = [texts.copies(sample, mask[None], replacement)["input_ids"] for mask in masks]
+        assert [one.shape for one in shorter] == [(1, len(ids) - 1), (1, len(ids) - 2)]
+        assert shorter[0][0].tolist() == [i for p, i in enumerate(ids.tolist()) if p != 2]
         return
-    (_, inputs), *_ = groups
+    inputs = texts.copies(sample, masks, replacement)
     if replacement == "token":
         assert inputs["input_ids"][0, 2] == 3
         assert torch.equal(inputs["input_ids"][~masks], ids.repeat(2)[~masks.flatten()])
@@ -119,7 +119,7 @@ def test_patches_become_black_before_normalisation(tmp_path):
     assert (sample.n_tokens, sample.fixed) == (5, frozenset({0}))
     masks = torch.zeros(1, 5, dtype=torch.bool)
     masks[0, 2] = True  # the patch in the first row, second column
-    ((_, inputs),) = images.copies(sample, masks, "black")
+    inputs = images.copies(sample, masks, "black")
     before, after = sample.inputs["pixel_values"][0], inputs["pixel_values"][0]
     assert torch.allclose(after[:, :4, 4:], torch.tensor([-0.5 / 0.2, -0.4 / 0.3, -0.3 / 0.4])[:, None, None])
     assert torch.equal(after[:, :, :4], before[:, :, :4]) and torch.equal(after[:, 4:], before[:, 4:])

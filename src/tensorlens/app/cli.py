@@ -21,23 +21,22 @@ from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check_
 from tensorlens.app.explore_command import explore
-from tensorlens.app.families_command import families
-from tensorlens.app.fidelity_command import fidelity
+from tensorlens.app.fidelity_command import fidelity_
 from tensorlens.app.inside_command import inside
-from tensorlens.app.judge_command import judge
 from tensorlens.app.list_commands import methods, models
 from tensorlens.app.map_command import map_
 from tensorlens.app.maps_command import maps
 from tensorlens.app.options import with_records
 from tensorlens.app.perturb_command import perturb
-from tensorlens.app.relations_command import relations
+from tensorlens.app.relations_command import relations_
 from tensorlens.errors import TensorLensError
-from tensorlens.studies.processes import SPEAKER
+from tensorlens.studies.processes import tell_launcher
 
 WRONG_USE = 2
 """Exit code for an error that we raise; click has the same for an option that does not exist."""
 STOPPED = 130
 """Exit code that a shell expects of a program stopped by Ctrl-C."""
+
 
 app = typer.Typer(
     name="tensorlens",
@@ -76,8 +75,7 @@ def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[...
             with _quietly(quiet):
                 command(*given, **values)
         except KeyboardInterrupt:
-            # With `--processes`, the process that started the others speaks for all.
-            if SPEAKER not in os.environ and os.environ.get("RANK", "0") == "0":
+            if "RANK" not in os.environ:  # of several processes, the one that started them speaks for all
                 more = " Run the same command again to resume." if continues else ""
                 typer.echo(f"\ntensorlens: stopped.{more}", err=True)
             raise typer.Exit(STOPPED) from None
@@ -108,10 +106,8 @@ _add("Inspect", "models", models, "List the bundled models, and how to install t
 _add("Inspect", "methods", methods, "List the available map methods.")
 _add("Data sets", "maps", maps, "Map every row of a data set, as parquet.", continues=True)
 _add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
-_add("Studies", "relations", relations, "Relations decoded by the mean tensor.", continues=True)
-_add("Studies", "fidelity", fidelity, "How far from the input does T hold?", continues=True)
-_add("Studies", "judge", judge, "Which method finds what is known to matter?", continues=True)
-_add("Studies", "families", families, "Certify a tiny model of every architecture.")
+_add("Studies", "relations", relations_, "Relations decoded by the mean tensor.", continues=True)
+_add("Studies", "fidelity", fidelity_, "How far from the input does T hold?", continues=True)
 
 
 def _show_version(asked: bool) -> bool:
@@ -134,7 +130,8 @@ def main() -> None:
     try:
         app()
     except TensorLensError as error:
-        typer.echo(f"tensorlens: {error}", err=True)
+        if not tell_launcher(str(error)):
+            typer.echo(f"tensorlens: {error}", err=True)
         sys.exit(WRONG_USE)
 
 

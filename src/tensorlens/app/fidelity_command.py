@@ -11,7 +11,7 @@ from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, 
 from tensorlens.app.printing import print_json, print_rows
 
 
-def fidelity(
+def fidelity_(
     model: Model,
     input: Input,
     out: RunFolder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,18 @@ SHOWN = 5
 """Left-out rows that are printed with their reason, at most."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MapsChoices:
+    """How the rows are read, mapped and written."""
+
+    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Rows at a time; as many as fit if left out.", min=1)] = None
+    limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None
+    on_error: Annotated[str, typer.Option(help="Rows that are empty, too long or not text: raise or skip.")] = "raise"
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long for the model.")] = False
+    part_rows: Annotated[int, typer.Option(help="Rows per file: what a kill may cost.", min=1)] = 4096
+
+
 def maps(
     model: Model,
     data: Annotated[
@@ -34,12 +47,7 @@ def maps(
     method: Annotated[str, typer.Option(help="A method (see `tensorlens methods`).")] = "tensor.in_class",
     target: TargetName = None,
     against: OtherTarget = None,
-    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows at a time; as many as fit if left out.", min=1)] = None,
-    limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None,
-    on_error: Annotated[str, typer.Option(help="Rows that are empty, too long or no text: raise or skip.")] = "raise",
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long for the model.")] = False,
-    part_rows: Annotated[int, typer.Option(help="Rows per file: what a kill may cost.", min=1)] = 4096,
+    asked: MapsChoices = MapsChoices(),  # noqa: B008  # a frozen record
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: auto, host:port, or local.")
     ] = None,
@@ -52,38 +60,21 @@ def maps(
     """
     reading.check(model)
     wanted = options.target_of(target, against)
-    _check(method, on_error, out)
+    _check(method, asked.on_error, out)
     from tensorlens.mapper import Mapper
+    from tensorlens.studies.datasets import RowFile
     from tensorlens.studies.identity import model_settings
     from tensorlens.studies.map_table import MapTable
-    from tensorlens.studies.row_files import RowFile
 
-    rows = RowFile(data, column)
-    mapper = Mapper(
-        model,
-        method,
-        column=rows.column,
-        target=wanted,
-        batch_size=batch_size,
-        on_error=on_error,  # type: ignore[arg-type]
-        truncate=truncate,
-        **reading.loading(),
-    )
-    asked = {
-        "method": method,
-        "target": wanted,
-        "data": rows.digest,
-        "column": rows.column,
-        "batch_size": batch_size,
-        "limit": limit,
-        "on_error": on_error,
-        "truncate": truncate,
-        "part_rows": part_rows,
-    }
-    table = MapTable(out, model_settings(mapper.lens()) | asked)
+    rows = RowFile(data, asked.column)
+    same = {"batch_size": asked.batch_size, "on_error": asked.on_error, "truncate": asked.truncate}
+    mapper = Mapper(model, method, column=rows.column, target=wanted, **same, **reading.loading())
+    about = {"method": method, "target": wanted, "data": rows.digest, "column": rows.column}
+    about |= same | {"limit": asked.limit, "part_rows": asked.part_rows}
+    table = MapTable(out, model_settings(mapper.lens()) | about)
     started = time.perf_counter()
     n_new = 0
-    for number, n_rows, part in _made(table, mapper, rows.parts(part_rows, limit), ray):
+    for number, n_rows, part in _made(table, mapper, rows.parts(asked.part_rows, asked.limit), ray):
         table.write(number, part)
         n_new += n_rows
     _report(table, n_new, time.perf_counter() - started, as_json=json)
@@ -119,5 +110,5 @@ def _report(table: MapTable, n_new: int, seconds: float, *, as_json: bool) -> No
         typer.echo(f"tensorlens: row {one['row']} left out: {one['reason']}", err=True)
     if len(skipped) > SHOWN:
         typer.echo(f"tensorlens: and {len(skipped) - SHOWN} more; see _skipped-*.jsonl in the folder.", err=True)
-    rate = f", {n_new / seconds:.1f} rows a second" if n_new else ""
+    rate = f", {n_new / seconds:.1f} rows per second" if n_new else ""
     typer.echo(f"{n_maps} maps, {len(skipped)} rows left out{rate}. Wrote {table.folder}")

@@ -2,63 +2,73 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tensorlens.app.method_names import check_name_with_member
 from tensorlens.app.options import Json, Model, ModelOptions, NumberOfProcesses, RunFolder, check_data, listed, numbers
 from tensorlens.app.printing import print_json
-from tensorlens.studies.processes import Processes, hand_over, one_voice
+from tensorlens.studies.processes import Processes, hand_over
 
 if TYPE_CHECKING:
-    from tensorlens.studies.results import StudyResult
+    from tensorlens.studies.runs import StudyResult
+
+DATA = "A .csv, .jsonl, .parquet or .txt file, a folder of images, or a data set's id."
+METHODS = (
+    "Methods, separated by commas; all if not given. Those of T with a member of the rules after an @: "
+    "tensor.in_class@attn_lrp."
+)
+PRESETS = "For decoders: strict, or paper-like (the last token may go). Repeatable."
+REPLACEMENTS = "Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."
 
 
-Data = Annotated[
-    str,
-    typer.Option(help="A .csv, .jsonl or .txt file, a folder of images, or a data set's id.", show_default=False),
-]
-Presets = Annotated[
-    list[str] | None, typer.Option(help="For decoders: strict, or paper-like (the last token may go). Repeatable.")
-]
-Replacements = Annotated[
-    list[str] | None,
-    typer.Option(help="Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."),
-]
-Grid = Annotated[
-    str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(
-        help="Methods, separated by commas; all if not given. Those of T with a member of the rules after an @: "
-        "tensor.in_class@attn_lrp."
-    ),
-]
-Probes = Annotated[int | None, typer.Option(help="Estimate tensor.norm by this many random probes.", min=1)]
+@dataclass(frozen=True, kw_only=True)
+class PerturbChoices:
+    """The options of the study as they are written on the command line; see `PerturbationOptions`."""
+
+    methods: Annotated[str | None, typer.Option(help=METHODS)] = None
+    limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None
+    preset: Annotated[list[str] | None, typer.Option(help=PRESETS)] = None
+    replacement: Annotated[list[str] | None, typer.Option(help=REPLACEMENTS)] = None
+    tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128
+    min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1
+    windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False
+    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
+    split: Annotated[str, typer.Option(help="Which part of a data set given by id.")] = "test"
+    grid: Annotated[
+        str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
+    ] = None
+    absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False
+    norm_probes: Annotated[int | None, typer.Option(help="Estimate tensor.norm by so many probes.", min=1)] = None
+    seed: Annotated[int, typer.Option(help="Seed of the random control and the bootstrap.")] = 0
+    batch_size: Annotated[
+        int | None, typer.Option(help="Replaced copies at a time; chosen for the device if left out.", min=1)
+    ] = None
+
+    def named(self) -> dict[str, Any]:
+        """The same by the names of `PerturbationOptions`; what is mistyped is refused before torch is imported."""
+        methods = None if self.methods is None else listed(self.methods)
+        for name in methods or ():
+            check_name_with_member(name)
+        grid = None if self.grid is None else numbers(self.grid, float, "grid", "fractions such as 0,0.1,0.2")
+        same = ("limit", "min_tokens", "column", "split", "absolute", "seed", "norm_probes", "batch_size")
+        return {name: getattr(self, name) for name in same} | {
+            "methods": methods,
+            "presets": self.preset or ("strict",),
+            "replacements": self.replacement or None,
+            "n_tokens": self.tokens,
+            "cut": "windows" if self.windows else "each",
+            **({} if grid is None else {"grid": grid}),
+        }
 
 
 def perturb(
     model: Model,
-    data: Data,
+    data: Annotated[str, typer.Option(help=DATA, show_default=False)],
     out: RunFolder,
-    methods: Methods = None,
-    limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None,
-    preset: Presets = None,
-    replacement: Replacements = None,
-    tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128,
-    min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1,
-    windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False,
-    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None,
-    split: Annotated[str, typer.Option(help="Which part of a data set given by id.")] = "test",
-    grid: Grid = None,
-    absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False,
-    norm_probes: Probes = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random control and the bootstrap.")] = 0,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Replaced copies at a time; chosen for the device if left out.", min=1)
-    ] = None,
+    asked: PerturbChoices = PerturbChoices(),  # noqa: B008  # a frozen record
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -70,36 +80,16 @@ def perturb(
     Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
     """
     reading.check(model)
-    check_data(data, suffixes=(".csv", ".jsonl", ".txt"))
-    fractions = None if grid is None else numbers(grid, float, "grid", "fractions such as 0,0.1,0.2")
-    names = None if methods is None else listed(methods)
-    for name in names or ():
-        check_name_with_member(name)
+    check_data(data, suffixes=(".csv", ".tsv", ".jsonl", ".txt", ".parquet"))
+    chosen = asked.named()
     if hand_over(processes):
         return
-    from tensorlens.studies.perturbation_study.measures import GRID
     from tensorlens.studies.perturbation_study.options import PerturbationOptions
     from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
 
-    with one_voice():
-        chosen = PerturbationOptions(
-            methods=names,
-            limit=limit,
-            presets=preset or ("strict",),
-            replacements=replacement or None,
-            grid=fractions or GRID,
-            n_tokens=tokens,
-            min_tokens=min_tokens,
-            cut="windows" if windows else "each",
-            column=column,
-            split=split,
-            absolute=absolute,
-            seed=seed,
-            norm_probes=norm_probes,
-            batch_size=batch_size,
-        )
-        result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=chosen)
-        result.areas()  # says why if nothing could be measured
+    options = PerturbationOptions(**chosen)
+    result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=options)
+    result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else typer.echo(_table(result))
 

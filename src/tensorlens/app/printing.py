@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -25,14 +26,11 @@ def print_json(content: Any) -> None:
     typer.echo(to_json(content))
 
 
-def print_rows(markdown: str) -> None:
-    """Print a Markdown table as a table."""
-    from tensorlens.studies.pages import cells_of
-
-    head, *rows = cells_of(markdown)
-    table = Table(*head, box=None, pad_edge=False, header_style="dim")
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows with the same keys as a table."""
+    table = Table(*rows[0], box=None, pad_edge=False, header_style="dim")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(str(cell)) for cell in row.values()))
     print_table(table)
 
 

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from tensorlens.studies.fidelity_study.properties import tensor_properties as tensor_properties
     from tensorlens.studies.fidelity_study.run import FidelityOptions as FidelityOptions
     from tensorlens.studies.fidelity_study.run import fidelity as fidelity
-    from tensorlens.studies.judge_study.options import JudgeOptions as JudgeOptions
-    from tensorlens.studies.judge_study.run import judge as judge
+    from tensorlens.studies.judge_study import JudgeOptions as JudgeOptions
+    from tensorlens.studies.judge_study import judge as judge
     from tensorlens.studies.perturbation_study.options import PerturbationOptions as PerturbationOptions
     from tensorlens.studies.perturbation_study.run import perturbation as perturbation
     from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
     from tensorlens.studies.relation_study.run import relations as relations
-    from tensorlens.studies.results import StudyResult as StudyResult
+    from tensorlens.studies.runs import StudyResult as StudyResult
 
 _WHERE = {
     "block_ranges": "fidelity_study.properties",
     "tensor_properties": "fidelity_study.properties",
     "FidelityOptions": "fidelity_study.run",
     "fidelity": "fidelity_study.run",
-    "JudgeOptions": "judge_study.options",
-    "judge": "judge_study.run",
+    "JudgeOptions": "judge_study",
+    "judge": "judge_study",
     "PerturbationOptions": "perturbation_study.options",
     "perturbation": "perturbation_study.run",
     "RelationOptions": "relation_study.run",
     "relations": "relation_study.run",
-    "StudyResult": "results",
+    "StudyResult": "runs",
 }
 
 

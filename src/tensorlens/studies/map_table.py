@@ -20,7 +20,7 @@ from typing import Any
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.mapper import Mapper
 from tensorlens.strict_json import from_json, to_json, write_json, write_text
-from tensorlens.studies.runs import differences
+from tensorlens.studies.runs import differences, read_run_file
 from tensorlens.versions import package_versions
 
 EncodedPart = tuple[bytes, str]
@@ -90,17 +90,16 @@ class MapTable:
 
     def _open_config(self) -> None:
         path = self.folder / "_config.json"
-        if not path.is_file():
+        if not path.exists():
             if any(self.folder.iterdir()):
                 raise InputError(f"Expected an empty folder, or one of maps, at {str(self.folder)!r}; choose another.")
             write_json(path, self.settings)
-            return
-        there = from_json(path.read_bytes())
+        there = read_run_file(path, {}, "Choose another folder.")
         said = "; ".join(differences("settings", there, self.settings))
         if said:
             raise InputError(
                 f"The maps in {str(self.folder)!r} were begun with other settings, and must not mix: {said}. Choose "
-                "another folder, or the settings of its _config.json to go on."
+                "another folder, or the settings of its _config.json to continue them."
             )
 
 

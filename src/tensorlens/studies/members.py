@@ -11,12 +11,7 @@ from tensorlens.recording.conventions import Rules
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
 
-MEMBERS: dict[str, Rules] = {
-    "paper": Rules.paper(),
-    "half_gate": Rules.half_gate(),
-    "attn_lrp": Rules.attn_lrp(),
-    "jacobian": Rules.jacobian(),
-}
+MEMBERS: dict[str, Rules] = {name: getattr(Rules, name)() for name in ("paper", "half_gate", "attn_lrp", "jacobian")}
 """The members of the family that are compared."""
 
 
@@ -39,7 +34,4 @@ def check_member(name: str) -> None:
 
 def member_lens(lens: Lens, member: str) -> Lens:
     """The same model under the rules of a member, with the user's choice of the output."""
-    from tensorlens.lens import Lens
-
-    rules = replace(MEMBERS[member], include_final_norm=lens.rules.include_final_norm)
-    return Lens(lens.model, lens.processor, rules=rules, name=lens.name)
+    return lens.with_rules(replace(MEMBERS[member], include_final_norm=lens.rules.include_final_norm))

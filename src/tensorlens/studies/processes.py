@@ -1,25 +1,19 @@
-"""Several processes that share a run: who this one is, how a command starts them, and which of them speaks."""
+"""Several processes that share a run: who this one is, as torchrun and `accelerate launch` say."""
 
 from __future__ import annotations
 
+import logging
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO
 
-from tensorlens.errors import InputError, TensorLensError
+from tensorlens.errors import InputError
+from tensorlens.strict_json import to_json
 
-POLL_SECONDS = 0.2
-REFUSED = 2
-"""Exit code of a command that cannot be run as it stands."""
-SPEAKER = "TENSORLENS_SPEAKER"
-"""Environment variable with the path of a file: the process that creates it reports the error of all."""
+RUN_ID = "tensorlens"
+"""By which a process knows that `hand_over` started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +25,7 @@ class Processes:
 
     @classmethod
     def from_environment(cls) -> Processes:
-        """As torchrun and `accelerate launch` say in RANK and WORLD_SIZE; one process without them."""
+        """As the launcher says in RANK and WORLD_SIZE; one process without them."""
         rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
             raise InputError(f"Expected RANK from 0 to below WORLD_SIZE; got RANK={rank}, WORLD_SIZE={count}.")
@@ -43,9 +37,9 @@ class Processes:
         import torch
 
         local = os.environ.get("LOCAL_RANK")
-        return (
-            None if local is None or not torch.cuda.is_available() else f"cuda:{int(local) % torch.cuda.device_count()}"
-        )
+        if local is None or not torch.cuda.is_available():
+            return None
+        return f"cuda:{int(local) % torch.cuda.device_count()}"
 
     @property
     def is_first(self) -> bool:
@@ -53,93 +47,44 @@ class Processes:
         return self.rank == 0
 
 
-def hand_over(count: int, program: Sequence[str] = ("-m", "tensorlens")) -> bool:
-    """Run this very command in `count` processes and wait for them; False if it is to be run here.
+def tell_launcher(message: str) -> bool:
+    """Leave an error to the process that waits in `hand_over`, which shows one for all; False if there is none."""
+    if os.environ.get("TORCHELASTIC_RUN_ID") != RUN_ID or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(to_json({"message": message, "timestamp": int(time.time())}))
+    return True
 
-    The output of the first one is shown. When a process fails, all end, one error is shown, and the samples that are
-    finished stay on the disk.
+
+def hand_over(count: int, program: tuple[str, ...] = ("-m", "tensorlens")) -> bool:
+    """Run this very command in `count` processes by torch's launcher and wait for them; False if it is to run here.
+
+    When a process fails, all end, one error is shown, and the samples that are finished stay on the disk.
     """
     if count == 1 or "RANK" in os.environ:
         return False
-    with ExitStack() as open_files:
-        token = Path(open_files.enter_context(TemporaryDirectory())) / "speaker"
-        logs = [None, *(open_files.enter_context(TemporaryFile()) for _ in range(1, count))]
-        children = [_start([*program, *sys.argv[1:]], rank, count, token, log) for rank, log in enumerate(logs)]
-        try:
-            while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
-                time.sleep(POLL_SECONDS)
-            failed = _first_failure(children, token)
-        finally:
-            _end(children)
-        if failed is not None:
-            _repeat(logs[failed])
-            code = children[failed].returncode
-            if code != REFUSED:
-                what = f"process {failed} of {count} ended with {code}"
-                _say(f"tensorlens: {what}; started again, the run goes on where it stopped.\n")
-            sys.exit(code if code > 0 else 1)
-    return True
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
-@contextmanager
-def one_voice() -> Iterator[None]:
-    """Of processes started by `hand_over` that fail alike, let one raise its error and the others exit silently.
-
-    All of them check the same arguments, so all of them meet the same mistake; which is first depends on the machine.
-    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    logging.disable(logging.CRITICAL)  # this process only waits, and what the others say is enough
+    config = LaunchConfig(
+        run_id=RUN_ID,
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
     try:
-        yield
-    except Exception as error:
-        if _may_speak():
-            raise
-        sys.exit(REFUSED if isinstance(error, TensorLensError) else 1)
-
-
-def _may_speak() -> bool:
-    if SPEAKER not in os.environ:
-        return True
-    token, rank = Path(os.environ[SPEAKER]), os.environ["RANK"]
-    own = token.with_suffix(f".{rank}")
-    own.write_text(rank)
-    try:
-        os.link(own, token)  # fails if the name is taken: exactly one process succeeds, and its rank is in the file
-    except FileExistsError:
-        return False
+        elastic_launch(config, sys.executable)(*program, *sys.argv[1:])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = f"process {rank} of {count} ended with {failure.exitcode}; started again, the run continues."
+        sys.stderr.write(f"tensorlens: {failure.message if Path(failure.error_file).is_file() else said}\n")
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+    except SignalException:
+        raise KeyboardInterrupt from None
     return True
-
-
-def _first_failure(children: list[subprocess.Popen[bytes]], token: Path) -> int | None:
-    """The rank whose error is shown: that of the process that speaks, else of the first that ended badly."""
-    if token.exists():
-        speaker = int(token.read_text())
-        children[speaker].wait()  # it is failing: what it says must be complete
-        return speaker
-    return next((rank for rank, child in enumerate(children) if child.poll()), None)
-
-
-def _start(command: list[str], rank: int, count: int, token: Path, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
-    share = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": threads}
-    environment = os.environ | share | {SPEAKER: str(token)}
-    quiet = None if log is None else subprocess.STDOUT
-    return subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=quiet)
-
-
-def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.terminate()
-    for child in children:
-        child.wait()
-
-
-def _repeat(log: IO[bytes] | None) -> None:
-    """What a process that is not shown had to say; the first has said it itself."""
-    if log is not None:
-        log.seek(0)
-        _say(log.read().decode("utf-8", "replace"))
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -45,7 +45,7 @@ def parts_on_ray(
     """Parts as the cluster finishes them.
 
     Args:
-        address: Of the cluster: ``auto``, ``host:port`` or ``ray://host:port``; ``local`` starts one on this machine.
+        address: The cluster's: ``auto``, ``host:port`` or ``ray://host:port``; ``local`` starts one on this machine.
         mapper: What to do with the rows.
         waiting: Number, rows and first row of each part.
         n_actors: Processes; one per GPU if None, or one less than there are CPUs, so that other tasks find one.

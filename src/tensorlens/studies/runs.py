@@ -1,11 +1,11 @@
 """A run: a study in a folder, which can be stopped at any moment and started again.
 
-| file             | holds                                                                               |
-|------------------|-------------------------------------------------------------------------------------|
-| `config.json`    | the study, all its settings and versions, and where and from which commit it began  |
-| `samples.jsonl`  | one line per sample, on the disk before the next samples begin                      |
-| `summary.json`   | what the samples say together; the same bytes however often the run was interrupted |
-| `sessions.jsonl` | how long each process worked, and how fast                                          |
+| file            | holds                                                                               |
+|-----------------|-------------------------------------------------------------------------------------|
+| `config.json`   | the study, all its settings and versions, and where it began                        |
+| `samples.jsonl` | one line per sample, on the disk before the next samples begin                      |
+| `summary.json`  | what the samples say together; the same bytes however often the run was interrupted |
+| `report.html`   | the same for people                                                                 |
 
 Several processes (torchrun, `accelerate launch`) share the folder: process r of w takes groups r, r + w, … of the
 samples and writes `samples.r.jsonl`; process 0 joins the files. Nothing is sent between them, so a file system they
@@ -15,34 +15,84 @@ a run was interrupted. What a study measures, and its report, belong to the stud
 
 from __future__ import annotations
 
-import errno
 import os
+import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.strict_json import from_json, to_json, write_text
-from tensorlens.studies.origin import device_name, origin
-from tensorlens.studies.processes import POLL_SECONDS, Processes
-from tensorlens.studies.results import StudyResult
-from tensorlens.studies.sample_lines import Appender, Record, as_line, read_record, whole_lines
+from tensorlens.studies.processes import Processes
 from tensorlens.versions import package_versions
 
+Record = dict[str, Any]
+"""What was measured on one sample, with its `index`."""
+
+POLL_SECONDS = 0.2
 STALLED_AFTER_SECONDS = 3600.0
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""What a full, over-quota or broken disk answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyResult:
+    """A finished run.
+
+    ``result["n_samples"]`` is short for ``result.summary["n_samples"]``.
+
+    Attributes:
+        folder: Where it is.
+        summary: What `summary.json` holds.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def report(self) -> Path:
+        """The page with figures and tables."""
+        return self.folder / "report.html"
+
+    def __getitem__(self, key: str) -> Any:
+        return self.summary[key]
+
+    def areas(self, condition: str | None = None, metric: str = "hs_mse", order: str = "most") -> dict[str, float]:
+        """The area under the curve of each method of a perturbation study, best first.
+
+        Args:
+            condition: Preset and replacement, as the summary calls them; the first if None.
+            metric: ``hs_mse`` or ``abs_aopc``.
+            order: ``most`` relevant first, or ``least``.
+
+        Raises:
+            InputError: no sample could be measured, or the study is another.
+        """
+        conditions = self.summary.get("conditions")
+        if conditions is None:
+            raise InputError("Only a perturbation study has areas; this is another. Read `summary` instead.")
+        if not conditions:
+            raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
+        chosen = conditions[next(iter(conditions)) if condition is None else condition]
+        methods = chosen.get(order, {}).get(metric, {"methods": {}})["methods"]  # none where every method has a gap
+        return {name: methods[name]["auc"] for name in best_first(methods, order)}
+
+
+def best_first(methods: Mapping[str, Any], order: str) -> list[str]:
+    """The methods of a perturbation study by their area: the largest first where the most relevant tokens go first."""
+    return sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
 
 
 class Run:
     """A study's folder, opened for this process.
 
-    Started again with the same settings it goes on where it stopped; with other settings it refuses.
+    Started again with the same settings it continues where it stopped; with other settings it refuses.
 
     Args:
         folder: Made if it is not there.
@@ -60,7 +110,9 @@ class Run:
         self._told: set[str] = set()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            if self.processes.count == 1:  # of several processes one may be writing just now
+                for left in self.folder.glob(".*.tmp"):
+                    left.unlink(missing_ok=True)
             self._open_config()
         except OSError as error:
             raise InputError(f"Expected a folder for the run that can be written in; got {error}.") from error
@@ -69,13 +121,14 @@ class Run:
     def config(self) -> dict[str, Any]:
         """What `config.json` holds."""
         advice = "If its samples are of the settings given now, delete config.json and start again; else choose "
-        return _read_document(self.folder / "config.json", advice + "another folder.")
+        fields = {"study": str, "settings": dict, "versions": dict, "origin": dict}
+        return read_run_file(self.folder / "config.json", fields, advice + "another folder.")
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """What `summary.json` holds; None before the end."""
         path = self.folder / "summary.json"
-        return _read_document(path, "Start the run again: it is written anew.") if path.is_file() else None
+        return read_run_file(path, {}, "Remove it and start the run again.") if path.exists() else None
 
     def records(self, n_samples: int | None = None) -> list[Record]:
         """The samples finished so far, by any process, in the order of their index.
@@ -89,113 +142,97 @@ class Run:
                 try:
                     record = read_record(line, n_samples)
                 except ValueError as error:
-                    self._tell(f"{path}, line {number}: {error}. The line is left out, and the run goes on.")
+                    self._tell(f"{path}, line {number}: {error}. The line is left out, and the run continues.")
                 else:
                     found.setdefault(record["index"], record)
         return [found[index] for index in sorted(found)]
 
-    def work(self, n_samples: int, measure: Callable[[int], Record], progress: bool | None = None) -> None:
-        """Measure this process's share of the samples that are not on the disk yet.
-
-        Args:
-            n_samples: How many there are, over all processes.
-            measure: From a sample's index to its record. What it raises ends the run, to be continued later.
-            progress: Whether to show a bar; None shows it in a terminal.
-        """
-        groups = [[index] for index in range(n_samples)]
-        self.work_in_groups(groups, lambda group: [measure(index) for index in group], progress)
-
-    def work_in_groups(
+    def work(
         self,
         groups: Sequence[Sequence[int]],
         measure: Callable[[Sequence[int]], list[Record]],
         progress: bool | None = None,
     ) -> None:
-        """Measure this process's share of groups of samples that belong together, such as those of one batch.
+        """Measure this process's share of the samples that are not on the disk yet.
 
         A group of which a line is missing is measured as a whole, so that a sample always has the same company.
 
         Args:
-            groups: The indices of all samples, over all processes. They must not depend on what is done already.
-            measure: From the indices of a group to their records.
+            groups: The indices of all samples, over all processes, those that are measured together in one group. They
+                must not depend on what is done already.
+            measure: From the indices of a group to their records. What it raises ends the run, to be continued later.
             progress: Whether to show a bar; None shows it in a terminal.
         """
         n_samples = sum(map(len, groups))
         done = {record["index"] for record in self.records(n_samples)}
         share = groups[self.processes.rank :: self.processes.count]
         pending = [group for group in share if not done.issuperset(group)]
-        n_pending = sum(map(len, pending))
-        started, n_done = time.perf_counter(), 0
-        with self._writing(), Appender(self._own_file) as write, self._bar(n_samples, n_pending, progress) as bar:
+        with self._writing(), _appending(self._own_file) as write, self._bar(n_samples, pending, progress) as bar:
             for group in pending:
                 found = zip(group, measure(group), strict=True)
                 write([{"index": index} | record for index, record in found if index not in done])
-                n_done += len(group)
                 bar.update(len(group) * self.processes.count)
-            if n_done:
-                self._note_session(n_done, time.perf_counter() - started)
-
-    def complete(self, n_samples: int, summarise: Callable[[list[Record]], dict[str, Any]]) -> dict[str, Any]:
-        """The summary of all samples: made by the first process when the last sample is in; the others wait for it."""
-        if not self.processes.is_first:
-            self._wait(lambda: self.summary is not None, "process 0 has not written the summary")
-            return self.summary or {}
-        self._wait(lambda: len(self.records(n_samples)) == n_samples, "other processes have samples outstanding")
-        records = self.records(n_samples)
-        with self._writing():
-            self._join(records)
-        self.write_text("summary.json", to_json(summarise(records), indent=1) + "\n")
-        return self.summary or {}
 
     def finish(
         self,
         n_samples: int,
         summarise: Callable[[list[Record]], dict[str, Any]],
-        write_report: Callable[[Run, dict[str, Any]], None],
+        write_report: Callable[[Run, dict[str, Any]], None] | None = None,
     ) -> StudyResult:
-        """What a study returns: the summary of all samples, with its report, which the first process writes."""
-        summary = self.complete(n_samples, summarise)
-        if self.processes.is_first:
-            write_report(self, summary)
-        return StudyResult(folder=self.folder, summary=summary)
+        """The summary of all samples, and its report: made by the first process; the others wait for the summary."""
+        if not self.processes.is_first:
+            self._wait(lambda: self.summary is not None, "process 0 has not written the summary")
+            return StudyResult(folder=self.folder, summary=self.summary or {})
+        self._wait(lambda: len(self.records(n_samples)) == n_samples, "other processes have samples outstanding")
+        records = self.records(n_samples)
+        with self._writing():
+            write_text(self.folder / "samples.jsonl", "".join(map(as_line, records)))
+            for path in self._sample_files()[1:]:  # `samples.jsonl` is the first by name
+                path.unlink()
+        self.write_text("summary.json", to_json(self._summarised(records, summarise), indent=1) + "\n")
+        if write_report is not None:
+            write_report(self, self.summary or {})
+        return StudyResult(folder=self.folder, summary=self.summary or {})
+
+    def _summarised(self, records: list[Record], summarise: Callable[[list[Record]], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return summarise(records)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(
+                f"Expected the samples of a {self.study} study in {str(self.folder / 'samples.jsonl')!r}; its lines "
+                f"have other fields ({type(error).__name__}: {error}). Delete it and start again."
+            ) from error
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a file into the folder, or into a folder in it, whole or not at all."""
-        path = self.folder / name
+        """Write a file into the folder, whole or not at all."""
         with self._writing():
-            path.parent.mkdir(exist_ok=True)
-            return write_text(path, text)
+            return write_text(self.folder / name, text)
 
     # Settings -----------------------------------------------------------------------------------------------------
 
-    def _remove_leftovers(self) -> None:
-        """What a killed process had begun to write; of several processes one may be writing just now."""
-        if self.processes.count == 1:
-            for path in self.folder.glob(".*.tmp"):
-                path.unlink(missing_ok=True)
-
     def _open_config(self) -> None:
-        document = {"study": self.study, "settings": self.settings}
-        document |= {"versions": package_versions(), "origin": origin()}
+        document = {"study": self.study, "settings": self.settings, "versions": package_versions()}
+        origin = {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         temporary = self.folder / f".config.json.{os.getpid()}.tmp"
         try:
-            temporary.write_text(to_json(document, indent=1) + "\n", "utf-8")
+            temporary.write_text(to_json(document | {"origin": origin}, indent=1) + "\n", "utf-8")
             # A link fails if the name is taken: of several processes that start at once exactly one writes it.
             os.link(temporary, self.folder / "config.json")
         except FileExistsError:
-            self._compare(document)
+            there = self.config
+            said = [one for part, here in document.items() for one in differences(part, there[part], here)]
+            if said:
+                raise InputError(
+                    f"The run in {str(self.folder)!r} was started with other settings, and results must not mix: "
+                    f"{'; '.join(said)}. Choose another folder, or the settings of its config.json to continue it."
+                ) from None
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _compare(self, document: dict[str, Any]) -> None:
-        there = self.config
-        parts = ("study", "settings", "versions")
-        said = [one for part in parts for one in differences(part, there.get(part), document[part])]
-        if said:
-            raise InputError(
-                f"The run in {str(self.folder)!r} was started with other settings, and results must not mix: "
-                f"{'; '.join(said)}. Choose another folder, or the settings of its config.json to go on with it."
-            )
 
     # Samples ------------------------------------------------------------------------------------------------------
 
@@ -205,31 +242,12 @@ class Run:
         return self.folder / f"samples{shard}.jsonl"
 
     def _sample_files(self) -> list[Path]:
-        return sorted(self.folder.glob("samples*.jsonl"))
+        return sorted(self.folder.glob("samples*.jsonl"), key=lambda path: (len(path.name), path.name))
 
-    def _join(self, records: Sequence[Record]) -> None:
-        write_text(self.folder / "samples.jsonl", "".join(as_line(record) for record in records))
-        for path in self._sample_files():
-            if path.name != "samples.jsonl":
-                path.unlink()
-
-    def _bar(self, n_samples: int, n_pending: int, progress: bool | None) -> tqdm:
-        shown = self.processes.is_first and progress is not False
-        initial = max(0, n_samples - n_pending * self.processes.count)
-        disable = not shown if progress is not None or not shown else None  # tqdm's None: only in a terminal
+    def _bar(self, n_samples: int, pending: Sequence[Sequence[int]], progress: bool | None) -> tqdm:
+        initial = max(0, n_samples - sum(map(len, pending)) * self.processes.count)
+        disable = True if not self.processes.is_first else None if progress is None else not progress
         return tqdm(total=n_samples, initial=initial, disable=disable, unit="sample", desc=self.study, smoothing=0.05)
-
-    def _note_session(self, n_samples: int, seconds: float) -> None:
-        note = {
-            "rank": self.processes.rank,
-            "processes": self.processes.count,
-            "samples": n_samples,
-            "seconds": round(seconds, 3),
-            "samples_per_second": round(n_samples / seconds, 4),
-            "device": device_name(),
-        }
-        with (self.folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(as_line(note))
 
     def _wait(self, is_done: Callable[[], bool], reason: str) -> None:
         deadline = time.monotonic() + STALLED_AFTER_SECONDS
@@ -241,7 +259,7 @@ class Run:
             if time.monotonic() > deadline:
                 raise TensorLensError(
                     f"The run in {str(self.folder)!r} cannot be completed: {reason}, and nothing has been written for "
-                    f"{STALLED_AFTER_SECONDS / 60:.0f} minutes. Start it again; it goes on where it stopped."
+                    f"{STALLED_AFTER_SECONDS / 60:.0f} minutes. Start it again; it continues where it stopped."
                 )
             time.sleep(POLL_SECONDS)
 
@@ -259,27 +277,90 @@ class Run:
         try:
             yield
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
             raise TensorLensError(
                 f"The run in {str(self.folder)!r} stopped: {error.filename or 'a file of the run'}: {error.strerror}. "
-                "What is finished is kept. Make room and start it again; it goes on where it stopped."
+                "What is finished is kept. Make room and start it again; it continues where it stopped."
             ) from error
 
 
-def _read_document(path: Path, advice: str) -> dict[str, Any]:
-    """The object in a JSON file of the run.
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _appending(path: Path) -> Iterator[Callable[[Sequence[Record]], None]]:
+    """A function that appends lines and waits until they are on the disk: a kill costs no line but the last."""
+    if path.is_file():
+        text = path.read_bytes()
+        os.truncate(path, text.rfind(b"\n") + 1)  # a line that was cut short
+    with path.open("ab", buffering=0) as file:  # what a full disk refused would be tried once more on closing
+
+        def write(records: Sequence[Record]) -> None:
+            left = "".join(map(as_line, records)).encode()
+            try:
+                while left:  # without a buffer a write may take a part only
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
+
+        yield write
+
+
+def as_line(record: Record) -> str:
+    """A record as it stands in the file."""
+    return to_json(record, ascii_only=True) + "\n"
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers; one without its end was cut short and never counted."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:  # another process has joined it into samples.jsonl meanwhile
+        return
+    except OSError as error:
+        raise InputError(f"Expected a file of samples at {str(path)!r}; got {error.strerror}. Remove it.") from error
+    yield from enumerate(text.split(b"\n")[:-1], 1)
+
+
+def read_record(line: bytes, n_samples: int | None = None) -> Record:
+    """The record of a line.
 
     Raises:
-        InputError: it cannot be read; says where, and what to do.
+        ValueError: it is not a record, or of another run.
+    """
+    beginning = repr(line[:40].decode("utf-8", "replace")) + ("…" if len(line) > 40 else "")
+    try:
+        record = from_json(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object, got {beginning} ({error})") from None
+    index = record.get("index") if isinstance(record, dict) else None
+    if type(index) is not int:
+        raise ValueError(f"expected an object with a whole number as `index`, got {beginning}")
+    if index < 0 or n_samples is not None and index >= n_samples:
+        raise ValueError(f"the index {index} is none of the run's {n_samples} samples")
+    return record
+
+
+def read_run_file(path: Path, fields: Mapping[str, type], advice: str) -> dict[str, Any]:
+    """The object in a JSON file of a run.
+
+    Raises:
+        InputError: it cannot be read, or lacks one of the `fields`; says where, and what to do.
     """
     try:
         document = from_json(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"Expected a file at {str(path)!r}; got {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise InputError(f"Expected JSON in {str(path)!r}; at line {line}: {error}. {advice}") from error
     if not isinstance(document, dict):
         raise InputError(f"Expected an object in {str(path)!r}, line 1; got {type(document).__name__}. {advice}")
+    wrong = next((name for name, kind in fields.items() if not isinstance(document.get(name), kind)), None)
+    if wrong is not None:
+        got = f"{document[wrong]!r:.60}" if wrong in document else "nothing"
+        raise InputError(f"Expected `{wrong}` in {str(path)!r}; got {got}. {advice}")
     return document
 
 
@@ -289,9 +370,5 @@ def differences(name: str, there: Any, here: Any) -> Iterator[str]:
         for key in sorted({*there, *here}):
             yield from differences(f"{name}.{key}", there.get(key), here.get(key))
     elif there != here:
-        yield f"{name.removeprefix('settings.')} is {_short(there)} there and {_short(here)} here"
-
-
-def _short(value: Any) -> str:
-    text = to_json(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+        before, now = (text if len(text) <= 80 else text[:77] + "…" for text in map(to_json, (there, here)))
+        yield f"{name.removeprefix('settings.')} is {before} there and {now} here"

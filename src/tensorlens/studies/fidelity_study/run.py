@@ -19,7 +19,6 @@ from tensorlens.models.modes import own_modes
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.operators.bounds import Reading, product_bound
 from tensorlens.operators.spectrum import operator_norm
-from tensorlens.studies.digests import digest_of, tensor_digest
 from tensorlens.studies.fidelity_study.measures import (
     as_record,
     distance_to_jacobian,
@@ -28,12 +27,11 @@ from tensorlens.studies.fidelity_study.measures import (
     token_directions,
 )
 from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_properties
-from tensorlens.studies.fidelity_study.report import write_report
-from tensorlens.studies.fidelity_study.summary import summarise
-from tensorlens.studies.identity import model_settings
+from tensorlens.studies.fidelity_study.report import fidelity_report
+from tensorlens.studies.fidelity_study.summary import fidelity_summary
+from tensorlens.studies.identity import digest_of, model_settings, tensor_digest
 from tensorlens.studies.options import chosen_options
-from tensorlens.studies.results import StudyResult
-from tensorlens.studies.runs import Run
+from tensorlens.studies.runs import Run, StudyResult
 from tensorlens.tensor import AttentionTensor
 
 SIZES = tuple(float(f"{10 ** (k / 4):.6g}") for k in range(-12, 3))
@@ -84,7 +82,7 @@ def fidelity(
     Args:
         lens: Any model.
         inputs: A text, or a list of texts; or one input of any other kind that the lens takes.
-        out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
+        out: Folder of the run: config, samples, summary, figures, report. Started again it continues.
         options: Sizes, directions, properties; see `FidelityOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
         **changes: Single options by name, such as ``stride=2``, instead of a record or over it.
@@ -97,8 +95,10 @@ def fidelity(
     several = list(inputs) if _is_list_of_texts(inputs) else [inputs]
     described = [_described(lens, one) for one in several]
     run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": asdict(chosen)})
-    run.work(len(several), lambda i: measure(lens, several[i], chosen), progress)
-    return run.finish(len(several), summarise, write_report)
+    run.work(
+        [[i] for i in range(len(several))], lambda group: [measure(lens, several[i], chosen) for i in group], progress
+    )
+    return run.finish(len(several), fidelity_summary, fidelity_report)
 
 
 def _is_list_of_texts(inputs: Any) -> bool:

@@ -12,7 +12,7 @@ from tensorlens.studies.fidelity_study.properties import mean_properties
 ERRORS = ("tensor", "jacobian", "nothing")
 
 
-def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
+def fidelity_summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Curves by kind of direction, bounds and properties, pooled over inputs."""
     kinds = sorted({direction["kind"] for record in records for direction in record["directions"]})
     norms = [record["norms"] for record in records]

@@ -1,45 +1,44 @@
-"""What happens to a group of samples: maps, rankings, replaced copies, curves."""
+"""What happens to a group of samples: maps, rankings, replaced copies, curves.
+
+The samples of a group share recordings, and their copies share batches of the plain model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
+from tensorlens.batches import Asked, DatasetMaps
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.controls import random_scores
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.studies.perturbation_study.changes import Changes, Wanted, changes_of
-from tensorlens.studies.perturbation_study.forward import Outputs, PlainModel
-from tensorlens.studies.perturbation_study.measures import ORDERS, masks_along, ranking
+from tensorlens.models.inputs import ModelInput
+from tensorlens.studies.intervals import short
+from tensorlens.studies.members import member_lens, split
+from tensorlens.studies.perturbation_study.measures import ORDERS, absolute_aopc, hidden_state_mse, masks_along, ranking
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.sample_maps import Missing, SampleMaps
-from tensorlens.studies.perturbation_study.subjects import Sample, Subject, maskable
-from tensorlens.studies.resampling import short
+from tensorlens.studies.perturbation_study.plain_model import Outputs, PlainModel
+from tensorlens.studies.perturbation_study.samples import Sample, Samples, maskable
 
-N_EXAMPLES = 3
-"""Samples whose maps are kept for the report."""
 RANDOM = "control.random"
-
+Missing = str
+"""Why there is no map, or no number."""
+Maps = dict[str, TokenMap | Missing]
+"""The maps of one sample by method."""
 Scores = list[Tensor] | Missing
-"""One score vector of a method, several of the random control, or why there is none."""
+"""One score vector of a method, or several of the random control."""
 Plan = list[tuple[str, Tensor]] | Missing
-"""For each order and score vector, which tokens go at each step; or why there is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """A sample with what the model makes of it and what is to be replaced, by preset and method."""
-
-    index: int
-    sample: Sample
-    clean: Outputs
-    plans: dict[str, dict[str, Plan]]
+"""For each order and score vector, which tokens go at each step."""
+Plans = dict[str, dict[str, Plan]]
+"""By preset and method."""
+Changes = dict[str, Tensor]
+"""By metric, one number for each set of replaced tokens."""
 
 
 class Measurement:
@@ -47,33 +46,32 @@ class Measurement:
 
     Args:
         lens: Gives the maps.
-        subject: The samples and their copies.
+        samples: The samples and their copies.
         options: The run's, with methods, presets and replacements settled.
-        folder: The run's; maps of the first samples go into it.
     """
 
-    def __init__(self, lens: Lens, subject: Subject, options: PerturbationOptions, folder: Path) -> None:
-        self.lens, self.subject, self.options, self.folder = lens, subject, options, folder
+    def __init__(self, lens: Lens, samples: Samples, options: PerturbationOptions) -> None:
+        self.samples, self.options = samples, options
         self.plain = PlainModel(lens, options.batch_size)
-        self.out_token = -1 if subject.is_causal else 0
-        self.maps = SampleMaps(
-            lens,
-            [name for name in options.methods or () if name != RANDOM],
-            out_token=self.out_token,
-            norm_probes=options.norm_probes,
-            seed=options.seed,
-        )
+        self.out_token = -1 if samples.is_causal else 0
+        self.maps = GroupMaps(lens, [name for name in options.methods or () if name != RANDOM], self.out_token, options)
 
     def measure(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The records of a group of samples; one that cannot be measured is skipped and says why."""
         skipped: dict[int, str] = {}
-        samples = dict(self._loaded(indices, skipped))
-        scores = dict(self._scored(samples, skipped))
-        prepared = list(self._prepared({index: samples[index] for index in scores}, scores, skipped))
-        cells = [self._cells(prepared, replacement) for replacement in self.options.replacements or ()]
-        records = {one.index: self._record(one, [of[number] for of in cells]) for number, one in enumerate(prepared)}
+        loaded = dict(self._loaded(indices, skipped))
+        scores = dict(self._scored(loaded, skipped))
+        clean = dict(self._clean({index: loaded[index] for index in scores}, skipped))
+        chosen = {index: loaded[index] for index in clean}
+        plans = {index: self._plans(sample, scores[index]) for index, sample in chosen.items()}
+        cells = {how: self._cells(chosen, clean, plans, how) for how in self.options.replacements or ()}
         return [
-            {"name": self.subject.name(index)} | ({"skipped": skipped[index]} if index in skipped else records[index])
+            {"name": self.samples.names[index]}
+            | (
+                {"skipped": skipped[index]}
+                if index in skipped
+                else self._record(loaded[index], clean[index], {how: found[index] for how, found in cells.items()})
+            )
             for index in indices
         ]
 
@@ -82,125 +80,237 @@ class Measurement:
     def _loaded(self, indices: Sequence[int], skipped: dict[int, str]) -> Iterator[tuple[int, Sample]]:
         for index in indices:
             try:
-                sample = self.subject.load(index)
+                sample = self.samples.load(index)
             except TensorLensError as error:
                 skipped[index] = str(error)
                 continue
-            for preset in self.options.presets:
-                if not maskable(sample, self.subject.is_causal, preset):
-                    reason = f"None of its tokens, {sample.n_tokens} in all, may be replaced under `{preset}`."
-                    skipped[index] = reason
-                    break
+            presets = self.options.presets
+            bare = [preset for preset in presets if not maskable(sample, self.samples.is_causal, preset)]
+            if bare:
+                skipped[index] = f"None of its tokens, {sample.n_tokens} in all, may be replaced under `{bare[0]}`."
             else:
                 yield index, sample
 
     def _scored(
         self, samples: Mapping[int, Sample], skipped: dict[int, str]
     ) -> Iterator[tuple[int, dict[str, Scores]]]:
-        options = self.options
+        seed, n_random = self.options.seed, self.options.n_random
         for (index, sample), maps in zip(samples.items(), self.maps.of(list(samples.values())), strict=True):
             if isinstance(maps, str):
                 skipped[index] = maps
                 continue
-            if index < N_EXAMPLES:
-                self._keep(index, maps)
             scores: dict[str, Scores] = {
                 name: found if isinstance(found, str) else [found.scores[0]] for name, found in maps.items()
             }
-            scores[RANDOM] = [
-                random_scores(1, sample.n_tokens, (options.seed, index, k))[0] for k in range(options.n_random)
-            ]
-            yield index, {name: scores[name] for name in options.methods or ()}
+            scores[RANDOM] = [random_scores(1, sample.n_tokens, (seed, index, k))[0] for k in range(n_random)]
+            yield index, {name: scores[name] for name in self.options.methods or ()}
 
-    def _keep(self, index: int, maps: Mapping[str, TokenMap | Missing]) -> None:
-        (self.folder / "maps").mkdir(exist_ok=True)
-        for name, found in maps.items():
-            if not isinstance(found, str):
-                found.save(self.folder / "maps" / f"{index}.{name}.json")
-
-    def _prepared(
-        self, samples: Mapping[int, Sample], scores: Mapping[int, dict[str, Scores]], skipped: dict[int, str]
-    ) -> Iterator[_Prepared]:
-        clean = self.plain.run_together([sample.inputs for sample in samples.values()], self.out_token)
-        for (index, sample), outputs in zip(samples.items(), clean, strict=True):
-            if not bool(outputs.states.isfinite().all()):
+    def _clean(self, samples: Mapping[int, Sample], skipped: dict[int, str]) -> Iterator[tuple[int, Outputs]]:
+        """What the model makes of the samples as they are; those of one shape run together."""
+        by_shape: dict[Hashable, list[int]] = {}
+        for index, sample in samples.items():
+            by_shape.setdefault(tuple(value.shape for value in sample.inputs.values()), []).append(index)
+        found: dict[int, Outputs] = {}
+        for some in by_shape.values():
+            outputs = self.plain.run(_joined([samples[index].inputs for index in some]), self.out_token)
+            found |= {index: outputs[place : place + 1] for place, index in enumerate(some)}
+        for index in samples:
+            if bool(found[index].states.isfinite().all()):
+                yield index, found[index]
+            else:
                 skipped[index] = "The model's output holds NaN or infinity."
-                continue
-            plans = {preset: self._plans(sample, scores[index], preset) for preset in self.options.presets}
-            yield _Prepared(index=index, sample=sample, clean=outputs, plans=plans)
 
-    def _plans(self, sample: Sample, scores: dict[str, Scores], preset: str) -> dict[str, Plan]:
-        chosen = maskable(sample, self.subject.is_causal, preset)
-        return {method: self._plan(found, chosen, sample.n_tokens) for method, found in scores.items()}
+    def _plans(self, sample: Sample, scores: dict[str, Scores]) -> Plans:
+        def plan(found: Scores, chosen: list[int]) -> Plan:
+            if isinstance(found, str):
+                return found
+            try:
+                ranked = [
+                    (order, ranking(one, chosen, order, absolute=self.options.absolute))
+                    for order in ORDERS
+                    for one in found
+                ]
+            except InputError as error:
+                return str(error)
+            return [(order, masks_along(tokens, sample.n_tokens, self.options.grid)) for order, tokens in ranked]
 
-    def _plan(self, found: Scores, chosen: list[int], n_tokens: int) -> Plan:
-        if isinstance(found, str):
-            return found
-        try:
-            ranked = [
-                (order, ranking(scores, chosen, order, absolute=self.options.absolute))
-                for order in ORDERS
-                for scores in found
-            ]
-        except InputError as error:
-            return str(error)
-        return [(order, masks_along(tokens, n_tokens, self.options.grid)) for order, tokens in ranked]
+        return {
+            preset: {
+                method: plan(found, maskable(sample, self.samples.is_causal, preset))
+                for method, found in scores.items()
+            }
+            for preset in self.options.presets
+        }
 
     # What replacing does ------------------------------------------------------------------------------------------
 
-    def _cells(self, prepared: Sequence[_Prepared], replacement: str) -> list[dict[str, dict[str, Any]]]:
+    def _cells(
+        self,
+        samples: Mapping[int, Sample],
+        clean: Mapping[int, Outputs],
+        plans: Mapping[int, Plans],
+        replacement: str,
+    ) -> dict[int, dict[str, dict[str, Any]]]:
         """For each sample, by preset and method, the curves. No set of tokens is replaced twice in a sample."""
-        wanted, places = [], []
-        for one in prepared:
-            masks = [masks for _, masks in _every_plan(one.plans)]
-            empty = torch.zeros(0, one.sample.n_tokens, dtype=torch.bool)
-            unique, inverse = torch.cat([empty, *masks]).unique(dim=0, return_inverse=True)
-            wanted.append(Wanted(sample=one.sample, clean=one.clean, masks=unique))
-            places.append(inverse.split([len(part) for part in masks]))
-        changes = changes_of(self.plain, self.subject, wanted, replacement, self.out_token)
-        return [
-            _sample_cells(one.plans, list(rows), found)
-            for one, rows, found in zip(prepared, places, changes, strict=True)
-        ]
+        masks, places = {}, {}
+        for index, sample in samples.items():
+            wanted = [
+                masks
+                for of_preset in plans[index].values()
+                for plan in of_preset.values()
+                if not isinstance(plan, str)
+                for _, masks in plan
+            ]
+            empty = torch.zeros(0, sample.n_tokens, dtype=torch.bool)
+            masks[index], inverse = torch.cat([empty, *wanted]).unique(dim=0, return_inverse=True)
+            places[index] = iter(inverse.split([len(part) for part in wanted]))
+        changes = changes_of(self.plain, self.samples, samples, clean, masks, replacement, self.out_token)
+        return {
+            index: {
+                preset: {method: _cell(plan, places[index], changes[index]) for method, plan in of_preset.items()}
+                for preset, of_preset in plans[index].items()
+            }
+            for index in samples
+        }
 
-    def _record(self, one: _Prepared, cells: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    def _record(self, sample: Sample, clean: Outputs, cells: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         conditions = {
-            f"{preset}, {replacement}" if self.subject.is_causal else replacement: of_replacement[preset]
+            f"{preset}, {replacement}" if self.samples.is_causal else replacement: found[preset]
             for preset in self.options.presets
-            for replacement, of_replacement in zip(self.options.replacements or (), cells, strict=True)
+            for replacement, found in cells.items()
         }
-        power = short(one.clean.states[0].square().mean())
-        return {"n_tokens": one.sample.n_tokens, "state_power": power, "conditions": conditions}
+        power = short(clean.states[0].square().mean())
+        return {"n_tokens": sample.n_tokens, "state_power": power, "conditions": conditions}
 
 
-def _every_plan(plans: dict[str, dict[str, Plan]]) -> Iterator[tuple[str, Tensor]]:
-    for of_preset in plans.values():
-        for plan in of_preset.values():
-            yield from () if isinstance(plan, str) else plan
-
-
-def _sample_cells(
-    plans: dict[str, dict[str, Plan]], rows: list[Tensor], changes: Changes | Missing
-) -> dict[str, dict[str, Any]]:
-    left = iter(rows)
-
-    def cell(plan: Plan) -> dict[str, Any]:
-        if isinstance(plan, str):
-            return {"missing": plan}
-        places = torch.stack([next(left) for _ in plan])
-        return (
-            {"missing": changes} if isinstance(changes, str) else _cell([order for order, _ in plan], places, changes)
-        )
-
-    return {preset: {method: cell(plan) for method, plan in of_preset.items()} for preset, of_preset in plans.items()}
-
-
-def _cell(orders: Sequence[str], rows: Tensor, changes: Changes) -> dict[str, Any]:
-    """Curves from 0 on, averaged over the score vectors of an order."""
-    cell: dict[str, Any] = {}
-    for order in ORDERS:
-        chosen = rows[[i for i, one in enumerate(orders) if one == order]]
-        cell[order] = {
-            metric: [0.0, *(short(value) for value in values[chosen].mean(0))] for metric, values in changes.items()
+def _cell(plan: Plan, places: Iterator[Tensor], changes: Changes | Missing) -> dict[str, Any]:
+    """Curves from 0 on, averaged over the score vectors of an order; `places` of the plan's masks come in turn."""
+    if isinstance(plan, str):
+        return {"missing": plan}
+    rows = torch.stack([next(places) for _ in plan])  # (order and score vector, step)
+    if isinstance(changes, str):
+        return {"missing": changes}
+    return {
+        order: {
+            metric: [0.0, *(short(value) for value in values[rows[[one == order for one, _ in plan]]].mean(0))]
+            for metric, values in changes.items()
         }
-    return cell
+        for order in ORDERS
+    }
+
+
+# Maps -----------------------------------------------------------------------------------------------------------------
+
+
+class GroupMaps:
+    """The maps of groups of samples at one output: one recording of a group for each member of the rules asked for.
+
+    Args:
+        lens: The model.
+        methods: Names in `METHODS`, those of T perhaps with a member after an @.
+        out_token: The output that is explained.
+        options: Probes and seed of `tensor.norm`.
+    """
+
+    def __init__(self, lens: Lens, methods: Sequence[str], out_token: int, options: PerturbationOptions) -> None:
+        self.lens, self.methods = lens, tuple(methods)
+        by_member: dict[str | None, list[str]] = {}
+        for name in methods:
+            by_member.setdefault(split(name)[1] if "@" in name else None, []).append(name)
+        self._works: list[tuple[list[str], DatasetMaps]] = []
+        for member, names in by_member.items():
+            bases = tuple(split(name)[0] for name in names)
+            probes = options.norm_probes if "tensor.norm" in bases else None
+            asked = Asked(methods=bases, out_token=out_token, probes=probes, seed=options.seed)
+            self._works.append((names, DatasetMaps((member_lens(lens, member) if member else lens).specimen, asked)))
+
+    def of(self, samples: Sequence[Sample]) -> list[Maps | Missing]:
+        """In the order of the samples, maps by method.
+
+        A method that fails on a sample has the reason in its place, and so has a sample that cannot be recorded.
+        """
+        found: list[Maps | Missing] = [{} for _ in samples]
+        for names, work in self._works:
+            work.batch_size = work.batch_size or len(samples)  # not what memory is free: a run must repeat itself
+            prepared: dict[int, ModelInput] = {}
+            for i, sample in enumerate(samples):
+                try:
+                    prepared[i] = self.lens.prepare(sample.value)
+                except TensorLensError as error:
+                    found[i] = str(error)
+            for i, maps in zip(prepared, _made(work, list(prepared.values())), strict=True):
+                so_far = found[i]
+                if not isinstance(so_far, str):
+                    found[i] = maps if isinstance(maps, str) else so_far | dict(zip(names, maps, strict=True))
+        return [maps if isinstance(maps, str) else {name: maps[name] for name in self.methods} for maps in found]
+
+
+def _made(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap | Missing] | Missing]:
+    """For each sample its maps, an error as its first line; samples that fail together are tried alone."""
+    try:
+        made = work.window(prepared)
+    except TensorLensError as error:
+        return [str(error)] if len(prepared) == 1 else [_made(work, [one])[0] for one in prepared]
+    return [
+        [one if isinstance(one, TokenMap) else f"{type(one).__name__}: {one}".splitlines()[0] for one in maps.values()]
+        for maps in made
+    ]
+
+
+# Replaced copies ------------------------------------------------------------------------------------------------------
+
+
+def changes_of(
+    plain: PlainModel,
+    samples: Samples,
+    loaded: Mapping[int, Sample],
+    clean: Mapping[int, Outputs],
+    masks: Mapping[int, Bool[Tensor, "copy token"]],
+    replacement: str,
+    out_token: int,
+) -> dict[int, Changes | Missing]:
+    """For each sample how far each of its copies moves the output, by metric; or why that cannot be measured.
+
+    Copies of one shape share batches of `plain.batch_size` rows, whatever samples they are of. A batch is made when it
+    is run, so that no more than one is in memory.
+    """
+    found: dict[int, Changes | Missing] = {}
+    places: dict[Hashable, list[tuple[int, int]]] = {}
+    for index, sample in loaded.items():
+        metrics = ["hs_mse", *(["abs_aopc"] if clean[index].logits is not None else [])]
+        try:
+            shapes = samples.shapes(sample, masks[index], replacement)
+        except InputError as error:
+            found[index] = str(error)
+            continue
+        found[index] = {metric: torch.zeros(len(masks[index]), dtype=torch.float64) for metric in metrics}
+        for row, shape in enumerate(shapes):
+            places.setdefault(shape, []).append((index, row))
+    for of_one_shape in places.values():
+        while of_one_shape:
+            batch = of_one_shape[: plain.batch_size]
+            del of_one_shape[: plain.batch_size]
+            parts = [(index, [row for _, row in rows]) for index, rows in groupby(batch, key=lambda place: place[0])]
+            copies = [samples.copies(loaded[index], masks[index][rows], replacement) for index, rows in parts]
+            outputs, start = plain.run(_joined(copies), out_token), 0
+            for index, rows in parts:
+                _put(found[index], rows, clean[index], outputs[start : start + len(rows)])
+                start += len(rows)
+    return {index: _finite(changes, replacement) for index, changes in found.items()}
+
+
+def _joined(inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
+
+
+def _put(changes: Changes | Missing, rows: list[int], clean: Outputs, perturbed: Outputs) -> None:
+    assert not isinstance(changes, str), "only samples that can be copied are in a batch"
+    changes["hs_mse"][rows] = hidden_state_mse(clean.states[0], perturbed.states).cpu()
+    if clean.logits is not None and perturbed.logits is not None:
+        changes["abs_aopc"][rows] = absolute_aopc(clean.logits[0], perturbed.logits).cpu()
+
+
+def _finite(changes: Changes | Missing, replacement: str) -> Changes | Missing:
+    if isinstance(changes, str) or all(bool(values.isfinite().all()) for values in changes.values()):
+        return changes
+    return f"With `{replacement}` in the place of tokens the model's output holds NaN or infinity."

@@ -10,7 +10,7 @@ from tensorlens.maps.methods import METHODS
 from tensorlens.studies.members import check_member, split
 from tensorlens.studies.options import check_positive, checked_names
 from tensorlens.studies.perturbation_study.measures import GRID, check_grid
-from tensorlens.studies.perturbation_study.subjects import Cut
+from tensorlens.studies.perturbation_study.samples import Cut
 
 PRESETS = ("strict", "paper-like")
 CUTS = ("each", "windows")

@@ -6,29 +6,30 @@ all methods; the replaced copies go through the plain model in batches, those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
+from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import checked_names, chosen_options
-from tensorlens.studies.perturbation_study.measuring import Measurement
+from tensorlens.studies.perturbation_study.measuring import RANDOM, GroupMaps, Measurement
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.report import write_report
-from tensorlens.studies.perturbation_study.subjects import Images, Subject, Texts
-from tensorlens.studies.perturbation_study.summary import summarise
-from tensorlens.studies.results import StudyResult
-from tensorlens.studies.runs import Run
+from tensorlens.studies.perturbation_study.report import each_result, perturbation_report
+from tensorlens.studies.perturbation_study.samples import Images, Samples, Texts
+from tensorlens.studies.perturbation_study.summary import perturbation_summary
+from tensorlens.studies.runs import Run, StudyResult
 
 GROUP_SIZE = 16
 MIN_GROUPS = 8
 """Groups into which even a small run is cut: several processes have to find work."""
+N_EXAMPLES = 3
+"""Samples whose maps stand in the report."""
 SETTINGS = ("methods", "presets", "replacements", "grid", "absolute", "seed", "n_random", "norm_probes", "limit")
 """Options that the numbers depend on. Those about lengths and cuts are among the subject's own settings."""
 
@@ -43,7 +44,7 @@ def perturbation(
     progress: bool | None = None,
     **changes: Any,
 ) -> StudyResult:
-    r"""Run the perturbation study, or go on with one.
+    r"""Run the perturbation study, or continue one.
 
     For each method the highest-ranked tokens are replaced first, a growing fraction f of them, and the change of the
     watched output is measured: HS-MSE, $\frac1D\lVert F(X)_o - F(X_f)_o\rVert^2$, and, where the model has classes
@@ -58,18 +59,23 @@ def perturbation(
         **changes: Single options by name, such as ``limit=50``, instead of a record or over it.
 
     Returns:
-        The summary and where everything is. Started again with the same settings, a run goes on where it stopped.
+        The summary and where everything is. Started again with the same settings, a run continues where it stopped.
     """
     asked = chosen_options(PerturbationOptions, options, changes)
     dataset = data if isinstance(data, Dataset) else read_dataset(data, column=asked.column, split=asked.split)
-    subject = _subject(lens, dataset, asked)
-    chosen = _settled(asked, subject)
-    run = Run(out, "perturbation", _describe(lens, dataset, subject, chosen))
-    run.work_in_groups(_groups(subject, chosen), Measurement(lens, subject, chosen, run.folder).measure, progress)
-    return run.finish(len(subject), partial(summarise, settings=run.settings), write_report)
+    samples = _samples(lens, dataset, asked)
+    chosen = _settled(asked, samples)
+    run = Run(out, "perturbation", _describe(lens, dataset, samples, chosen))
+    measurement = Measurement(lens, samples, chosen)
+    run.work(groups_of(samples, chosen), measurement.measure, progress)
+
+    def report(run: Run, summary: dict[str, Any]) -> None:
+        perturbation_report(run, summary, _examples(lens, samples, summary, chosen))
+
+    return run.finish(len(samples), partial(perturbation_summary, settings=run.settings), report)
 
 
-def _subject(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Subject:
+def _samples(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Samples:
     if dataset.kind == "image":
         return Images(lens, dataset, limit=options.limit)
     return Texts(
@@ -77,31 +83,39 @@ def _subject(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Subj
     )
 
 
-def _settled(options: PerturbationOptions, subject: Subject) -> PerturbationOptions:
+def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOptions:
     """The options with what depends on the model and the data: presets of decoders only, replacements by kind."""
-    replacements = subject.replacements[:1] if options.replacements is None else options.replacements
-    replacements = checked_names(replacements, subject.replacements, "replacements")
-    subject.check(replacements)
-    return replace(options, replacements=replacements, presets=options.presets if subject.is_causal else ("strict",))
+    replacements = samples.replacements[:1] if options.replacements is None else options.replacements
+    replacements = checked_names(replacements, samples.replacements, "replacements")
+    samples.check(replacements)
+    return replace(options, replacements=replacements, presets=options.presets if samples.is_causal else ("strict",))
 
 
-def _groups(subject: Subject, options: PerturbationOptions) -> Sequence[Sequence[int]]:
+def groups_of(samples: Samples, options: PerturbationOptions) -> list[list[int]]:
     """Samples that are measured together: of like length, the longest first, so that memory runs out early if at all.
 
     They depend on data and options alone, not on how many processes there are or on what is done already.
     """
-    size = options.group_size or max(1, min(GROUP_SIZE, len(subject) // MIN_GROUPS))
-    order = sorted(range(len(subject)), key=lambda index: -subject.length(index))
+    size = options.group_size or max(1, min(GROUP_SIZE, len(samples) // MIN_GROUPS))
+    order = sorted(range(len(samples)), key=lambda index: -samples.length(index))
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def _describe(lens: Lens, dataset: Dataset, subject: Subject, options: PerturbationOptions) -> dict[str, Any]:
-    return (
-        {name: getattr(options, name) for name in SETTINGS}
-        | model_settings(lens)
-        | {
-            "matmul_precision": matmul_precision(),
-            "data": {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | subject.settings(),
-            "is_causal": subject.is_causal,
-        }
-    )
+def _describe(lens: Lens, dataset: Dataset, samples: Samples, options: PerturbationOptions) -> dict[str, Any]:
+    data = {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | samples.settings()
+    chosen = {name: getattr(options, name) for name in SETTINGS}
+    return chosen | model_settings(lens) | {"data": data, "is_causal": samples.is_causal}
+
+
+def _examples(lens: Lens, samples: Samples, summary: dict[str, Any], options: PerturbationOptions) -> list[TokenMap]:
+    """Maps of the first samples, by the best method of each group."""
+    first = next((result for *_, result in each_result(summary)), None)
+    methods = [] if first is None else [name for name in first["best"].values() if name != RANDOM]
+    maps = GroupMaps(lens, methods, -1 if samples.is_causal else 0, options)
+    made = []
+    for index in range(min(N_EXAMPLES, len(samples)) if methods else 0):
+        try:
+            made += maps.of([samples.load(index)])
+        except TensorLensError:  # skipped by the study too, which says why
+            continue
+    return [one for of in made if not isinstance(of, str) for one in of.values() if isinstance(one, TokenMap)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.studies.intervals import interval, resampled_means, short
 from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, auc
-from tensorlens.studies.resampling import interval, resampled_means, short
 
 GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}
 
@@ -24,7 +24,7 @@ def group(method: str) -> str:
     return "peer" if measure.endswith("without_sink") else GROUPS.get(family, "peer")
 
 
-def summarise(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+def perturbation_summary(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     """The summary of a run, by condition, order and metric.
 
     Args:

@@ -7,14 +7,14 @@ subject, `samples` of `subject` and `object`. Tokens and models are the business
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from tensorlens.errors import InputError
 from tensorlens.models.plain_text import has_half_characters
-from tensorlens.studies.digests import digest_of
+from tensorlens.studies.identity import digest_of
 
 PLACEHOLDER = "{}"
 
@@ -32,8 +32,7 @@ class Relation:
     """A relation: a template and the facts that fill it, each subject once.
 
     Attributes:
-        key: Category and file name, such as ``factual/country_capital_city``: unlike the name it is unique.
-        name: What the file calls it.
+        key: Category and file name, such as ``factual/country_capital_city``: unlike the name in the file it is unique.
         category: The folder the file is in, or the file's own `relation_type`.
         template: The first prompt template.
         facts: In the order of the file.
@@ -41,7 +40,6 @@ class Relation:
     """
 
     key: str
-    name: str
     category: str
     template: str
     facts: tuple[Fact, ...]
@@ -49,7 +47,7 @@ class Relation:
 
     @property
     def digest(self) -> str:
-        """Digest of template and facts: a run that goes on must find them as they were."""
+        """Digest of template and facts: a run that is continued must find them as they were."""
         return digest_of([self.template, *(text for fact in self.facts for text in (fact.subject, fact.object))])
 
 
@@ -76,7 +74,7 @@ class Problem:
 
 
 class _Malformed(Exception):
-    """A file that cannot become a relation."""
+    """Something that is not as it should be: where, and how."""
 
     def __init__(self, place: str, message: str) -> None:
         self.place, self.message = place, message
@@ -116,106 +114,80 @@ def read_relation(path: Path, root: Path | None = None) -> tuple[Relation | None
         path: The JSON file.
         root: Folder that keys are relative to; the file's own by default.
     """
-    problems: list[Problem] = []
+    wrong: list[_Malformed] = []
     try:
-        document = _read_document(path)
+        document = _document(path)
         template = _template(document)
-        facts = _facts(document, str(path), problems)
-        name, category = _name(document), _category(document, path, root or path.parent)
+        facts = _facts(document, wrong)
+        _text(document, "name")
+        problems = [Problem(path=str(path), place=one.place, message=one.message, is_fatal=False) for one in wrong]
     except _Malformed as error:
+        problems = [Problem(path=str(path), place=one.place, message=one.message, is_fatal=False) for one in wrong]
         return None, [*problems, Problem(path=str(path), place=error.place, message=error.message, is_fatal=True)]
+    inside = path.parent.relative_to(root or path.parent).parts
+    properties = document.get("properties")
+    declared = properties.get("relation_type") if isinstance(properties, dict) else None
+    category = inside[0] if inside else declared if isinstance(declared, str) and declared else "other"
     key = f"{category}/{path.stem}"
-    return Relation(
-        key=key, name=name, category=category, template=template, facts=tuple(facts), path=str(path)
-    ), problems
+    return Relation(key=key, category=category, template=template, facts=facts, path=str(path)), problems
 
 
-def _read_document(path: Path) -> dict[str, Any]:
+def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text("utf-8"))
     except json.JSONDecodeError as error:
         raise _Malformed(f"line {error.lineno}, column {error.colno}", f"expected JSON; {error.msg}") from None
     except UnicodeDecodeError as error:
         raise _Malformed(f"byte {error.start}", "expected UTF-8 text") from None
-    except OSError as error:
-        raise _Malformed("the file", f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
-        raise _Malformed("the file", f"expected JSON; {error}") from None
+    except (OSError, ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+        raise _Malformed("the file", f"cannot be read as JSON; {error}") from None
     if not isinstance(document, dict):
-        raise _Malformed("the top level", f"expected an object with `samples`; got {_kind(document)}")
+        raise _Malformed("the top level", f"expected an object with `samples`; got {document!r:.60}")
     return document
 
 
-def _name(document: dict[str, Any]) -> str:
-    name: Any = document.get("name")
-    if not _is_text(name):
-        raise _Malformed("name", f"expected some text; got {_shown(document, 'name')}")
-    return name
-
-
-def _category(document: dict[str, Any], path: Path, root: Path) -> str:
-    inside = path.parent.relative_to(root).parts
-    properties = document.get("properties")
-    declared = properties.get("relation_type") if isinstance(properties, dict) else None
-    return inside[0] if inside else declared if isinstance(declared, str) and declared else "other"
-
-
-def _template(document: dict[str, Any]) -> str:
-    templates = document.get("prompt_templates")
-    if not isinstance(templates, list) or not templates:
-        raise _Malformed("prompt_templates", f"expected a list of texts; got {_shown(document, 'prompt_templates')}")
-    template = templates[0]
+def _template(document: Mapping[str, Any]) -> str:
+    template = _list(document, "prompt_templates")[0]
     if not _is_text(template) or PLACEHOLDER not in template:
-        raise _Malformed("prompt_templates[0]", f"expected a text with {{}} for the subject; got {template!r}")
+        raise _Malformed("prompt_templates[0]", f"expected a text with {{}} for the subject; got {template!r:.60}")
     return template
 
 
-def _facts(document: dict[str, Any], path: str, problems: list[Problem]) -> list[Fact]:
+def _facts(document: Mapping[str, Any], wrong: list[_Malformed]) -> tuple[Fact, ...]:
     """The facts that are well-formed, the first for each subject: a repeated one would be in both halves of a split."""
-    samples = document.get("samples")
-    if not isinstance(samples, list) or not samples:
-        raise _Malformed("samples", f"expected a list of subjects and objects; got {_shown(document, 'samples')}")
-    first: dict[str, int] = {}
-    facts = []
-    for i, sample in enumerate(samples):
-        trouble = _sample_trouble(sample)
-        if trouble is None and sample["subject"] in first:
-            earlier = f"samples[{first[sample['subject']]}]"
-            trouble = (f"samples[{i}].subject", f"{sample['subject']!r} is in {earlier} already; the first one counts")
-        elif trouble is not None:
-            trouble = (f"samples[{i}]{trouble[0]}", trouble[1])
-        if trouble is None:
-            first[sample["subject"]] = i
-            facts.append(Fact(subject=sample["subject"], object=sample["object"]))
-        else:
-            problems.append(Problem(path=path, place=trouble[0], message=trouble[1], is_fatal=False))
-    if not facts:
+    found: dict[str, Fact] = {}
+    for i, sample in enumerate(_list(document, "samples")):
+        try:
+            if not isinstance(sample, dict):
+                raise _Malformed("", f"expected a subject and an object; got {sample!r:.60}")
+            fact = Fact(subject=_text(sample, "subject"), object=_text(sample, "object"))
+            if fact.subject in found:
+                raise _Malformed("subject", f"{fact.subject!r} is there already; the first one counts")
+            found[fact.subject] = fact
+        except _Malformed as error:
+            wrong.append(_Malformed(f"samples[{i}].{error.place}".removesuffix("."), error.message))
+    if not found:
         raise _Malformed("samples", "expected at least one subject with an object; every sample is malformed")
-    return facts
+    return tuple(found.values())
 
 
-def _sample_trouble(sample: Any) -> tuple[str, str] | None:
-    """Where in a sample something is wrong, and what."""
-    if not isinstance(sample, dict):
-        return "", f"expected a subject and an object; got {_kind(sample)}"
-    for part in ("subject", "object"):
-        if not _is_text(sample.get(part)):
-            return f".{part}", f"expected some text; got {_shown(sample, part)}"
-    return None
+def _list(document: Mapping[str, Any], key: str) -> list[Any]:
+    if not isinstance(document.get(key), list) or not document[key]:
+        raise _Malformed(key, f"expected a list; got {_shown(document, key)}")
+    return document[key]
 
 
-def _is_text(value: Any) -> TypeGuard[str]:
+def _text(document: Mapping[str, Any], key: str) -> str:
+    if not _is_text(document.get(key)):
+        raise _Malformed(key, f"expected some text; got {_shown(document, key)}")
+    return document[key]
+
+
+def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not has_half_characters(value)
 
 
-def _shown(document: dict[str, Any], key: str) -> str:
+def _shown(document: Mapping[str, Any], key: str) -> str:
     if key not in document:
         return "nothing: the key is missing"
-    value = document[key]
-    return repr(value) if isinstance(value, str) else _kind(value)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    return {type(None): "null", dict: "an object", str: "a text"}.get(type(value), "a number")
+    return "an empty list" if document[key] == [] else f"{document[key]!r:.60}"

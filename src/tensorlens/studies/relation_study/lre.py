@@ -38,7 +38,7 @@ class LocalLinear:
     bias: Float[Tensor, "out_channel"]  # noqa: UP037
 
 
-def expand(
+def expand_locally(
     anatomy: Anatomy, ids: Sequence[int], position: int, starts: Sequence[Start]
 ) -> tuple[dict[Start, LocalLinear], dict[Start, Tensor]]:
     """The expansion at one prompt, from each start, by one forward pass and D backward passes for all of them.
@@ -46,7 +46,7 @@ def expand(
     Args:
         anatomy: The model.
         ids: The prompt.
-        position: Of the subject's last token.
+        position: Where the subject's last token stands.
         starts: Where to read the subject.
 
     Returns:

@@ -20,7 +20,7 @@ DOCUMENT_START = "<|endoftext|>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class RelationPrompt:
     """A text that ends where the object is to be said.
 
     Attributes:
@@ -105,7 +105,7 @@ def query_text(template: str, subject: str) -> str:
     return template.replace(PLACEHOLDER, subject)
 
 
-def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject: str) -> Prompt:
+def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject: str) -> RelationPrompt:
     """A few-shot prompt: lines of "query object", then the query.
 
     The subject is looked for at the last place the template gives it, which is its last occurrence in the text unless
@@ -115,7 +115,7 @@ def make_prompt(tokens: Tokens, template: str, examples: Sequence[Fact], subject
     before = template[: template.rindex(PLACEHOLDER)]
     text = "\n".join([*lines, query_text(template, subject)])
     start = len(text) - len(query_text(template, subject)) + len(query_text(before, subject))
-    return Prompt(
+    return RelationPrompt(
         text=text, ids=tokens.encode(text), subject_tokens=tokens.positions(text, start, start + len(subject))
     )
 
@@ -157,14 +157,14 @@ def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> Split:
     return Split(train=tuple(covering[:n_train]), test=tuple(covering[n_train:]))
 
 
-def training_prompts(tokens: Tokens, template: str, train: Sequence[Fact]) -> list[Prompt]:
+def training_prompts(tokens: Tokens, template: str, train: Sequence[Fact]) -> list[RelationPrompt]:
     """For each training fact its query after the other m - 1 facts."""
     return [
         make_prompt(tokens, template, [other for other in train if other is not fact], fact.subject) for fact in train
     ]
 
 
-def testing_prompts(tokens: Tokens, template: str, split: Split) -> list[Prompt]:
+def testing_prompts(tokens: Tokens, template: str, split: Split) -> list[RelationPrompt]:
     """For each test fact its query after the first m - 1 training facts, so that lengths agree with training."""
     return [make_prompt(tokens, template, split.train[:-1], fact.subject) for fact in split.test]
 

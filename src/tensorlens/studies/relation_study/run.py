@@ -19,7 +19,6 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import check_positive, chosen_options
 from tensorlens.studies.plain_states import read_out
@@ -32,9 +31,9 @@ from tensorlens.studies.relation_study.decoding import (
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand
+from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand_locally
 from tensorlens.studies.relation_study.prompts import (
-    Prompt,
+    RelationPrompt,
     Split,
     Tokens,
     align,
@@ -47,10 +46,9 @@ from tensorlens.studies.relation_study.prompts import (
     testing_prompts,
     training_prompts,
 )
-from tensorlens.studies.relation_study.report import write_report
-from tensorlens.studies.relation_study.summary import summarise
-from tensorlens.studies.results import StudyResult
-from tensorlens.studies.runs import Run
+from tensorlens.studies.relation_study.report import relation_report
+from tensorlens.studies.relation_study.summary import relation_summary
+from tensorlens.studies.runs import Run, StudyResult
 
 SCALES = tuple(i / 4 for i in range(21))
 """LRE's grid: 21 points on [0, 5]."""
@@ -111,7 +109,7 @@ def relations(
     Args:
         lens: A causal language model with its tokenizer.
         data: Folder of relation files, by category.
-        out: Folder of the run: config, samples, summary, figures, report. Started again it goes on.
+        out: Folder of the run: config, samples, summary, figures, report. Started again it continues.
         options: Splits, filters, starts, scales; see `RelationOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
         **changes: Single options by name, such as ``limit=1``, instead of a record or over it.
@@ -125,9 +123,11 @@ def relations(
     decoder = _Decoder(lens, chosen)
     run = Run(out, "relations", _describe(decoder.lens, found, chosen))
     plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
-    run.work(len(plan), lambda i: decoder.measure(*plan[i]), progress)
+    run.work([[i] for i in range(len(plan))], lambda group: [decoder.measure(*plan[i]) for i in group], progress)
     return run.finish(
-        len(plan), lambda records: summarise(records, decoder.described(problems, found), chosen.min_test), write_report
+        len(plan),
+        lambda records: relation_summary(records, decoder.described(problems, found), chosen.min_test),
+        relation_report,
     )
 
 
@@ -136,7 +136,6 @@ def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> di
     settings = asdict(options)
     del settings["limit"], settings["categories"]
     return model_settings(lens) | {
-        "matmul_precision": matmul_precision(),
         "relations": {relation.key: relation.digest for relation in found},
         "options": settings,
     }
@@ -168,7 +167,7 @@ class _Decoder:
         return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in every]
 
     def measure(self, relation: Relation, split: int) -> dict[str, Any]:
-        """The record of one split; what cannot be measured is said, and the run goes on."""
+        """The record of one split; what cannot be measured is said, and the run continues."""
         if relation.key not in self._aligned:
             self._aligned[relation.key] = align(relation, self.tokens)
         aligned = self._aligned[relation.key]
@@ -206,7 +205,7 @@ class _Decoder:
 
     # The model itself ---------------------------------------------------------------------------------------------
 
-    def _known(self, relation: Relation, facts: Split, like: Prompt, seed: int) -> _Test:
+    def _known(self, relation: Relation, facts: Split, like: RelationPrompt, seed: int) -> _Test:
         """The test facts that align with training and that the model knows."""
         pairs = zip(facts.test, testing_prompts(self.tokens, relation.template, facts), strict=True)
         aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
@@ -236,7 +235,7 @@ class _Decoder:
 
     # The methods --------------------------------------------------------------------------------------------------
 
-    def _predictors(self, train: list[Prompt], test: _Test) -> tuple[dict[str, Predictor], Tensor]:
+    def _predictors(self, train: list[RelationPrompt], test: _Test) -> tuple[dict[str, Predictor], Tensor]:
         """By method and start, and the mean training output: the constant that knows no subject at all."""
         starts, position = self.options.starts, train[0].subject_tokens[-1]
         states = run_prompts(self.anatomy, [prompt.ids for prompt in test.prompts], starts)
@@ -249,7 +248,7 @@ class _Decoder:
                 found[f"tensor.{name}@{start}"] = predictor
         if self.options.with_lre:
             sources: dict[Start, Tensor] = {EMBEDDING: states.embedded, **states.entering}
-            expanded = [expand(self.anatomy, prompt.ids, position, list(sources)) for prompt in train]
+            expanded = [expand_locally(self.anatomy, prompt.ids, position, list(sources)) for prompt in train]
             for start, state in sources.items():
                 expansions: list[LocalLinear] = [local[start] for local, _ in expanded]
                 own = torch.stack([subjects[start] for _, subjects in expanded])
@@ -294,7 +293,7 @@ class _Test:
     """Test facts with their prompts, the model's own answers and the objects' first tokens."""
 
     facts: list[Fact]
-    prompts: list[Prompt]
+    prompts: list[RelationPrompt]
     answers: list[int]
     expected: list[int]
     n_candidates: int

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorlens.studies.resampling import interval, resampled_means
+from tensorlens.studies.intervals import interval, resampled_means
 
 METRICS = ("agreement", "match")
 
@@ -26,7 +26,7 @@ COMPARISONS = (
 """Pairs whose difference is reported: the paper's, then those with like inputs and like freedom, then controls."""
 
 
-def summarise(records: list[dict[str, Any]], problems: list[dict[str, Any]], min_test: int) -> dict[str, Any]:
+def relation_summary(records: list[dict[str, Any]], problems: list[dict[str, Any]], min_test: int) -> dict[str, Any]:
     """The summary of a run.
 
     Args:
@@ -95,9 +95,9 @@ def _category(relations: list[dict[str, Any]]) -> dict[str, Any]:
         "chance": {metric: _mean([r["chance"][metric] for r in relations]) for metric in METRICS},
         "majority": {metric: _mean([r["majority"][metric] for r in relations]) for metric in METRICS},
         "model_match": _mean([r["model_match"] for r in relations]),
-        "methods": {name: {metric: with_interval(scores[metric][name]) for metric in METRICS} for name in methods},
+        "methods": {name: {metric: mean_with_interval(scores[metric][name]) for metric in METRICS} for name in methods},
         "differences": {
-            f"{a} - {b}": {metric: with_interval(scores[metric][a] - scores[metric][b]) for metric in METRICS}
+            f"{a} - {b}": {metric: mean_with_interval(scores[metric][a] - scores[metric][b]) for metric in METRICS}
             for a, b in COMPARISONS
             if a in methods and b in methods
         },
@@ -109,7 +109,7 @@ def share(bits: str) -> float:
     return bits.count("1") / max(len(bits), 1)
 
 
-def with_interval(values: np.ndarray) -> dict[str, float]:
+def mean_with_interval(values: np.ndarray) -> dict[str, float]:
     """Mean and 95% bootstrap interval of it."""
     low, high = interval(resampled_means(values, seed=0))
     return {"mean": float(values.mean()), "low": low, "high": high}

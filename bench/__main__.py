@@ -1,0 +1,177 @@
+"""`python -m bench judge …` and `python -m bench families …`; the other parts are modules of their own.
+
+    python -m bench.judges.leaderboard   the judges of docs/leaderboard.md
+    python -m bench.speed                docs/performance.md
+    python -m bench.studies              docs/results.md and the pages it names
+
+No command imports torch before it has said what it does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.judges import JUDGES
+from tensorlens.app.options import Json, Model, ModelOptions, RunFolder, check_data, listed, numbers, with_records
+from tensorlens.app.printing import print_json, print_rows
+from tensorlens.errors import InputError, TensorLensError
+
+SECONDS_BETWEEN = 5.0
+"""How often a command that is not in a terminal says how far it is, at most."""
+
+app = typer.Typer(name="bench", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+
+class Teller:
+    """Says on standard error what is being done: the first lines at once, later ones every few seconds.
+
+    Args:
+        name: The command's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.began, self.last = name, time.monotonic(), 0.0
+
+    def __call__(self, said: str, *, at_once: bool = False) -> None:
+        """Say it, at once or if nothing was said for some seconds."""
+        now = time.monotonic()
+        if at_once or now - self.last >= SECONDS_BETWEEN:
+            self.last = now
+            sys.stderr.write(f"bench {self.name}, {now - self.began:.0f} s: {said}\n")
+            sys.stderr.flush()
+
+
+def judge(
+    model: Model,
+    data: Annotated[str, typer.Option(help="Folder with the judges' data, or with sets of evidence.")],
+    out: RunFolder,
+    judges: Annotated[str, typer.Option(help=f"Among {', '.join(JUDGES)}; separated by commas.")] = "evidence",
+    methods: Annotated[
+        str | None, typer.Option(help="Maps, with rules after an @: tensor.in_class@attn_lrp; all if not given.")
+    ] = None,
+    peers: Annotated[str | None, typer.Option(help="Other packages asked too, such as lxt.attn_lrp,gim.")] = None,
+    peer_python: Annotated[str | None, typer.Option(help="Interpreter of the peers' environment.")] = None,
+    peer_limit: Annotated[int | None, typer.Option(help="Items of a set that peers are asked about.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Items of each set, at most.", min=1)] = None,
+    lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt, separated by commas.")] = "512",
+    seed: Annotated[int, typer.Option(help="Seed of replaced tokens and of the bootstrap.")] = 0,
+    json: Json = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Which method finds what is known to matter? Judges with answers, every method and peer on the same items.
+
+    Several processes share a run under torchrun or accelerate launch.
+    """
+    tell = Teller("judge")
+    tell(f"{judges} of {data} on {model}, into {out}; loading the model", at_once=True)
+    reading.check(model)
+    check_data(data)
+    chosen = listed(judges)
+    wrong = next((name for name in chosen if name not in JUDGES), None)
+    if wrong is not None or not chosen:
+        raise InputError(f"`--judges` must be among {', '.join(JUDGES)}; got {wrong or 'none'}.")
+    n_tokens = numbers(lengths, int, "lengths", "numbers such as 512,2048")
+    from bench.judges.run import BenchOptions
+    from bench.judges.run import judge as run_judges
+    from tensorlens.studies.processes import Processes
+
+    options = BenchOptions(
+        judges=chosen,
+        methods=listed(methods) or None,
+        peers=listed(peers),
+        peer_python=peer_python,
+        peer_limit=peer_limit,
+        limit=limit,
+        lengths=n_tokens,
+        seed=seed,
+    )
+    lens = reading.lens(model, device=Processes.device())
+    tell("reading the items", at_once=True)
+    result = run_judges(lens, data, out, options=options, tell=tell)
+    if Processes.from_environment().is_first:
+        print_json(result.summary) if json else _print(result)
+
+
+def _print(result: Any) -> None:
+    """A table for each judge, what could not be used, and where the rest is."""
+    from bench.judges.leaderboard import area_table
+    from tensorlens.studies.judge_study import counts_line, judge_table
+
+    for name, found in result.summary["judges"].items():
+        typer.echo(f"{name}: {counts_line(found)}")
+        for line in found["problems"][:5]:
+            typer.echo(f"  {line}")
+        if found["measures"]:
+            print_rows(judge_table(found))
+        typer.echo("")
+    if result.summary.get("perturbation"):
+        print_rows(area_table(result.summary["perturbation"]))
+    for name, about in result.summary["peers"].items():
+        parts = [f"{name} {about.get('version', '')}: {about['n']} items"]
+        parts += [f"its own example: {about['check']}"] if "check" in about else []
+        typer.echo("; ".join([*parts, *([about["error"]] if "error" in about else [])]))
+    typer.echo(f"Report: {result.report}")
+
+
+def families(
+    only: Annotated[list[str] | None, typer.Option(help="Model types, such as llama; all if left out.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Tasks: causal, masked, seq2seq, vision, audio.")] = None,
+    attention: Annotated[list[str] | None, typer.Option(help="eager, sdpa; both if left out.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON file; the page is written beside it.")] = Path(
+        "docs/compatibility.json"
+    ),
+    workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 2,
+    limit_seconds: Annotated[float, typer.Option(help="Time for one model type.", min=1)] = 120.0,
+) -> None:
+    """Certify a tiny random model of every type that transformers can build.
+
+    With --only, --task or --attention, the other lines of an existing table are kept.
+    """
+    tell = Teller("families")
+    tell(f"certificates of {', '.join(only or ['every model type'])} into {out}; starting", at_once=True)
+    from bench.families.run import ATTENTIONS, cases, sweep
+    from bench.families.table import read_table, write_table
+    from bench.families.tiny_models import TASKS
+
+    unknown = set(task or ()) - set(TASKS) | set(attention or ()) - set(ATTENTIONS)
+    if unknown:
+        raise InputError(
+            f"Expected tasks among {', '.join(TASKS)} and attentions among {', '.join(ATTENTIONS)}; "
+            f"got {', '.join(sorted(unknown))}."
+        )
+    chosen = cases(task or tuple(TASKS), only or (), attention or ATTENTIONS)
+    if not chosen:
+        raise InputError(f"The installed transformers lists none of {', '.join(only or ())} for these tasks.")
+    partly = bool(only or task or attention)
+    records = {(r.task, r.model_type, r.attention): r for r in (read_table(out) if partly else [])}
+    for n_done, record in enumerate(sweep(chosen, workers=workers, limit_seconds=limit_seconds), 1):
+        name = record.task, record.model_type, record.attention
+        records[name] = record
+        if record.status != "certified":
+            tell(f"{' '.join(name)}: {record.status}, {record.reason[:120]}", at_once=True)
+        tell(f"{n_done} of {len(chosen)}")
+        write_table(records.values(), out)
+    certified = sum(record.status == "certified" for record in records.values())
+    typer.echo(f"{certified} of {len(records)} certified; table in {out} and {out.with_suffix('.md')}")
+
+
+app.command("judge")(with_records(judge))
+app.command("families")(with_records(families))
+
+
+def main() -> None:
+    """Run a command; an error that we raise is one message and exit code 2."""
+    try:
+        app()
+    except TensorLensError as error:
+        typer.echo(f"bench: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

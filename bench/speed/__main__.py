@@ -1,0 +1,67 @@
+"""`python -m bench.speed PART …`: measure, print a table, keep it as JSON in bench/speed/results.
+
+Numbers of docs/performance.md need a GPU; `--tiny` tries every part on tiny models and says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.speed import parts
+from bench.tables import markdown
+from tensorlens.strict_json import write_json
+from tensorlens.versions import package_versions
+
+LARGE = ("Llama-8B", "Qwen3-8B", "Gemma3-12B", "DeepSeek-V3", "Phi-1.5", "Pythia-1B")
+PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
+    "slices": (
+        lambda: parts.slices(("bert-base", "gpt2-small"), 128, ("tf32", "bfloat16")),
+        lambda: parts.slices(("tiny-bert",), 8, ("float32",)),
+    ),
+    "scaling": (lambda: parts.scaling(256, 1024, 8), lambda: parts.scaling(8, 64, 2)),
+    "program": (lambda: parts.program(LARGE, 1024, 8), lambda: parts.program(("tiny",), 8, 2)),
+    "long": (lambda: parts.program(("Llama-8B",), 8192, 32), lambda: parts.program(("tiny",), 16, 2)),
+    "answers": (lambda: parts.answers("Llama-8B", 6000, 200), lambda: parts.answers("tiny", 40, 20)),
+    "batches": (lambda: parts.batches("SmolLM2", 2048, 128, 256), lambda: parts.batches("tiny", 4, 8, 2)),
+    "perturbation": (lambda: parts.perturbed("SmolLM2", 96, 128), lambda: parts.perturbed("tiny", 2, 8)),
+    "inside": (lambda: parts.inside("SmolLM2", 128), lambda: parts.inside("tiny", 8)),
+}
+"""By name: at full size, and tiny."""
+
+
+def main() -> None:
+    """Run the parts named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.speed", description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    chosen = parser.parse_args()
+    for name in chosen.parts:
+        print(f"== {name} on {device_name()}", flush=True)
+        rows = PARTS[name][chosen.tiny]()
+        print(markdown(rows), flush=True)
+        if not chosen.tiny:
+            write_json(chosen.out / f"{name}.json", record(rows))
+
+
+def device_name() -> str:
+    """The GPU, or the processor."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+
+
+def record(rows: parts.Rows) -> dict[str, Any]:
+    """What is kept of a measurement: the machine, the versions and the table."""
+    plain = [
+        {key: value if isinstance(value, (int, str)) else str(value) for key, value in row.items()} for row in rows
+    ]
+    return {"device": device_name(), "versions": package_versions(), "rows": plain}
+
+
+if __name__ == "__main__":
+    main()

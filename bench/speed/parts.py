@@ -1,0 +1,252 @@
+"""The measurements, one function each: sizes in, rows of a table out. All times of a row come from one run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import tensorlens as tl
+from bench.speed.models import body_function, build, device, half, token_ids
+from bench.speed.paper_way import WAYS, patched
+from bench.speed.timing import Timing, clear, timed
+from tensorlens.models.precision import matmul_mode
+from tensorlens.operators.norms import frobenius_norms, sketched_norms
+from tensorlens.studies import perturbation
+
+Rows = list[dict[str, Any]]
+
+
+# T itself, beside the paper's way -------------------------------------------------------------------------------------
+
+
+def slices(names: Sequence[str], n_tokens: int, precisions: Sequence[str]) -> Rows:
+    """T[i], the map of norms of all outputs, and 16 probes of one: beside the Jacobian of a patched model."""
+    rows = []
+    for name in names:
+        model = build(name)
+        T = tl.Lens(model)(token_ids(n_tokens))
+        exact = T.with_precision("float32").rows(n_tokens - 1)
+        for precision in precisions:
+            fast = T.with_precision(precision)
+            slice_ = timed(lambda fast=fast: fast.rows(n_tokens - 1), n=7, warm=2)
+            norms = timed(lambda fast=fast: frobenius_norms(fast.operator, range(n_tokens)), n=3, most_seconds=12)
+            sketch = timed(lambda fast=fast: sketched_norms(fast.operator, (n_tokens - 1,), 16), n=10, warm=3)
+            way, jacobian, error = best_jacobian(model, T.input, precision, n_tokens - 1, exact)
+            rows.append(
+                {
+                    "model": name,
+                    "tokens": n_tokens,
+                    "precision": precision,
+                    "a slice": slice_,
+                    "Jacobian": f"{jacobian} [{way}]",
+                    "ratio": f"{jacobian.seconds / slice_.seconds:.1f}",
+                    "all norms": norms,
+                    "ratio to Jacobians": f"{jacobian.seconds * n_tokens / norms.seconds:.1f}",
+                    "16 probes": sketch,
+                    "error": f"{relative(fast.rows(n_tokens - 1), exact):.0e}",
+                    "error of the Jacobian": f"{error:.0e}",
+                }
+            )
+        del model, T
+        clear()
+    return rows
+
+
+def best_jacobian(
+    model: Any, x: torch.Tensor, precision: str, out_token: int, expected: torch.Tensor
+) -> tuple[str, Timing, float]:
+    """The fastest way and chunk size for one slice of the patched model, with its error."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    before, tried = next(model.parameters()).dtype, {}
+    with patched(model.to(dtype)), matmul_mode(precision):
+        function, start, error = body_function(model), x[None].to(dtype), float("nan")
+        for way, slice_ in WAYS.items():
+            for chunk in sorted({min(64, x.shape[-1]), min(256, x.shape[-1])}):
+                try:
+                    error = relative(slice_(function, start, out_token, chunk), expected)
+                    work = lambda slice_=slice_, chunk=chunk: slice_(function, start, out_token, chunk)  # noqa: E731
+                    tried[f"{way}, {chunk}"] = timed(work, n=3, warm=0, most_seconds=6)
+                except torch.OutOfMemoryError:
+                    clear()
+    model.to(before)
+    best = min(tried, key=lambda name: tried[name].seconds)
+    return best, tried[best], error
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def scaling(tokens: int, channels: int, blocks: int) -> Rows:
+    """Exponents of a slice and of a sketch over tokens, channels and blocks, one at a time."""
+    base, rows = {"tokens": tokens, "channels": channels, "blocks": blocks}, []
+    for axis in base:
+        points: dict[str, list[tuple[int, float]]] = {"slice": [], "sketch": []}
+        for factor in (0.5, 1, 2, 4):
+            size = base | {axis: int(base[axis] * factor)}
+            d = size["channels"]
+            widths = {"hidden_size": d, "num_attention_heads": d // 32, "intermediate_size": 4 * d}
+            # Of the last block only one token is live, so that the others are counted.
+            model = build("bert-base", num_hidden_layers=size["blocks"] + 1, max_position_embeddings=2048, **widths)
+            T, last = tl.Lens(model)(token_ids(size["tokens"])).operator, size["tokens"] - 1
+            points["slice"].append((size[axis], timed(lambda T=T, i=last: T.rows(i), n=3).seconds))
+            points["sketch"].append((size[axis], timed(lambda T=T, i=last: sketched_norms(T, (i,), 16), n=3).seconds))
+            del model, T
+            clear()
+        rows += [
+            {"of a": name, "over": axis, "exponent": f"{slope(found):.2f}"}
+            | {
+                f"at {factor:g} of {base}": f"{1e3 * s:.3g} ms"
+                for factor, (_, s) in zip((0.5, 1, 2, 4), found, strict=True)
+            }
+            for name, found in points.items()
+        ]
+    return rows
+
+
+def slope(points: list[tuple[int, float]]) -> float:
+    """The exponent of the power law that fits best."""
+    xs, ys = (torch.tensor(v, dtype=torch.float64).log() for v in zip(*points, strict=True))
+    return float(((xs - xs.mean()) * (ys - ys.mean())).sum() / (xs - xs.mean()).square().sum())
+
+
+# Questions, beside the model's own passes -----------------------------------------------------------------------------
+
+
+def passes(model: Any, ids: Sequence[int], keep: int = 1) -> tuple[Timing, Timing]:
+    """A forward pass, and a forward and backward pass to the embeddings, of the model left to itself."""
+    x = model.get_input_embeddings()(torch.tensor([list(ids)], device=device())).detach()
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(inputs_embeds=x, use_cache=False, logits_to_keep=keep)
+
+    def both() -> None:
+        leaf = x.clone().requires_grad_()
+        logits = model(inputs_embeds=leaf, use_cache=False, logits_to_keep=keep).logits[0]
+        torch.autograd.grad(logits.amax(-1).sum(), leaf)
+
+    return timed(forward, n=7, warm=2), timed(both, n=7, warm=2)
+
+
+def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
+    """A map from ids, a recording, a push, a further output, a certificate: in passes of the model."""
+    rows, ids = [], token_ids(n_tokens)
+    for name in names:
+        model = build(name, half(), num_hidden_layers=n_blocks)
+        lens, lrp = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp())
+        forward, both = passes(model, ids)
+        T = lens(ids)
+        T.map("tensor.in_class", -1)
+        works: dict[str, tuple[Callable[[], Any], Timing]] = {
+            "map": (lambda lens=lens: lens(ids).map("tensor.in_class", -1), both),
+            "map, AttnLRP": (lambda lrp=lrp: lrp(ids).map("tensor.in_class", -1), both),
+            "components": (lambda lens=lens: lens(ids).components(-1, 7), both),
+            "recording": (lambda lens=lens: lens(ids), forward),
+            "a further output": (lambda T=T: T.map("tensor.in_class", -2), forward),
+            "push": (lambda T=T: T.apply(T.input), forward),
+            "certificate": (lambda lens=lens: lens(ids).certificate(), forward),
+        }
+        times = {label: timed(work, n=3 if label == "certificate" else 7) for label, (work, _) in works.items()}
+        row: dict[str, Any] = {"model": name, "tokens": n_tokens, "blocks": n_blocks, "forward": forward}
+        row |= {label: f"{times[label].seconds / per.seconds:.2f}" for label, (_, per) in works.items()}
+        rows.append(row | {"memory of a map, GiB": times["map"].gib})
+        del model, lens, lrp, T, works
+        clear()
+    return rows
+
+
+def answers(name: str, n_prompt: int, n_answer: int) -> Rows:
+    """20 passages by the sentences of an answer (pulls), and by its tokens (pushes), from ids, in passes."""
+    model = build(name, half())
+    ids = token_ids(n_prompt + n_answer)
+    prompt, answer, lens = ids[:n_prompt], ids[n_prompt:], tl.Lens(model)
+    forward, both = passes(model, ids, n_answer + 1)
+    size = -(-n_prompt // 20)
+    passages = [(f"passage {k}", size * k, min(n_prompt, size * (k + 1))) for k in range(20)]
+
+    def by_sentence() -> Any:
+        made = lens.answer(prompt, answer)
+        bounds = [made.offsets[k : k + 20] for k in range(0, n_answer, 20)]
+        rows = [(f"sentence {k}", some[0][0], some[-1][1]) for k, some in enumerate(bounds)]  # type: ignore[index]
+        return made.map(passages, rows)
+
+    def by_token() -> Any:
+        return lens.answer(prompt, answer).map(passages, "tokens")
+
+    rows = []
+    for label, work, per in (("answer sentences", by_sentence, both), ("answer tokens", by_token, forward)):
+        took = timed(work, n=3, most_seconds=60)
+        rows.append(
+            {"model": name, "prompt": n_prompt, "answer": n_answer, "20 passages ×": label, "time": took}
+            | {"passes": f"{took.seconds / per.seconds:.1f}", "memory, GiB": took.gib}
+        )
+    return rows
+
+
+def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
+    """Samples per second of `lens.maps` over those of plain input times gradient in batches."""
+    model = build(name)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    ids = [token_ids(n_tokens + k % 3) for k in range(n_samples)]
+
+    def plain() -> None:
+        for at in range(0, n_samples, batch_size):
+            some = torch.tensor([one[:n_tokens] for one in ids[at : at + batch_size]], device=device())
+            x = model.get_input_embeddings()(some).detach().requires_grad_()
+            logits = model(inputs_embeds=x, use_cache=False, logits_to_keep=1).logits[:, -1]
+            (torch.autograd.grad(logits.max(-1).values.sum(), x)[0] * x).sum(-1).tolist()
+
+    yardstick, lens = n_samples / timed(plain, n=2).seconds, tl.Lens(model)
+    rows = []
+    for method, options in (("tensor.in_class", {}), ("tensor.in_out", {}), ("tensor.norm", {"probes": 16})):
+        took = timed(lambda m=method, o=options: list(lens.maps(ids, m, progress=False, **o)), n=3)
+        rate = n_samples / took.seconds
+        rows.append(
+            {"model": name, "tokens": n_tokens, "samples": n_samples, "method": method}
+            | {"per second": f"{rate:.0f}", "input × gradient": f"{yardstick:.0f}", "ratio": f"{rate / yardstick:.3f}"}
+        )
+    return rows
+
+
+def perturbed(name: str, n_samples: int, n_tokens: int) -> Rows:
+    """Samples per second of the perturbation study with all methods, in groups of 16 and one by one."""
+    model = build(name)
+    words = {str(i): i for i in range(model.config.vocab_size)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="0", eos_token="1")
+    lens = tl.Lens(model, tokenizer, name=name)
+    texts = [" ".join(map(str, token_ids(n_tokens + k)[:n_tokens])) for k in range(n_samples)]
+    rows = []
+    for size in (16, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"n_tokens": n_tokens, "replacements": ("token",), "group_size": size, "progress": False}
+            took = timed(lambda f=folder, o=options: perturbation(lens, texts, f, **o), n=1, warm=0)
+        rows.append(
+            {"model": name, "samples": n_samples, "group": size, "per second": f"{n_samples / took.seconds:.2f}"}
+        )
+    return rows
+
+
+def inside(name: str, n_tokens: int) -> Rows:
+    """Components, pair maps and graphs, beside a map of the same target."""
+    lens, ids = tl.Lens(build(name)), token_ids(n_tokens)
+    T = lens(ids)
+    works: dict[str, Callable[[], Any]] = {
+        "map, from ids": lambda: lens(ids).map("tensor.in_class", -1, 5),
+        "components, from ids": lambda: lens(ids).components(-1, 5),
+        "map, recorded": lambda: T.map("tensor.in_class", -1, 5),
+        "components, recorded": lambda: T.components(-1, 5),
+        "direct effects, recorded": lambda: T.components(-1, 5, "direct"),
+        "pair map of a head, recorded": lambda: T.score(1, 1, -1, 3),
+        "graph of 50 nodes, from ids": lambda: lens(ids).graph(-1, 5, max_nodes=50),
+    }
+    times = {label: timed(work) for label, work in works.items()}
+    return [{"what": label, "tokens": n_tokens, "time": one, "memory, GiB": one.gib} for label, one in times.items()]

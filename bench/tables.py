@@ -1,0 +1,49 @@
+"""Tables, and the blocks of pages that they fill: the one way in which bench prints numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table of rows with the same keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
+def ranged(mean: float | None, low: float | None = None, high: float | None = None, form: str = ".3f") -> str:
+    """A mean with its interval; a dash where there is none."""
+    if mean is None:
+        return "–"
+    return f"{mean:{form}}" if low is None or high is None else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def fill(page: Path, name: str, block: Callable[[str], str | None]) -> int:
+    """Put tables into a page, between ``<!-- NAME: KEY -->`` and ``<!-- /NAME -->``; the rest is written by hand.
+
+    Args:
+        page: A Markdown file.
+        name: What the blocks are called.
+        block: From a key to what belongs there; None leaves it as it is.
+
+    Returns:
+        How many blocks were filled.
+    """
+    count = 0
+
+    def filled(match: re.Match[str]) -> str:
+        nonlocal count
+        made = block(match[2] or "")
+        count += made is not None
+        return match[0] if made is None else f"{match[1]}\n{made}\n\n{match[4]}"
+
+    pattern = rf"(<!-- {name}(?:: (.*?))? -->\n)(.*?)(<!-- /{name} -->)"
+    page.write_text(re.sub(pattern, filled, page.read_text("utf-8"), flags=re.DOTALL), "utf-8")
+    return count

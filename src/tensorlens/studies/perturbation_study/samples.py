@@ -1,0 +1,353 @@
+"""What is perturbed: how a text or an image becomes samples, and how copies of it with some tokens replaced are made.
+
+Each kind knows one model. It offers samples, the tokens of each that may be replaced, and replaced copies. What is
+measured on them is in `measures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError
+from tensorlens.lens import Lens
+from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
+from tensorlens.models.plain_text import check_unicode
+from tensorlens.models.precision import in_float64
+from tensorlens.studies.datasets import Dataset
+from tensorlens.studies.perturbation_study.plain_model import PlainModel
+
+Cut = Literal["each", "windows"]
+TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
+IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One input, prepared.
+
+    Attributes:
+        name: Where it came from.
+        value: What a lens takes for it.
+        inputs: What the model takes, a batch of one.
+        n_tokens: Tokens that enter the first block.
+        fixed: Tokens that are never replaced under any preset.
+    """
+
+    name: str
+    value: Any
+    inputs: dict[str, Tensor]
+    n_tokens: int
+    fixed: frozenset[int]
+
+
+def maskable(sample: Sample, is_causal: bool, preset: str) -> list[int]:
+    """The tokens that may be replaced.
+
+    Convention: special tokens never. The last token of a decoder, whose state is watched, is replaced under
+    ``paper-like``, as the paper's numbers suggest, and kept under ``strict``.
+    """
+    kept = set(sample.fixed) | ({sample.n_tokens - 1} if is_causal and preset == "strict" else set())
+    return [token for token in range(sample.n_tokens) if token not in kept]
+
+
+class Texts:
+    """Texts as token ids, cut to one length.
+
+    Args:
+        lens: The model and its tokenizer.
+        data: The texts.
+        n_tokens: Longest sample, special tokens included; longer texts are cut.
+        min_tokens: Shorter samples are left out.
+        cut: ``each`` text is a sample; ``windows`` joins all texts and cuts windows of `n_tokens`.
+        limit: How many samples at most.
+    """
+
+    replacements: tuple[str, ...] = TEXT_REPLACEMENTS
+
+    def __init__(
+        self,
+        lens: Lens,
+        data: Dataset,
+        *,
+        n_tokens: int = 128,
+        min_tokens: int = 1,
+        cut: Cut = "each",
+        limit: int | None = None,
+    ) -> None:
+        self.lens, self.data, self.cut = lens, data, cut
+        self.tokenizer = tokenizer_of(lens.processor)
+        if self.tokenizer is None:
+            raise InputError(
+                "Expected a lens with a tokenizer for texts; got none. Use `tensorlens.Lens(model, tokenizer)`."
+            )
+        longest = max_tokens(lens.model)
+        self.n_tokens = n_tokens if longest is None else min(n_tokens, longest)
+        self.min_tokens = min_tokens
+        self.before, self.after = _wrapping(self.tokenizer)
+        self.names, self.ids = self._samples(limit)
+        self.is_causal = _is_causal(lens, self.ids)
+        self._mean: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def load(self, index: int) -> Sample:
+        """The token ids of one text between its special tokens."""
+        ids = self.ids[index]
+        n_tokens = len(ids)
+        fixed = frozenset([*range(len(self.before)), *range(n_tokens - len(self.after), n_tokens)])
+        tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
+        inputs = {"input_ids": tensor}
+        return Sample(name=self.names[index], value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed)
+
+    def length(self, index: int) -> int:
+        """Tokens of one text."""
+        return len(self.ids[index])
+
+    def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[int]:
+        """For each copy what tells whether it fits into a batch with another: how many tokens it has.
+
+        Raises:
+            InputError: the sample cannot be copied so.
+        """
+        if replacement == "delete":
+            if bool(masks.all(1).any()):
+                raise InputError(
+                    "Deleting every token leaves no input. End the grid below 1, or choose another replacement."
+                )
+            return (sample.n_tokens - masks.sum(1)).tolist()
+        if replacement == "token":
+            _ = self.replacement_id  # raises where there is none
+        return [sample.n_tokens] * len(masks)
+
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> dict[str, Tensor]:
+        """Ids with the mask token, embeddings without the word, a mask over the attention, or fewer tokens.
+
+        The copies are of one shape, see `shapes`.
+        """
+        ids = sample.inputs["input_ids"]
+        masks, many = masks.to(ids.device), ids.expand(len(masks), -1)
+        if replacement == "token":
+            return {"input_ids": torch.where(masks, self.replacement_id, many)}
+        if replacement == "attention":
+            return {"input_ids": many, "attention_mask": (~masks).long()} | self._positions(many)
+        if replacement == "delete":
+            return {"input_ids": many[~masks].reshape(len(masks), -1)}
+        words = self.lens.model.get_input_embeddings()(many)  # type: ignore[operator]
+        filler = torch.zeros_like(words[0, 0]) if replacement == "zero" else self._mean_word().to(words)
+        return {"inputs_embeds": torch.where(masks[..., None], filler, words)}
+
+    @property
+    def replacement_id(self) -> int:
+        """The mask token, or what comes nearest: unknown, padding, end of text."""
+        for name in ("mask_token_id", "unk_token_id", "pad_token_id", "eos_token_id"):
+            found = getattr(self.tokenizer, name, None)
+            if found is not None:
+                return found
+        raise InputError(
+            f"`{type(self.tokenizer).__name__}` has no mask, unknown, padding or end-of-text token to put in a token's "
+            "place. Choose another replacement: zero, mean, attention or delete."
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Lengths, cut, and what the replacement `token` is."""
+        try:
+            token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)
+        except InputError:
+            token = None
+        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self._n_seen - len(self.ids)}
+        return lengths | {"cut": self.cut, "replacement_token": token}
+
+    def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
+        names, samples, self._n_seen = [], [], 0
+        room = self.n_tokens - len(self.before) - len(self.after)
+        if room < 1:
+            raise InputError(
+                f"Expected `n_tokens` above the {len(self.before) + len(self.after)} special tokens of every text; "
+                f"got {self.n_tokens}."
+            )
+        for name, content in self._contents(room):
+            if limit is not None and len(samples) == limit:
+                break
+            self._n_seen += 1
+            ids = [*self.before, *content[:room], *self.after]
+            if len(ids) >= self.min_tokens:
+                names.append(name)
+                samples.append(ids)
+        if not self._n_seen:
+            raise InputError("Expected texts; got none. Is the file empty?")
+        if not samples:
+            raise InputError(
+                f"Expected texts of at least {self.min_tokens} tokens; none of {self._n_seen} is. Lower `min_tokens`."
+            )
+        return names, samples
+
+    def _contents(self, room: int) -> Iterator[tuple[str, list[int]]]:
+        """Names and token ids without special tokens."""
+        if self.cut == "each":
+            for name, text in zip(self.data.names, self.data.items, strict=True):
+                yield name, self._encode(text)
+            return
+        ids: list[int] = []
+        n_windows = 0
+        for text in self.data.items:
+            if text.strip().startswith("=") and text.strip().endswith("="):
+                continue  # a heading of WikiText
+            ids += self._encode(text.strip() + "\n")
+            while len(ids) >= room:
+                yield f"window {n_windows}", ids[:room]
+                ids, n_windows = ids[room:], n_windows + 1
+
+    def _encode(self, text: str) -> list[int]:
+        check_unicode(text)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def check(self, replacements: Sequence[str]) -> None:
+        """Refuse a replacement that on this model does not do what it says.
+
+        Raises:
+            InputError: to hide a token from attention moves the others together, as to delete it does.
+        """
+        longest = max(range(len(self)), key=lambda index: len(self.ids[index]))
+        sample = self.load(longest)
+        if "attention" not in replacements or not self.is_causal or self._positions(sample.inputs["input_ids"]):
+            return
+        masks = torch.zeros(1, sample.n_tokens, dtype=torch.bool)
+        masks[0, sample.n_tokens // 2] = True
+        hidden, deleted = (
+            PlainModel(self.lens).run(self.copies(sample, masks, how), -1).states[0] for how in ("attention", "delete")
+        )
+        if bool((hidden - deleted).abs().max() <= 1e-5 * hidden.abs().max()):
+            raise InputError(
+                f"On `{type(self.lens.model).__name__}` the replacement `attention` closes the gap that a hidden token "
+                "leaves, since positions are counted from the attention mask, and is the same as `delete`. Use that or "
+                "a replacement that keeps positions: token, zero, mean."
+            )
+
+    def _positions(self, ids: Tensor) -> dict[str, Tensor]:
+        """Positions as they were, for models that would count them from the attention mask."""
+        if not self.is_causal or "position_ids" not in forward_parameters(self.lens.model):
+            return {}
+        return {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
+
+    def _mean_word(self) -> Tensor:
+        if self._mean is None:
+            embedding = self.lens.model.get_input_embeddings()  # type: ignore[operator]
+            with torch.no_grad():
+                ids = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
+                total = sum(in_float64(embedding(part)).sum(0) for part in ids.split(8192))
+            self._mean = total / len(ids)  # type: ignore[assignment]
+        return self._mean  # type: ignore[return-value]
+
+
+def _wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
+    """Whether the first output ignores all later tokens: tried, not read from the configuration."""
+    ids = next((ids for ids in samples if len(ids) > 2), None)
+    if ids is None:
+        raise InputError("Expected a text of more than two tokens; got none. Pass longer texts.")
+    # All other tokens change: one of many may be lost in a first output that averages over them.
+    other = ids[0] if set(ids) != {ids[0]} else ids[0] - 1 if ids[0] else 1
+    pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=lens.model.device)  # type: ignore[arg-type]
+    states = PlainModel(lens).run({"input_ids": pair}, 0).states
+    return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
+
+
+class Images:
+    """Images as patches.
+
+    Args:
+        lens: The model and its image processor.
+        data: The paths.
+        limit: How many at most.
+    """
+
+    replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
+    is_causal = False
+
+    def __init__(self, lens: Lens, data: Dataset, *, limit: int | None = None) -> None:
+        self.lens = lens
+        self.paths, self.names = data.items[:limit], data.names[:limit]
+        self._special: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def load(self, index: int) -> Sample:
+        """The pixels of one image."""
+        prepared = make_input(self.paths[index], self.lens.model, self.lens.processor)
+        grid = prepared.grid(self.lens.model)
+        if grid is None:
+            raise InputError(
+                f"Expected a model that cuts images into patches; `{type(self.lens.model).__name__}` does not."
+            )
+        pixels = prepared.arguments["pixel_values"]
+        n_special = self._n_special(pixels, grid[0] * grid[1])
+        return Sample(
+            name=self.names[index],
+            value=self.paths[index],
+            inputs={"pixel_values": pixels},
+            n_tokens=n_special + grid[0] * grid[1],
+            fixed=frozenset(range(n_special)),
+        )
+
+    def length(self, index: int) -> int:
+        """Nothing is known of an image before it is read."""
+        return 0
+
+    def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[int, ...]]:
+        """For each copy what tells whether it fits into a batch with another: the size of the picture."""
+        return [tuple(sample.inputs["pixel_values"].shape[1:])] * len(masks)
+
+    def copies(self, sample: Sample, masks: Tensor, replacement: str) -> dict[str, Tensor]:
+        """Pixels of whole patches replaced, before the model cuts them."""
+        pixels = sample.inputs["pixel_values"]
+        patch: Any = self.lens.model.config.patch_size  # type: ignore[union-attr]
+        height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)
+        rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
+        cells = masks[:, sample.n_tokens - rows * columns :].reshape(-1, 1, rows, columns).to(pixels.device)
+        covered = cells.repeat_interleave(height, 2).repeat_interleave(width, 3)
+        window = pixels[..., : rows * height, : columns * width]
+        return {"pixel_values": torch.where(covered, self._filler(window, replacement), window)}
+
+    def check(self, replacements: Sequence[str]) -> None:
+        """Every replacement does on every model what it says."""
+
+    def settings(self) -> dict[str, Any]:
+        """Nothing beyond the processor."""
+        return {}
+
+    def _filler(self, pixels: Tensor, replacement: str) -> Tensor:
+        if replacement == "mean":
+            return pixels.mean((-2, -1), keepdim=True)
+        if replacement == "blur":
+            return torch.nn.functional.avg_pool2d(pixels, 31, stride=1, padding=15, count_include_pad=False)
+        processor = self.lens.processor
+        mean, std = (getattr(processor, name, None) for name in ("image_mean", "image_std"))
+        if mean is None or std is None or not getattr(processor, "do_normalize", True):
+            return pixels.new_zeros(1, pixels.shape[1], 1, 1)
+        black = -torch.tensor(mean) / torch.tensor(std)  # what pixel 0 becomes by normalisation
+        return black.to(pixels).reshape(1, -1, 1, 1)
+
+    def _n_special(self, pixels: Tensor, n_patches: int) -> int:
+        if self._special is None:
+            self._special = PlainModel(self.lens).n_tokens({"pixel_values": pixels}) - n_patches
+        return self._special
+
+
+Samples = Texts | Images
+"""What the study can perturb."""

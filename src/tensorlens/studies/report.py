@@ -1,0 +1,84 @@
+"""A run's `report.html`: one page without links to anywhere, made of text, tables, figures and maps."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tensorlens.errors import MissingExtraError
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.strict_json import to_json
+from tensorlens.studies.runs import Run
+from tensorlens.views.page import page
+from tensorlens.views.study_figures.canvas import figure_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Table = Sequence[Mapping[str, Any]]
+"""Rows with the same keys, which are the heads of the columns."""
+
+_STYLE = """<style>
+.study { max-width: 60rem; margin: 1rem auto; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif }
+.study table { border-collapse: collapse; margin: .75rem 0; font-size: 13px; display: block; overflow-x: auto }
+.study th, .study td { padding: .25rem .75rem; text-align: left; border-bottom: 1px solid #8884; white-space: nowrap }
+.study pre { overflow-x: auto; padding: .75rem; background: #8881 } .study .text { white-space: pre-line }
+.study svg { max-width: 100%; height: auto; background: white }
+</style>"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of a page.
+
+    Attributes:
+        title: Its heading.
+        text: Plain text, line breaks kept.
+        figures: What draws each figure, called when the page is written.
+        tables: Below the figures.
+    """
+
+    title: str
+    text: str = ""
+    figures: Sequence[Callable[[], Figure]] = ()
+    tables: Sequence[Table] = ()
+
+
+def write_page(run: Run, title: str, sections: Sequence[Section], maps: Sequence[TokenMap] = ()) -> None:
+    """Write `report.html` into the folder of a run: the sections, how to run it again, and some maps."""
+    again = (
+        "With these settings and the same data, in the same folder, a run continues where it stopped; in a new folder "
+        "it gives the same summary."
+    )
+    config = f"<pre>{html.escape(to_json(run.config, indent=1))}</pre>"
+    last = "<h2>Maps of the first samples</h2>" if maps else ""
+    body = "".join(map(_section, sections)) + _section(Section(title="Run it again", text=again)) + config + last
+    plain = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n<body>\n'
+    document = page([one.view() for one in maps], title=title) if maps else plain + "</body>\n</html>\n"
+    text = f"<body>\n{_STYLE}<main class='study'><h1>{html.escape(title)}</h1>{body}</main>"
+    run.write_text("report.html", document.replace("<body>", text, 1))
+
+
+def _section(section: Section) -> str:
+    text = f'<p class="text">{html.escape(section.text)}</p>' if section.text else ""
+    try:
+        drawn = [figure_svg(draw()) for draw in section.figures]
+        figures = "".join(svg[svg.index("<svg") :] for svg in drawn)
+    except MissingExtraError as error:
+        figures = f"<p>{html.escape(str(error))}</p>"
+    tables = "".join(f"<table>{_rows(table)}</table>" for table in section.tables if table)
+    return f"<h2>{html.escape(section.title)}</h2>{text}{figures}{tables}"
+
+
+def _rows(table: Table) -> str:
+    lines = [("th", list(table[0])), *(("td", list(row.values())) for row in table)]
+    return "".join(
+        "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>" for tag, cells in lines
+    )
+
+
+def with_interval(value: float, bounds: Sequence[float], form: str = ".5g") -> str:
+    """A number with its interval, as tables show them."""
+    return f"{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]"
