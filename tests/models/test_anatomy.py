@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from zoo import build, sample
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.models.layouts import axis_layout, state_of
 from tensorlens.models.anatomies import Anatomies, kind_of
 from tensorlens.models.anatomy import Anatomy, find_anatomy, observe
 from tensorlens.models.evidence import watch
 from tensorlens.models.inputs import make_input
+from tensorlens.models.layouts import axis_layout, state_of
 
 D, L, V = 8, 5, 11
 

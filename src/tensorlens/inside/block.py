@@ -23,7 +23,6 @@ from tensorlens.program.program import Program
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording
 
-
 KEPT_SHARE = 0.1
 """Part of the free memory that values, and as much again that cotangents of blocks may take between two questions."""
 

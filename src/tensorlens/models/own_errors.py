@@ -45,8 +45,8 @@ def refuse_traced(model: nn.Module) -> None:
     if is_flat or isinstance(model, ScriptModule):
         how = "exported or traced by `torch.fx`" if is_flat else "scripted or traced by `torch.jit`"
         raise InputError(
-            f"`{type(model).__name__}` was {how}, so that it runs as one graph in which no block is called as a module. "
-            "Expected a model whose blocks are modules; pass the one that it was made from."
+            f"`{type(model).__name__}` was {how}, so that it runs as one graph in which no block is called as a "
+            "module. Expected a model whose blocks are modules; pass the one that it was made from."
         )
 
 
