@@ -104,7 +104,7 @@ def test_a_head_that_changed_is_noticed_where_logits_are_asked_for(name):
     asked = [lambda: T.predictions(), lambda: T.certificate()]
     for method in ("tensor.in_class", "gradient.times_input", "gradient.integrated"):
         place = -1 if name == "gpt2" else None
-        asked += [lambda method=method: T.map(method, out_token=place), lambda method=method: batch.maps(method)]
+        asked += [lambda method=method, i=place: T.map(method, out_token=i), lambda method=method: batch.maps(method)]
     for ask in asked:
         with pytest.raises(tl.InputError, match="was written to"):
             ask()
