@@ -16,7 +16,6 @@ import pytest
 import torch
 import zoo
 from pretended_device import WIDE, pretended
-from tensorlens.freezing import replay_of
 from tiny_language import tiny_lens, write_relation
 from tiny_study import TEXTS, lens_on
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +25,7 @@ import tensorlens as tl
 from tensorlens.models import precision
 from tensorlens.operators.bounds import product_bound
 from tensorlens.operators.spectrum import operator_norm
+from tensorlens.recording import blocks
 from tensorlens.studies import fidelity, perturbation, relations
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -141,7 +141,7 @@ def test_spectra_and_bounds():
 
 
 def test_an_input_too_long_for_kept_factors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replay_of, "FACTOR_SHARE", 0.0)
+    monkeypatch.setattr(blocks, "SHARE_OF_RECORDING", 0.0)
     work = _mapped("tensor.in_class", target=5)
     same(lens("llama"), lens("llama"), lambda lens: (work(lens), lens(zoo.sample("llama")).certificate().passed))
 

@@ -22,10 +22,11 @@ and certified: value, linearity away from the input, adjoint identity, completen
 and composition of blocks; the model was bit for bit the same afterwards. *Error* is the largest of these errors;
 models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *Capture* compares the Jacobian's
 member with finite differences of the model; a path that was lost would show there by its size, and 2e-2 is accepted.
-*B unexplained* is what is left of the bias when every additive parameter that a step reads is zero (joint homogeneity).
-What does show is constants in the model's own code: running means of batch norms, clamps, the 1 in (u + 1) ⊙ φ(g),
-fixed positions added inside, parameters that the model joins or interpolates before it adds them (`wavlm`, `yolos`), and what
-it passes around its blocks (`swin2sr`). *not built* with SDPA mostly means that transformers offers none.
+*B unexplained* is what is left of the bias when every additive parameter that a step reads is zero (joint
+homogeneity). What does show is constants in the model's own code: running means of batch norms, clamps, the 1 in (u +
+1) ⊙ φ(g), fixed positions added inside, parameters that the model joins or interpolates before it adds them (`wavlm`,
+`yolos`), and what it passes around its blocks (`swin2sr`). *not built* with SDPA mostly means that transformers
+offers none.
 
 A blank under *conventions* means that no product of two live tensors carries gradient, so the rules alone say what
 T is. Gated feed-forwards follow `Rules(gate=...)`. In recurrences what gates is held and what is carried stays linear:
