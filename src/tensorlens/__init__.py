@@ -30,6 +30,9 @@ __all__ = [
     "CorpusTensor",
     "CorpusReading",
     # what to ask of it
+    "Explanation",
+    "recommended",
+    "Recommendation",
     "METHODS",
     "TokenMap",
     "Answer",

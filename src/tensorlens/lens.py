@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 from tensorlens.answers.answer import Answer, make_answer
 from tensorlens.batches import Asked, Batch, Rows, dataset_maps
 from tensorlens.errors import InputError
+from tensorlens.explanation import Explanation, explain
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
@@ -196,6 +198,38 @@ class Lens:
         return make_answer(
             self, prompt, answer, logprobs=logprobs, max_new_tokens=max_new_tokens, seed=seed, options=options
         )
+
+    @own_modes
+    def explain(
+        self,
+        text: Any,
+        question: str = "word",
+        target: str | int | None = None,
+        against: str | int | None = None,
+        *,
+        tokens: bool = False,
+    ) -> Explanation:
+        """Why the model says what it says: the map that benchmarks recommend for a question, with its headline.
+
+        The rules are those of `recommended`, not this lens's; `T.map` is for those who choose.
+
+        Args:
+            text: One input, as for a call.
+            question: ``"word"``: which word decided? ``"passage"``: which sentence? ``"component"``: which head or
+                feed-forward? ``"paper"``: the paper's own operator.
+            target: What to explain: a token, a class or a number; the model's top prediction if None. “Rome” is
+                “ Rome” where that is one token and likelier; several tokens are the sum of their logits.
+            against: Explain the target rather than this.
+            tokens: Whether to keep tokens apart instead of putting them together into words or sentences.
+        """
+        prepared = self.prepare(text)
+        include = self.rules.include_final_norm
+
+        def look(rules: Rules) -> Any:
+            lens = self.with_rules(replace(rules, include_final_norm=include))
+            return lens.specimen.look(prepared)
+
+        return explain(look, question, target, against, tokens=tokens)
 
     def prepare(self, value: Any) -> ModelInput:
         """What the model takes, of anything that a call takes."""

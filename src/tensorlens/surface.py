@@ -18,6 +18,7 @@ from tensorlens.errors import MissingExtraError as MissingExtraError
 from tensorlens.errors import NotLinearError as NotLinearError
 from tensorlens.errors import SizeError as SizeError
 from tensorlens.errors import TensorLensError as TensorLensError
+from tensorlens.explanation import Explanation as Explanation
 from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.components import ComponentMap as ComponentMap
 from tensorlens.inside.graph import ComponentGraph as ComponentGraph
@@ -35,6 +36,8 @@ from tensorlens.operators.mean import MeanTensor as MeanTensor
 from tensorlens.operators.spectrum import Spectrum as Spectrum
 from tensorlens.operators.spectrum import spectral_norm as spectral_norm
 from tensorlens.operators.spectrum import spectrum as spectrum
+from tensorlens.recommendations import Recommendation as Recommendation
+from tensorlens.recommendations import recommended as recommended
 from tensorlens.recording.conventions import Rules as Rules
 from tensorlens.recording.rules.activations import activate as activate
 from tensorlens.recording.rules.modules import adapter as adapter

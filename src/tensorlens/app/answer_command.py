@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.map_command import check_file, content
-from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_choice
+from tensorlens.app.map_command import content
+from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_choice, check_file
 from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError
 

@@ -20,6 +20,7 @@ import typer
 from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check_
+from tensorlens.app.explain_command import explain
 from tensorlens.app.explore_command import explore
 from tensorlens.app.fidelity_command import fidelity_
 from tensorlens.app.inside_command import inside
@@ -42,7 +43,7 @@ app = typer.Typer(
     name="tensorlens",
     help="Which inputs made this output? A Transformer, at a given input, as one exact linear operator: "
     "F(X) = T·X + B.\n\n"
-    'Begin with: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"\n\n'
+    'Begin with: tensorlens explain smollm2-135m "The Eiffel Tower is in the city of"\n\n'
     "Every command has --help, and --quiet to print results and errors only. "
     "Run the same command again to resume an interrupted study.",
     no_args_is_help=True,
@@ -97,6 +98,7 @@ def _quietly(quiet: bool) -> Iterator[None]:
         yield
 
 
+_add("Explain", "explain", explain, "Why does the model say this? Begin here.")
 _add("Explain", "map", map_, "Which inputs made this output?")
 _add("Explain", "answer", answer_, "Which parts of the prompt made this answer?")
 _add("Explain", "explore", explore, "Ask in the browser, click by click.")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.defaults import default_method, default_output, has_predictions, recommended
 from tensorlens.app.method_names import check_method_name
 from tensorlens.app.options import (
     Certify,
@@ -24,16 +23,15 @@ from tensorlens.app.options import (
 )
 from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError, MethodError
+from tensorlens.recommendations import default_method, default_output, has_predictions
+from tensorlens.views.captions import predicted
 
 if TYPE_CHECKING:
     from tensorlens.maps.token_map import TokenMap
     from tensorlens.tensor import AttentionTensor, Prediction
 
-SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
 NORMS = ("frobenius", "spectral")
 N_PREDICTIONS = 3
-N_RANKED = 200
-"""How many of the model's predictions are searched for a word that may have been meant."""
 
 MethodName = Annotated[
     str | None,
@@ -82,21 +80,21 @@ def map_(
     reading.check(model)
     part = ModelPart.read(blocks, heads, without_heads)
     wanted = options.target_of(target, against)
-    check_file(out)
+    options.check_file(out)
     text = options.read_input(input)
     check_method(method, wanted, norm)
     lens = reading.lens(model, final_norm=final_norm)
     stage("Recording one pass of the model")
     T = part.of(lens(text))
     question = MapQuestion.complete(T, method, out_token, wanted)
-    hint = check_target(T, question)
-    if hint:
-        typer.echo(f"tensorlens: {hint}", err=True)
+    weights, note = read_targets(T, question)
+    if note:
+        typer.echo(f"tensorlens: {note}", err=True)
     if certify and question.method.startswith("tensor."):
         stage("Measuring the certificate")
         T.certificate()
     stage(f"Computing {question.method}")
-    found = T.map(question.method, question.out_token, wanted, norm=norm)  # type: ignore[arg-type]  # checked above
+    found = T.map(question.method, question.out_token, weights, norm=norm)  # type: ignore[arg-type]  # checked above
     found = found if aside else found.set_aside()
     found = found.words() if words else found  # pyright: ignore[reportAttributeAccessIssue]
     _deliver(T, question, found, out, as_json=json)
@@ -153,16 +151,6 @@ def check_method(name: str | None, target: Any, norm: str) -> None:
         raise MethodError(f"`{name}` takes no target; {' and '.join(taking)} does. Leave --target or --method out.")
 
 
-def check_file(path: Path | None) -> None:
-    """Refuse a file that could not be written."""
-    if path is None:
-        return
-    if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"`--out` must end in one of {' '.join(SUFFIXES)}; got {str(path)!r}.")
-    if not path.parent.is_dir():
-        raise InputError(f"`--out` must be in a folder that exists; there is no {str(path.parent)!r}.")
-
-
 # With a model ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,40 +188,17 @@ class MapQuestion:
         return self.target if isinstance(self.target, tuple) else (self.target,)
 
 
-def check_target(T: AttentionTensor, question: MapQuestion) -> str | None:
-    """Refuse a target that the model does not know; a hint if another one was probably meant."""
+def read_targets(T: AttentionTensor, question: MapQuestion) -> tuple[Any, str]:
+    """The target on logits, and what was taken differently from how it was written; one it does not know is refused."""
     classes = T.context.classes
     if question.target is None or classes is None:
-        return None
-    hints = [_missing_space(T, question, one) for one in question.targets if isinstance(one, str)]
-    try:
-        classes.weights(question.target)
-    except InputError as error:
-        better = " ".join(hint for hint in hints if hint)
-        if not better:
-            raise
-        # Keep only the sentence that says what is wrong: the suggestion after it does not know the predictions.
-        raise InputError(f"{str(error).partition(' Did you mean')[0]} {better}") from None
-    return " ".join(hint for hint in hints if hint) or None
+        return question.target, ""
+    from tensorlens.maps.targets import read_target
 
-
-def _missing_space(T: AttentionTensor, question: MapQuestion, target: str) -> str:
-    """A hint for a word without its leading space, if the spaced word is one token and likelier to be meant."""
-    tokenizer = getattr(T.context.classes, "tokenizer", None)
-    spaced = f" {target}"
-    if tokenizer is None or target[:1].isspace() or not _is_one_token(tokenizer, spaced):
-        return ""
-    rank = {one.name: place for place, one in reversed([*enumerate(question.predictions(T, N_RANKED))])}
-    beside = any(str(other).startswith(" ") for other in question.targets)
-    if _is_one_token(tokenizer, target) and not beside and rank.get(spaced, N_RANKED) >= rank.get(target, N_RANKED):
-        return ""
-    known = {0: "is the model's top prediction", N_RANKED: "is one token"}.get(rank.get(spaced, N_RANKED))
-    return f"{spaced!r} {known or 'is likelier to the model'}; did you mean that?"
-
-
-def _is_one_token(tokenizer: Any, text: str) -> bool:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return len(ids) == 1 and tokenizer.decode(ids) == text
+    place = default_output(T) if question.out_token is None else question.out_token
+    first, *others = question.targets
+    asked = read_target(classes, first, others[0] if others else None, T.operator.recording.logits_at(place))
+    return asked.weights, asked.note
 
 
 # What is printed ------------------------------------------------------------------------------------------------------
@@ -248,29 +213,13 @@ def _deliver(T: AttentionTensor, question: MapQuestion, found: TokenMap, out: Pa
         print_json(content(found) | {"predictions": [one._asdict() for one in said]})
         return
     if said:
-        first, *others = (f"{one.name!r} ({_percent(one.probability)})" for one in said)
-        typer.echo(f"The model says {first}, then {' or '.join(others)}.\n" if others else f"The model says {first}.\n")
+        typer.echo(f"{predicted([(one.name, one.probability) for one in said])}\n")
     if out is None:
         found.show()  # and what it sums to
     else:
         for line in found.view().sums:
             typer.echo(f"{line[:1].upper()}{line[1:]}.")
         typer.echo(f"Wrote {out}")
-    advice = recommendation(T, found)
-    if advice:
-        typer.echo(("" if out is not None else "\n") + advice)
-
-
-def recommendation(T: AttentionTensor, found: TokenMap) -> str:
-    """The rule set to try next, as a sentence with its option; nothing if none is recommended."""
-    name = recommended(T, found)
-    if name is None:
-        return ""
-    return f"Which word decided? In benchmarks, --rules {name} ranked the deciding word higher (docs/members.md)."
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %") if share >= 0.01 else "below 1 %"
 
 
 def content(found: TokenMap) -> dict[str, Any]:

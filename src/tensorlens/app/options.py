@@ -22,6 +22,8 @@ from tensorlens.recording.conventions import RULE_SETS, Rules
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
 
+SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
+"""What a map can be saved as."""
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 Model = Annotated[
@@ -54,34 +56,25 @@ def _option(text: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """How a model is loaded, and under which rules; a command takes it as one parameter, see `with_records`.
+class LoadOptions:
+    """How a model is loaded; a command takes it as one parameter, see `with_records`.
 
     Attributes:
         device: Where it runs; the accelerator that torch finds, or the CPU, if None.
         dtype: Type of its weights; float32 if None.
         attention: Backend of attention; transformers' choice if None.
-        rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them.
         trust_remote_code: Whether code that comes with the model may run.
     """
 
     device: Annotated[str | None, _option("cpu, cuda:0, mps, … (default: the accelerator if there is one).")] = None
     dtype: Annotated[str | None, _option("float32 (default), float64, bfloat16, float16, auto.")] = None
     attention: Annotated[str | None, _option("eager or sdpa (default: transformers' choice).", "--attention")] = None
-    rules: Annotated[
-        str,
-        _option(
-            f"Rule set, which decides what is kept fixed: {RULE_SETS[0]} (default), {', '.join(RULE_SETS[1:])}; "
-            "or pairs such as gate=half,attention=hold."
-        ),
-    ] = RULE_SETS[0]
     trust_remote_code: Annotated[bool, _option("Run code that comes with the model.", "--trust-remote-code")] = False
 
     def check(self, model: str) -> None:
-        """Refuse an unknown model, type or rule set before torch is imported or a file is read."""
+        """Refuse an unknown model or type before torch is imported or a file is read."""
         from tensorlens.models.resolving import check_model_name, is_hub_id
 
-        Rules.of(self.rules)
         if self.dtype is not None:
             check_choice("dtype", self.dtype, DTYPES)
         check_model_name(model)
@@ -104,9 +97,36 @@ class ModelOptions:
             "device": self.device or device,
             "dtype": self.dtype,
             "attention": self.attention,
-            "rules": Rules.of(self.rules, include_final_norm=final_norm),
+            "rules": Rules(include_final_norm=final_norm),
             "trust_remote_code": self.trust_remote_code,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    """How a model is loaded, and under which rules.
+
+    Attributes:
+        rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them.
+    """
+
+    rules: Annotated[
+        str,
+        _option(
+            f"Rule set, which decides what is kept fixed: {RULE_SETS[0]} (default), {', '.join(RULE_SETS[1:])}; "
+            "or pairs such as gate=half,attention=hold."
+        ),
+    ] = RULE_SETS[0]
+
+    def check(self, model: str) -> None:
+        """Refuse an unknown rule set too."""
+        Rules.of(self.rules)
+        super().check(model)
+
+    def loading(self, *, final_norm: bool = True, device: str | None = None) -> dict[str, Any]:
+        """What `load` takes besides the name, with the rules that were chosen."""
+        rules = Rules.of(self.rules, include_final_norm=final_norm)
+        return super().loading(final_norm=final_norm, device=device) | {"rules": rules}
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -227,5 +247,19 @@ def target_of(target: str | None, against: str | None) -> Any:
         raise InputError("`--against` is the contrast target; give the first with `--target`.")
     if against is not None and target == against:
         raise InputError(f"The two targets of a contrast must differ; both are {target!r}.")
-    values = [int(value) if value is not None and value.lstrip("-").isdigit() else value for value in (target, against)]
-    return values[0] if against is None else (values[0], values[1])
+    return number(target) if against is None else (number(target), number(against))
+
+
+def number(target: str | None) -> str | int | None:
+    """A target as it was written; digits are an id or class index."""
+    return int(target) if target is not None and target.lstrip("-").isdigit() else target
+
+
+def check_file(path: Path | None, suffixes: Sequence[str] = SUFFIXES) -> None:
+    """Refuse a file that could not be written."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise InputError(f"`--out` must end in one of {' '.join(suffixes)}; got {str(path)!r}.")
+    if not path.parent.is_dir():
+        raise InputError(f"`--out` must be in a folder that exists; there is no {str(path.parent)!r}.")

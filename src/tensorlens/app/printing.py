@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -19,6 +21,21 @@ def stage(name: str) -> None:
     """Say on standard error what is being done now; of several processes, the first one says it."""
     if os.environ.get("RANK", "0") == "0":
         typer.secho(f"{name} …", err=True, dim=True)
+
+
+PATIENCE_SECONDS = 1.0
+
+
+@contextmanager
+def while_waiting(name: str) -> Iterator[None]:
+    """Say on standard error what is being done, if it takes longer than a second."""
+    timer = threading.Timer(PATIENCE_SECONDS, stage, (name,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def print_json(content: Any) -> None:

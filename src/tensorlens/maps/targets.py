@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -139,6 +139,75 @@ class Classes:
             f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} "
             "Name one token, such as the first of these, or pass its id."
         )
+
+
+class Asked(NamedTuple):
+    """What a person wrote as a target, read as weights on logits.
+
+    Attributes:
+        weights: Weights on logits by class.
+        target: What is explained, as its tokens are written.
+        against: What it is compared with; None without a contrast.
+        note: What was taken differently from how it was written; empty if nothing was.
+    """
+
+    weights: Weights
+    target: str
+    against: str | None
+    note: str
+
+
+def read_target(classes: Classes, target: str | int, against: str | int | None, logits: Tensor) -> Asked:
+    """A target as people write it: its leading space may be missing, and it may have several tokens.
+
+    “Rome” is “ Rome” where that is one token and likelier. Several tokens are the sum of their logits.
+
+    Args:
+        classes: What the model can be asked about.
+        target: A token, a text of several tokens, a class label or a number.
+        against: The same for what it is compared with.
+        logits: (class,) at the output that is explained; they say which token is likelier.
+
+    Raises:
+        InputError: the model does not know it, or the two sides of a contrast are the same.
+    """
+    sides = [_read_one(classes, one, logits) for one in (target, against) if one is not None]
+    weights = dict(sides[0].weights)
+    for index, weight in sides[1].weights.items() if len(sides) > 1 else ():
+        weights[index] = weights.get(index, 0.0) - weight
+    weights = {index: weight for index, weight in weights.items() if weight}
+    if not weights:
+        raise InputError(f"The two targets of a contrast must differ; both are {sides[0].target!r}.")
+    note = " ".join(side.note for side in sides if side.note)
+    return Asked(weights, sides[0].target, sides[1].target if len(sides) > 1 else None, note)
+
+
+def _read_one(classes: Classes, target: str | int, logits: Tensor) -> Asked:
+    if classes.tokenizer is None or not isinstance(target, str):
+        index = classes.index(target)
+        return Asked({index: 1.0}, classes.name(index), None, "")
+    spaced = _tokens(classes, f" {target}")
+    try:
+        index = classes.index(target)
+    except InputError:
+        written = _tokens(classes, target)
+        if len(spaced) != 1 and (not written or getattr(classes.tokenizer, "unk_token_id", None) in written):
+            raise
+    else:
+        written = [index]
+    is_missing = not target[:1].isspace() and len(spaced) == 1 and spaced != written
+    if is_missing and (len(written) != 1 or logits[spaced[0]] > logits[written[0]]):
+        why = "one token and likelier" if len(written) == 1 else "one token"
+        return Asked({spaced[0]: 1.0}, f" {target}", None, f"“{target}” is taken as “ {target}”, which is {why}.")
+    weights = {index: float(written.count(index)) for index in written}
+    note = f"“{target}” is {len(written)} tokens; their logits are added up." if len(written) > 1 else ""
+    return Asked(weights, target, None, note)
+
+
+def _tokens(classes: Classes, text: str) -> list[int]:
+    """The tokens of a text; none where they do not give the text back."""
+    ids = classes.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(ids) if classes.tokenizer.decode(ids) == text else []
 
 
 def no_head(model: str) -> MethodError:

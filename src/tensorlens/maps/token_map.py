@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
-from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, grouped_meta
+from tensorlens.maps.groups import Groups, beside, find_groups, find_words, group_sums, grouped_meta
 from tensorlens.maps.methods import METHODS
 from tensorlens.records import Record, Writer
 from tensorlens.views.answer_text import answer_text
@@ -61,7 +61,8 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
             `standard_error` and `out_positions` may be lists with one entry for each output. For texts `text` and
             `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
-            `set_aside`: the inputs that take no part in the colours. `sums_to`: what to call the sum of a row.
+            `set_aside`: the inputs that take no part in the colours. `sink`: the groups that are attention sinks.
+            `sums_to`: what to call the sum of a row. `why`: what `headline` says.
     """
 
     scores: TokenMatrix
@@ -103,6 +104,12 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         """Whether scores of this method may be below zero; a method that is not known goes by its scores."""
         known = METHODS.get(self.method)
         return (known is not None and known.signed) or bool((self.scores < 0).any())
+
+    @property
+    def headline(self) -> str:
+        """The question that the map answers, such as ``Why “ Paris” (70 %)?``; its method where it has no target."""
+        is_answer = answer_text(self.meta, *self.shape, _array(self.bias_share)) is not None
+        return title_of(self.method, self.meta, is_answer=is_answer, n_out=self.shape[0])
 
     def row(self, out_token: int) -> TokenMap:
         """The map of one output only; negative positions count from the end.
@@ -149,7 +156,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         """The same map with the tokens of each word as one input; `group("words")`."""
         return self.group("words")
 
-    def group(self, groups: Groups) -> TokenMap:
+    def group(self, groups: Groups, *, sink_beside: bool = False) -> TokenMap:
         r"""The same map with the tokens of each group as one input: columns summed.
 
         $S'_{i←G} = Σ_{j ∈ G} S_{i←j}$: what a group contributes is the sum of what its tokens do, so that rows of
@@ -160,6 +167,8 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             groups: ``"words"``, ``"sentences"``, ``"lines"`` or ``"tokens"``; or a list of (label, start, stop) in
                 characters of the text, in tokens where the input was ids; or of passages to find in the text. A token
                 belongs to the group it overlaps most, the first on ties; those of no group form one named ``rest``.
+            sink_beside: Whether an attention sink is counted beside its group instead of in it: a decoder's first
+                token where it exceeds every other.
 
         Raises:
             InputError: the inputs are patches of a picture; groups overlap, are empty or are not there.
@@ -168,11 +177,15 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             raise InputError("Expected a map of a text, got one of a picture. Its patches have no words.")
         found = find_groups(groups, self.in_tokens, self.meta)
         name = groups if isinstance(groups, str) else "by the user"
+        aside = sink_columns(self.scores, self.meta)
+        sinks = aside if sink_beside and "set_aside" not in self.meta else ()
+        found = beside(found, sinks, self.in_tokens)
+        meta = grouped_meta(self.meta, found, name, aside)
         return replace(
             self,
             scores=group_sums(self.scores, found),
             in_tokens=tuple(group.label for group in found),
-            meta=grouped_meta(self.meta, found, name, sink_columns(self.scores, self.meta)),
+            meta=meta | {"sink": list(range(len(sinks)))} if sinks else meta,
         )
 
     def top(self, k: int = 10, out_token: int = -1) -> list[Top]:
@@ -205,11 +218,13 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         is_whole = self.meta.get("grid") is not None or "grouped" in self.meta
         groups = () if is_whole else find_words(self.in_tokens, self.meta)
         answer = answer_text(self.meta, *self.shape, _array(self.bias_share))
+        aside = sink_columns(self.scores, self.meta)
+        given = [(self.in_tokens[j], _array(self.scores[:, j])) for j in aside]
         return MapView(
             scores=_array(self.scores),
             out_tokens=self.out_tokens,
             in_tokens=self.in_tokens,
-            title=title_of(self.method, self.meta, is_answer=answer is not None),
+            title=title_of(self.method, self.meta, is_answer=answer is not None, n_out=self.shape[0]),
             bias_share=_array(self.bias_share),
             caption=caption_lines(self.method, self.meta, self.shape[0]),
             row_caption=row_caption_lines(self.meta, self.shape[0]),
@@ -217,9 +232,9 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             image=self._image(),
             out_positions=self._out_positions(),
             signed=self.is_signed,
-            set_aside=sink_columns(self.scores, self.meta),
+            set_aside=aside,
             words=groups if len(groups) < self.shape[1] else (),
-            sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta),
+            sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta, given),
             answer=answer,
         )
 
@@ -343,6 +358,8 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
     chosen = meta.get("set_aside")
     if isinstance(chosen, list):
         return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
+    if isinstance(meta.get("sink"), list):
+        return tuple(k for k in meta["sink"] if type(k) is int and 0 <= k < n_in)
     is_by_token = meta.get("grid") is None and "grouped" not in meta
     if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
         return ()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tensorlens.views.labels import shorten
+from tensorlens.views.labels import shorten, visible
 
 FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
 """Keys of `meta` that are said first, in this order; others follow as they come."""
@@ -21,7 +21,9 @@ NOT_SAID = frozenset(
         "offsets",
         "causal",
         "set_aside",
+        "sink",
         "sums_to",
+        "why",
         "answer_parts",
     }
 )
@@ -53,12 +55,74 @@ BIAS = "Bias share"
 BIAS_UNKNOWN = "not known to this method"
 
 
-def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool) -> str:
-    """What stands above a map: its method, or the question that a map of an answer is."""
-    if not is_answer:
+def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: int) -> str:
+    """What stands above a map: the question that it answers, or its method where it is about no target."""
+    if is_answer:
+        against = meta.get("against")
+        return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
+    known = meta.get("why")
+    if isinstance(known, Mapping) and isinstance(known.get("target"), str):
+        chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
+        return why(
+            known["target"],
+            float(chance) if _is_number(chance) else None,
+            against if isinstance(against, str) else None,
+            where if isinstance(where, str) else "",
+        )
+    target = meta.get("target")
+    if n_out != 1 or not isinstance(target, str):
         return method
-    against = meta.get("against")
-    return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
+    first, _, second = target.partition(" − ")
+    return why(first, None, second or None, "")
+
+
+def why(target: str, probability: float | None, against: str | None, where: str) -> str:
+    """The headline of an explanation: Why “ Paris” (70 %) rather than “ London” after “… in the city of”?
+
+    Args:
+        target: What is explained.
+        probability: The model's, where the target is one token or class.
+        against: What the target is compared with.
+        where: As `after` and `within` say it.
+    """
+    chance = "" if probability is None else f" ({percent(probability)})"
+    contrast = "" if against is None else f" rather than “{shorten(visible(against), 60)}”"
+    return f"Why “{shorten(visible(target), 60)}”{chance}{contrast}{where and f' {where}'}?"
+
+
+LAST_WORDS = 4
+"""How many words before a prediction a headline quotes."""
+
+
+def after(text: str) -> str:
+    """Where a next token stands: after the last words of what came before it."""
+    words = text.split()
+    quoted = " ".join(words[-LAST_WORDS:])[-40:]
+    return f"after “{'… ' if quoted != ' '.join(words) else ''}{visible(quoted)}”"
+
+
+def within(text: str) -> str:
+    """What a class or a masked token belongs to: the text, by its beginning."""
+    return f"in “{shorten(visible(' '.join(text.split())), 60)}”"
+
+
+def percent(share: float) -> str:
+    """A probability as headlines write it."""
+    return f"{share:.0%}".replace("%", " %") if share >= 0.01 else "below 1 %"
+
+
+def predicted(pairs: Sequence[tuple[str, float]]) -> str:
+    """What the model says, from names and probabilities, the likeliest first."""
+    first, *others = (f"“{visible(name)}” ({percent(probability)})" for name, probability in pairs)
+    return f"The model says {first}, then {' or '.join(others)}." if others else f"The model says {first}."
+
+
+def badge(passed: bool, errors: Mapping[str, float]) -> str:
+    """A certificate in one line."""
+    numbers = ", ".join(
+        f"{law} {error:.0e}".replace("e-0", "e-") if error else f"{law} 0" for law, error in errors.items()
+    )
+    return f"certificate {'passed' if passed else 'FAILED'}: {numbers}"
 
 
 def bias_line(bias_share: np.ndarray) -> tuple[tuple[str, str], ...]:
@@ -87,19 +151,45 @@ def is_of_tensor(method: str) -> bool:
     return method.startswith("tensor.")
 
 
-def sum_lines(sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any]) -> tuple[str, ...]:
-    """For each row that explains a logit, what it sums to: inputs + bias = logit."""
+def sum_lines(
+    sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any], aside: Sequence[tuple[str, np.ndarray]] = ()
+) -> tuple[str, ...]:
+    """For each row that explains a logit, what it sums to: inputs + bias = logit.
+
+    Args:
+        sums: (out,) the scores of each row, added up.
+        bias_share: (out,) the share of the bias.
+        meta: The map's.
+        aside: Label and scores (out,) of each input that is outside the colour scale.
+    """
     logits: Any = meta.get("logit")
     if not is_by_output("logit", logits, len(sums)) or not all(map(_is_number, logits)):
         return ()
     explained = "the logit difference" if " − " in str(meta.get("target")) else "the logit"
     lines, what = [], meta["sums_to"] if isinstance(meta.get("sums_to"), str) else explained
-    for total, share, logit in zip(sums, bias_share, logits, strict=True):
+    for i, (total, share, logit) in enumerate(zip(sums, bias_share, logits, strict=True)):
         bias = share * logit
         line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; {what} is {_fixed(logit)}"
         is_whole = abs(total + bias - logit) <= 0.005 + 0.001 * abs(logit)
+        if aside and is_whole:
+            own = [(label, float(scores[i])) for label, scores in aside]
+            line = _sum_with_aside(float(total), float(bias), float(logit), what, meta, own)
         lines.append(line if is_whole else f"{line} with all heads, {_fixed(total + bias)} with those kept")
     return tuple(lines)
+
+
+def _sum_with_aside(
+    total: float, bias: float, logit: float, what: str, meta: Mapping[str, Any], aside: Sequence[tuple[str, float]]
+) -> str:
+    """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
+    called = "set aside" if "set_aside" in meta else "an attention sink"
+    grouped = meta.get("grouped", "tokens")
+    shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
+    line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
+    for label, own in aside:
+        share = f" ({own / logit:.0%})".replace("%", " %") if logit and 0 < own / logit <= 1 else ""
+        line += f"; “{visible(label).strip()}”, {called}, {_fixed(own)}{share}"
+    return line if _fixed(bias) == "0.00" else f"{line}; the bias {_fixed(bias)}"
 
 
 def _is_number(value: Any) -> bool:

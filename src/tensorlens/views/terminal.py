@@ -36,6 +36,13 @@ def show(view: MapView, console: Console | None = None) -> None:
     console.print(Group(_heading(view), _body(view, console.width), _caption(view)))
 
 
+def show_body(view: MapView, console: Console | None = None) -> None:
+    """Print the map and what it sums to, without its heading and provenance."""
+    console = console or Console(highlight=False)
+    sums = [Text(f"{line[:1].upper()}{line[1:]}.") for line in view.sums[:1] if len(view.sums) == 1]
+    console.print(Group(_body(view, console.width), *sums))
+
+
 def _body(view: MapView, width: int) -> RenderableType:
     n_out, n_in = view.scores.shape
     if not n_out or not n_in:
@@ -50,6 +57,8 @@ def _body(view: MapView, width: int) -> RenderableType:
 def _heading(view: MapView) -> Text:
     n_out, n_in = view.scores.shape
     heading = Text(visible(view.title), style="bold")
+    if view.title.startswith("Why "):  # the question says which output it is about
+        return heading
     outputs = (
         f"output {view.position(0)} {_label(view.out_tokens[0], 24).strip()}" if n_out == 1 else f"{n_out} outputs"
     )
@@ -85,7 +94,7 @@ def _aside(view: MapView) -> RenderableType:
         image=None,
     )
     note = Text(
-        "Set aside: in the sum, but outside the colour scale. --no-aside, or .set_aside() in Python, puts it back.",
+        "Set aside: in the sum, but outside the colour scale. `map --no-aside` or .set_aside() puts it back.",
         style="dim",
     )
     return Padding(Group(_bars(own, range(len(view.set_aside)), view.set_aside), note), (0, 0, 1, 0))

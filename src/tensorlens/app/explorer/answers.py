@@ -10,7 +10,6 @@ import msgspec
 
 from tensorlens.answers.answer import Answer
 from tensorlens.answers.prompts import tokenised
-from tensorlens.app.defaults import default_method, default_output, recommended
 from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.kept import Parts, Recent
 from tensorlens.app.explorer.library import Library, input_kind
@@ -24,6 +23,7 @@ from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, has_one_row
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import tokenizer_of
+from tensorlens.recommendations import default_method, default_output
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload
@@ -77,7 +77,7 @@ class Answers:
         key = ask.digest
         found = self.results.get(key) or compute_map(job, T, ask.method, ask.out_token, _target(ask))
         self._keep(key, found)
-        job.tell("map", map=payload(found.view()), result=key, recommended=recommended(T, found))
+        job.tell("map", map=payload(found.view()), result=key)
         if is_of_tensor(found.method):
             found = self._certified(job, key, found, T)
         return {"type": "done", "result": key, "is_kept": is_kept} | facts(found)

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
-from tensorlens.app.defaults import has_predictions
 from tensorlens.app.explorer.questions import Ask
 from tensorlens.errors import InputError
+from tensorlens.recommendations import has_predictions
 from tensorlens.tensor import AttentionTensor
 
 Key = TypeVar("Key", bound=Hashable)

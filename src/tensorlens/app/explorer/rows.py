@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from tensorlens.app.defaults import default_output
 from tensorlens.app.explorer.jobs import Job
 from tensorlens.maps.defaults import has_one_row
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.recommendations import default_output
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import is_by_output
 from tensorlens.views.page import payload

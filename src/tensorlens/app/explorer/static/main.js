@@ -61,7 +61,7 @@ class Explorer {
   }
 
   makePanel(view) {
-    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied."), onBeside: (panel, rules) => this.putBeside(panel, rules) });
+    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied.") });
   }
 
   async start(panel) {
@@ -138,18 +138,11 @@ class Explorer {
       this.write();
       return;
     }
-    await this.openSecond({});
+    await this.openSecond();
   }
 
-  // The same question under other rules, beside the one that asks for it.
-  async putBeside(panel, rules) {
-    const other = this.panels.find((one) => one !== panel);
-    if (other) other.change({ rules });
-    else await this.openSecond({ rules });
-  }
-
-  async openSecond(change) {
-    const view = { ...structuredClone(this.panels[0].view), ...change, isLinked: true };
+  async openSecond() {
+    const view = { ...structuredClone(this.panels[0].view), isLinked: true };
     const second = this.makePanel(view);
     second.thumbnail.src = this.panels[0].thumbnail.src;
     this.panels.push(second);

@@ -3,7 +3,6 @@
 import { ask, uploadImage } from "./api.js";
 import { Asking, textArea } from "./asking.js";
 import { blockRange, choice, field, group, headGrid, methodChoice, percent, targets } from "./controls.js";
-import { Advice } from "./advice.js";
 import { InsidePanel } from "./inside_panel.js";
 import { Result } from "./result.js";
 import { asCommand, asPython } from "./snippets.js";
@@ -19,7 +18,7 @@ export const EXAMPLES = [
 ];
 
 export class Panel extends Asking {
-  constructor(catalogue, view, { onChange, onSelect, onCopy, onBeside }) {
+  constructor(catalogue, view, { onChange, onSelect, onCopy }) {
     super();
     this.catalogue = catalogue;
     this.view = view;
@@ -28,7 +27,6 @@ export class Panel extends Asking {
     const snippet = (make) => () => onCopy(make({ ...this.mapped, output: this.view.output }));
     this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
     this.inside = new InsidePanel({ question: () => question(this.mapped), say: (event) => this.hear(event), rest: () => this.rest() });
-    this.advice = new Advice({ turn: (rules) => this.change({ rules }), beside: (rules) => onBeside(this, rules) });
     this.build();
     this.show();
   }
@@ -48,7 +46,7 @@ export class Panel extends Asking {
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
     const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), this.buildExamples(), fields]);
     this.ask = card;
-    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.advice.node, this.result.node, this.inside.node, this.welcome]);
+    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.inside.node, this.welcome]);
   }
 
   buildComposer() {
@@ -252,13 +250,12 @@ export class Panel extends Asking {
     this.show();
   }
 
-  answered({ map, result, recommended }) {
+  answered({ map, result }) {
     this.result.show(map, { output: this.view.output });
     this.result.offer(result, this.seconds);
     this.view.output = this.result.output;
     this.mapped = Object.assign(this.asked, { method: this.view.method, every: this.view.every });
     this.inside.offer(this.input.predictions.length > 0);
-    this.advice.offer(recommended, this.view);
     this.show();
   }
 
@@ -303,7 +300,6 @@ export class Panel extends Asking {
     this.result.origin.textContent = visible(title);
     this.result.copies.hidden = true;
     this.inside.offer(false);
-    this.advice.offer(null, this.view);
   }
 }
 

@@ -1,0 +1,229 @@
+"""`Explanation`: one question to a model, answered with what benchmarks recommend for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from tensorlens.errors import InputError
+from tensorlens.inside.components import ComponentMap
+from tensorlens.maps.targets import Asked, no_head, read_target
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.operators.certificate import Certificate, plain_logits
+from tensorlens.recommendations import (
+    Recommendation,
+    default_method,
+    default_output,
+    has_gates,
+    has_predictions,
+    recommended,
+)
+from tensorlens.recording.conventions import Rules
+from tensorlens.tensor import AttentionTensor, Prediction
+from tensorlens.views.captions import after, badge, predicted, why, within
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+N_PREDICTIONS = 3
+GROUPS = {"passage": "sentences"}
+"""What inputs are put together into, by question; words elsewhere."""
+
+
+class Explanation:
+    """Why a model says what it says after an input. Made by `Lens.explain`; shows itself in terminals and notebooks.
+
+    The model has run; the map and the certificate are computed when they are first asked for.
+
+    Attributes:
+        tensor: The operator behind it.
+        recommendation: The rules, the method and the target that were taken.
+        out_token: The output that is explained.
+    """
+
+    def __init__(
+        self,
+        tensor: AttentionTensor,
+        recommendation: Recommendation,
+        target: str | int | None,
+        against: str | int | None,
+        *,
+        tokens: bool,
+    ) -> None:
+        self.tensor, self.recommendation, self.out_token = tensor, recommendation, default_output(tensor)
+        self._by_token = tokens
+        self._asked = self._read(target, against)
+
+    def _read(self, target: str | int | None, against: str | int | None) -> Asked | None:
+        """What is explained, on logits; None for a model without a head."""
+        classes = self.tensor.context.classes
+        if classes is None or not has_predictions(self.tensor):
+            if target is not None or against is not None or self.recommendation.method == "components":
+                raise no_head(self.tensor.operator.recording.name)
+            return None
+        if isinstance(target, (tuple, list)):
+            raise InputError(f"`target` must be one token or class; got {target!r:.60}. Pass the other as `against`.")
+        first = self._predictions[0].index if target is None else target
+        return read_target(classes, first, against, self._logits)
+
+    @cached_property
+    def _logits(self) -> Any:
+        """(class,): the model's own, at the output that is explained."""
+        recording = self.tensor.operator.recording
+        return plain_logits(recording, [0 if recording.pools else self.out_token])[0]
+
+    @cached_property
+    def _predictions(self) -> list[Prediction]:
+        return self.tensor.predictions(N_PREDICTIONS, self.out_token)
+
+    def __repr__(self) -> str:
+        """The question."""
+        return f"Explanation({self.headline})"
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The model's top prediction; None for a model without a head."""
+        return self._predictions[0] if self._asked is not None else None
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the operator."""
+        return self.tensor.operator.recording.rules
+
+    @property
+    def because(self) -> str:
+        """Why these rules, in one sentence with its number."""
+        return self.recommendation.because
+
+    @property
+    def note(self) -> str:
+        """What was taken differently from how it was written, such as a leading space; empty if nothing was."""
+        return "" if self._asked is None else self._asked.note
+
+    @cached_property
+    def headline(self) -> str:
+        """The question in one sentence: Why “ Paris” (70 %) rather than “ London” after “… in the city of”?"""
+        if self._asked is None:
+            return f"Why these outputs{self._where and f' {self._where}'}?"
+        return why(self._asked.target, self._probability, self._asked.against, self._where)
+
+    @property
+    def _probability(self) -> float | None:
+        """The model's for the target; None for a sum of several tokens."""
+        assert self._asked is not None, "asked of a model with a head"
+        added = [index for index, weight in self._asked.weights.items() if weight > 0]
+        return float(self._logits.softmax(-1)[added[0]]) if len(added) == 1 else None
+
+    @property
+    def _where(self) -> str:
+        meta, tokens = self.tensor.context.meta, self.tensor.tokens
+        if meta.get("grid") is not None:
+            return "for this picture"
+        text = meta.get("text")
+        if not meta.get("causal"):
+            return within(text if isinstance(text, str) else " ".join(tokens))
+        is_last = self.out_token % self.tensor.shape[0] == self.tensor.shape[0] - 1
+        return after(text if isinstance(text, str) and is_last else "".join(tokens[: self.out_token + 1]))
+
+    @cached_property
+    def map(self) -> TokenMap | ComponentMap:
+        """What each word, passage or component gave; its `meta` says what the headline does."""
+        weights = None if self._asked is None else self._asked.weights
+        if self.recommendation.method == "components":
+            found = self.tensor.components(self.out_token, weights)
+        else:
+            found = self._token_map(weights)
+        said: dict[str, Any] = {"because": self.because} | ({"note": self.note} if self.note else {})
+        if self._asked is not None:
+            said["why"] = {
+                "target": self._asked.target,
+                "probability": self._probability,
+                "against": self._asked.against,
+                "where": self._where,
+            }
+        return replace(found, meta=found.meta | said | {"certificate": self.tensor.meta()["certificate"]})
+
+    def _token_map(self, weights: dict[int, float] | None) -> TokenMap:
+        method = default_method(self.tensor, weights)
+        out_token = None if weights is None or self.tensor.operator.recording.pools else self.out_token
+        found = self.tensor.map(method, out_token, weights)
+        if self._by_token or found.meta.get("grid") is not None:
+            return found
+        return found.group(GROUPS.get(self.recommendation.question, "words"), sink_beside=True)
+
+    def certificate(self) -> Certificate:
+        """Whether the operator is exact, measured when it is first asked for; maps saved afterwards carry it."""
+        found = self.tensor.certificate()
+        self.map = replace(self.map, meta=self.map.meta | {"certificate": self.tensor.meta()["certificate"]})
+        return found
+
+    # Showing ----------------------------------------------------------------------------------------------------------
+
+    def lines(self) -> list[str]:
+        """What is said before the map: the headline, what the model says, and the note."""
+        said = [predicted([(one.name, one.probability) for one in self._predictions])] if self.prediction else []
+        return [self.headline, *said, *([self.note] if self.note else [])]
+
+    def badge(self) -> str:
+        """The certificate in one line."""
+        found = self.certificate()
+        return badge(found.passed, found.errors)
+
+    def show(self, console: Console | None = None) -> None:
+        """Print headline, prediction, map and what it sums to; without a console, to standard output."""
+        from rich.text import Text
+
+        from tensorlens.views.printing import heading, print_parts
+
+        first, *others = self.lines()
+        print_parts([heading(first), *map(Text, others)], console)
+        self.show_map(console)
+
+    def show_map(self, console: Console | None = None) -> None:
+        """Print the map, what it sums to and by which rules, without its provenance."""
+        from rich.text import Text
+
+        from tensorlens.views.printing import print_parts
+        from tensorlens.views.terminal import show_body
+
+        if isinstance(self.map, TokenMap):
+            show_body(self.map.view(), console)
+        else:
+            self.map.show(console)
+        print_parts([Text(f"Rules {self.rules.name}: {self.because}", style="dim")], console)
+
+    def _repr_html_(self) -> str:
+        if isinstance(self.map, TokenMap):
+            return self.map._repr_html_()
+        from tensorlens.views.printing import as_html
+
+        return as_html(self.show)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the map with its headline, in the format of the suffix; see `TokenMap.save`."""
+        return self.map.save(path)
+
+
+def explain(
+    look: Callable[[Rules], AttentionTensor],
+    question: str,
+    target: str | int | None,
+    against: str | int | None,
+    *,
+    tokens: bool,
+) -> Explanation:
+    """An explanation, from what gives the operator under some rules.
+
+    Words are asked under other rules where the model has no gates. The pass shows whether it has, so such a model
+    runs twice.
+    """
+    chosen = recommended(question)
+    T = look(chosen.rules)
+    if question == "word" and not has_gates(T):
+        chosen = recommended(question, gated=False)
+        T = look(chosen.rules)
+    return Explanation(T, chosen, target, against, tokens=tokens)
