@@ -20,7 +20,8 @@ from tensorlens.models import precision
 SOURCE = Path(tl.__file__).parent
 ON_THE_CPU = {
     "models/precision.py",  # the one place that asks the device
-    "studies/judge_study.py",  # scores of a finished map
+    "maps/token_map.py",  # scores of a finished map
+    "studies/judge_study.py",  # the same
 }
 """Files that call `.double()`."""
 
