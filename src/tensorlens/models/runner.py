@@ -19,7 +19,7 @@ from tensorlens import cancel
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
-from tensorlens.models.modes import eagerly, evaluating, in_own_precision
+from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
 from tensorlens.models.module_calls import Call, Observer, observing
 
 if TYPE_CHECKING:
@@ -61,7 +61,14 @@ def running(
         methods_of: Modules whose methods count as calls too; see `observing`.
     """
     seen = nullcontext() if observer is None else observing(observer, methods_of)
-    with in_own_precision(), torch.set_grad_enabled(grad), evaluating(model), eagerly(), seen:
+    with (
+        garbage_kept(),
+        in_own_precision(),
+        torch.set_grad_enabled(grad),
+        evaluating(model),
+        eagerly(),
+        seen,
+    ):
         yield
 
 
