@@ -24,7 +24,7 @@ def test_the_example_runs_on_load_and_says_what_the_model_says_first(open_tab):
     (first,) = load("gpt2")(tokenizer()(text)["input_ids"]).predictions(1, -1)
     percent = re.compile(rf"^The model says “{re.escape(first.name)}” \(.*%\)$")
     expect(panel.locator(".says")).to_have_text(percent)
-    expect(panel.locator(".lens h2")).to_have_text("tensor.in_class")
+    expect(panel.locator(".lens h2")).to_contain_text("Why “")
     expect(panel.locator(".sum")).to_have_text(re.compile("^inputs sum to .*; the bias gives .*; the logit is "))
     pressed = panel.get_by_role("group", name="Explain", exact=True).locator(".chip[aria-pressed=true] bdi")
     expect(pressed).to_have_text(first.name)

@@ -65,7 +65,7 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
         chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
         return why(
             known["target"],
-            float(chance) if _is_number(chance) else None,
+            float(chance) if chance is not None and _is_number(chance) else None,
             against if isinstance(against, str) else None,
             where if isinstance(where, str) else "",
         )
