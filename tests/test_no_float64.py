@@ -25,7 +25,7 @@ import tensorlens as tl
 from tensorlens.models import precision
 from tensorlens.operators.bounds import product_bound
 from tensorlens.operators.spectrum import operator_norm
-from tensorlens.recording import blocks
+from tensorlens.recording import block_calls
 from tensorlens.studies import fidelity, perturbation, relations
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -141,7 +141,7 @@ def test_spectra_and_bounds():
 
 
 def test_an_input_too_long_for_kept_factors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blocks, "SHARE_OF_RECORDING", 0.0)
+    monkeypatch.setattr(block_calls, "SHARE_OF_RECORDING", 0.0)
     work = _mapped("tensor.in_class", target=5)
     same(lens("llama"), lens("llama"), lambda lens: (work(lens), lens(zoo.sample("llama")).certificate().passed))
 

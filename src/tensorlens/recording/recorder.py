@@ -25,12 +25,12 @@ from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
-from tensorlens.recording.blocks import BlockCall, KeptBlocks
+from tensorlens.recording.block_calls import BlockCall, KeptBlocks
 from tensorlens.recording.live import Live, found_in, is_live, raw, value_of
+from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
 from tensorlens.recording.prologue import Prologue
 from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
 from tensorlens.recording.tape import Tape, recording_on, spec_of
-from tensorlens.recording.walk import ModuleCalls, ModulePlaces
 from tensorlens.recording.weights import Weights
 from tensorlens.trees import map_tensors
 
@@ -134,7 +134,7 @@ class Recorder:
         run.leave_inference_mode()
         held = Constants(run.constants, self.places.names_of(run.constants))
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
-        self.blocks.let_go(program, held, states, run.rules)
+        self.blocks.make_fetchable(held, states, run.rules)
         return Recording(
             program=program,
             states=tuple(states),
@@ -251,7 +251,7 @@ class Recorder:
             place=self.anatomy.state_place,
             layout=self._layout(state, n),
             is_closed=is_closed,
-            is_plain=is_repeatable,
+            is_repeatable=is_repeatable,
         )
 
     # States -----------------------------------------------------------------------------------------------------------

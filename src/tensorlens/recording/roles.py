@@ -26,7 +26,7 @@ class Role(Enum):
     FACTOR = "factor"
     """Made of activations with φ(0) ≠ 0 alone: what gates in a product."""
     STATISTIC = "statistic"
-    """Of a norm, where norms are followed by their derivative."""
+    """A statistic of a norm, where norms are followed by their derivative."""
     SIZE = "size"
     """|x|."""
     SCALE = "scale"

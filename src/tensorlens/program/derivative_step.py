@@ -35,7 +35,7 @@ def of_some(name: str, args: Any, places: Sequence[int], part: int | None) -> Ca
     """A kernel as a function of some of its arguments alone.
 
     Args:
-        name: Of the kernel.
+        name: The kernel's name.
         args: Its arguments, and named ones as pairs.
         places: Which of their leaves move, in order.
         part: Which of several results is meant; None for a kernel with one.
@@ -66,7 +66,7 @@ def derivative(
     Args:
         moved: The arguments that move.
         given: What the kernel gave; None in the linear part, and for a kernel that is linear in them.
-        name: Of the kernel.
+        name: The kernel's name.
         args: All its arguments at X, and named ones as pairs.
         places: Which of the leaves of these move.
         at: Those at X.
