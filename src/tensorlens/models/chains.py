@@ -36,7 +36,7 @@ COVERED = 0.5
 STEM = 0.001
 """A first block with a smaller part of the chain's weights belongs to what comes before."""
 SMALL = 0.2
-"""Modules of a list of their own with a smaller part of the blocks' weights, in among them, are not blocks."""
+"""Lists among the blocks that hold less than this part of their weights are not blocks."""
 
 LEAST = 0.1
 """A list of modules with a smaller part of the weights that ran counts as a list of blocks only if it is named."""

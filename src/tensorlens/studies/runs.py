@@ -76,7 +76,7 @@ class StudyResult:
         """
         conditions = self.summary.get("conditions")
         if conditions is None:
-            raise InputError("Only a perturbation study has areas; this is another. Read `summary` instead.")
+            raise InputError("`areas` is only available for perturbation studies. Read `summary` instead.")
         if not conditions:
             raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
         chosen = conditions[next(iter(conditions)) if condition is None else condition]

@@ -94,7 +94,7 @@ ZERO_AT_ZERO = words(
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 
 STEPS = words("round trunc floor ceil hardtanh relu6")
-"""Those of them that decisions are taken by (`x.round() == 1`): z times its gain may miss the value by a rounding."""
+"""Those whose exact value matters to comparisons (`x.round() == 1`): z times its gain may miss it by a rounding."""
 
 NONZERO_AT_ZERO = words(
     "sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc"
