@@ -55,7 +55,7 @@ families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that 
 	$(BIN)/python -m bench families --workers $(WORKERS)
 
 strangers: $(VENV)/.stamp-strangers  ## the table of models of other packages, in docs/compatibility.md
-	PYTHONPATH=$(VENV)/strangers:tests:. $(BIN)/python -m strangers.table
+	PYTHONPATH=$(VENV)/strangers $(BIN)/python -m bench strangers
 
 docs: $(VENV)/.stamp-docs  ## the documentation, its tutorials executed, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

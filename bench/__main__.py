@@ -1,4 +1,4 @@
-"""`python -m bench judge …` and `python -m bench families …`; the other parts are modules of their own.
+"""`python -m bench judge …`, `families …` and `strangers`; the other parts are modules of their own.
 
     python -m bench.judges.leaderboard   the judges of docs/leaderboard.md
     python -m bench.speed                docs/performance.md
@@ -9,6 +9,7 @@ No command imports torch before it has said what it does.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -160,6 +161,18 @@ def families(
     typer.echo(f"{certified} of {len(records)} certified; table in {out} and {out.with_suffix('.md')}")
 
 
+def strangers(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Parts of names; those not in the table yet if left out.")
+    ] = None,
+) -> None:
+    """Write the table of models of other packages into docs/compatibility.md; see `make strangers`."""
+    Teller("strangers")("models of other packages into docs/compatibility.md; importing them", at_once=True)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    importlib.import_module("strangers.table").main(*(names or ()))
+
+
+app.command("strangers")(strangers)
 app.command("judge")(with_records(judge))
 app.command("families")(with_records(families))
 

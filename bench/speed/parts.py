@@ -120,7 +120,13 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 
 def passes(model: Any, ids: Sequence[int], keep: int = 1) -> tuple[Timing, Timing]:
-    """A forward pass, and a forward and backward pass to the embeddings, of the model left to itself."""
+    """A forward pass, and a forward and backward pass from the last logits to the embeddings, of the model itself.
+
+    Args:
+        model: The model.
+        ids: Its input.
+        keep: Outputs whose logits it computes; all of them, as a plain call does, if 0.
+    """
     x = model.get_input_embeddings()(torch.tensor([list(ids)], device=device())).detach()
 
     def forward() -> None:
@@ -130,7 +136,7 @@ def passes(model: Any, ids: Sequence[int], keep: int = 1) -> tuple[Timing, Timin
     def both() -> None:
         leaf = x.clone().requires_grad_()
         logits = model(inputs_embeds=leaf, use_cache=False, logits_to_keep=keep).logits[0]
-        torch.autograd.grad(logits.amax(-1).sum(), leaf)
+        torch.autograd.grad(logits[-keep:].amax(-1).sum() if keep else logits[-1].amax(), leaf)
 
     return timed(forward, n=7, warm=2), timed(both, n=7, warm=2)
 
@@ -141,7 +147,7 @@ def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
     for name in names:
         model = build(name, half(), num_hidden_layers=n_blocks)
         lens, lrp = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp())
-        forward, both = passes(model, ids)
+        forward, both = passes(model, ids, keep=0)
         T = lens(ids)
         T.map("tensor.in_class", -1)
         works: dict[str, tuple[Callable[[], Any], Timing]] = {
@@ -151,15 +157,49 @@ def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
             "recording": (lambda lens=lens: lens(ids), forward),
             "a further output": (lambda T=T: T.map("tensor.in_class", -2), forward),
             "push": (lambda T=T: T.apply(T.input), forward),
-            "certificate": (lambda lens=lens: lens(ids).certificate(), forward),
         }
-        times = {label: timed(work, n=3 if label == "certificate" else 7) for label, (work, _) in works.items()}
+        times = {label: timed(work, n=7) for label, (work, _) in works.items()}
         row: dict[str, Any] = {"model": name, "tokens": n_tokens, "blocks": n_blocks, "forward": forward}
         row |= {label: f"{times[label].seconds / per.seconds:.2f}" for label, (_, per) in works.items()}
-        rows.append(row | {"memory of a map, GiB": times["map"].gib})
+        rows.append(row | {"memory of a map, GiB": times["map"].gib} | certified(lens, ids, forward))
         del model, lens, lrp, T, works
         clear()
     return rows
+
+
+def certified(lens: tl.Lens, ids: Sequence[int], forward: Timing) -> dict[str, Any]:
+    """What a certificate says, how often it runs the model, and what its laws cost in forward passes."""
+    runs = list[None]()
+    handle = lens.model.register_forward_pre_hook(lambda *_: runs.append(None))
+    try:
+        found = lens(list(ids)).certificate()
+    finally:
+        handle.remove()
+    costs = {name: f"{seconds / forward.seconds:.1f}" for name, seconds in found.seconds.items()}
+    return {"certified": found.passed, "value": f"{found.errors['value']:.0e}", "runs": len(runs)} | costs
+
+
+def long_input(name: str, n_tokens: int, n_blocks: int) -> Rows:
+    """A map, a push, components and a graph of a long input, in passes of the model."""
+    model, ids = build(name, half(), num_hidden_layers=n_blocks), token_ids(n_tokens)
+    lens = tl.Lens(model)
+    forward, both = passes(model, ids)
+    T = lens(ids)
+    T.map("tensor.in_class", -1)
+    works: dict[str, tuple[Callable[[], Any], Timing]] = {
+        "map, from ids": (lambda: lens(ids).map("tensor.in_class", -1), both),
+        "a further output": (lambda: T.map("tensor.in_class", -2), forward),
+        "push": (lambda: T.apply(T.input), forward),
+        "components, from ids": (lambda: lens(ids).components(-1, 7), both),
+        "graph of 10 nodes": (lambda: T.graph(-1, 7, max_nodes=10, share=0.99), forward),
+        "graph of 30 nodes": (lambda: T.graph(-1, 7, max_nodes=30, share=0.99), forward),
+    }
+    times = {label: timed(work, n=3) for label, (work, _) in works.items()}
+    common = {"model": name, "tokens": n_tokens, "forward": forward}
+    return [
+        common | {"what": label, "passes": f"{times[label].seconds / per.seconds:.2f}", "memory, GiB": times[label].gib}
+        for label, (_, per) in works.items()
+    ]
 
 
 def answers(name: str, n_prompt: int, n_answer: int) -> Rows:

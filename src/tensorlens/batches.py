@@ -32,7 +32,7 @@ from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_o
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes, stepwise
-from tensorlens.models.precision import tf32_allowed
+from tensorlens.models.precision import in_float64, tf32_allowed
 from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.recording.recording import Recording, Span
@@ -519,8 +519,8 @@ class DatasetMaps:
             return False
         dtype = next(self.specimen.model.parameters()).dtype
         accepted = _rounding(dtype, self.device.type == "cuda")
-        scale = other.scores.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
-        return float((one.scores.double() - other.scores.double()).norm() / scale) <= accepted
+        scale = in_float64(other.scores).norm().clamp_min(torch.finfo(torch.float64).tiny)
+        return float((in_float64(one.scores) - in_float64(other.scores)).norm() / scale) <= accepted
 
     def _apart(self, prepared: list[ModelInput], reason: str, together: Together) -> Callable[[], list[Maps]]:
         """From now on fewer samples go together; these are begun again."""

@@ -20,6 +20,7 @@ from msgspec.structs import force_setattr
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
+from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
@@ -124,7 +125,7 @@ def _distance(first: AttentionTensor, second: AttentionTensor, probes: int, seed
     apart, size = 0.0, 0.0
     for _ in range(probes):
         u = torch.randn(first.operator.output.shape, generator=generator)
-        one, other = (t.operator.adjoint(u.to(t.operator.output)).double().cpu() for t in (first, second))
+        one, other = (in_float64(t.operator.adjoint(u.to(t.operator.output))).cpu() for t in (first, second))
         apart, size = apart + float((one - other).square().sum()), size + float(one.square().sum())
     return (apart / size) ** 0.5 if size else (0.0 if apart == 0 else float("inf"))
 
@@ -145,7 +146,7 @@ def _per_pair(first: AttentionTensor, second: AttentionTensor, probes: int, seed
 def _pulled(operator: FrozenOperator, out_token: int, starts: Tensor) -> Tensor:
     u = operator.output.new_zeros(len(starts), *operator.output.shape)
     u[:, out_token] = starts.to(u)
-    return operator.adjoint(u).double().cpu()
+    return in_float64(operator.adjoint(u)).cpu()
 
 
 def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PROBES, seed: int = 0) -> Comparison:
@@ -201,6 +202,6 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0
     if a.shape != b.shape or a.is_complex() or b.is_complex():
         return float("inf")
-    a, b = a.double().cpu(), b.double().cpu()
+    a, b = in_float64(a).cpu(), in_float64(b).cpu()
     size = float(a.norm())
     return float((a - b).norm()) / size if size else float("inf")

@@ -14,21 +14,40 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
+"""Most of what is not a tensor; pytree would look at each of them several times."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested values, in order."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif (parts := _parts(leaf)) is not None:
-            yield from tensors_in(parts)
+    kind = type(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif kind is tuple or kind is list or kind is dict:
+        for part in value.values() if kind is dict else value:
+            yield from tensors_in(part)
+    elif kind not in _PLAIN:
+        for leaf in tree_leaves(value):
+            parts = leaf if leaf is not value else _parts(leaf)
+            if parts is not None:
+                yield from tensors_in(parts)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same nested values with other tensors; a container that holds none is not copied, so that it stays shared."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return change(value)
+    if kind in _PLAIN or _holds_none(value):
+        return value
+    if kind is dict:
+        return {name: map_tensors(change, part) for name, part in value.items()}
+    if kind is tuple or kind is list:
+        return kind([map_tensors(change, part) for part in value])
     return tree_map(lambda leaf: _changed(leaf, change), value, is_leaf=_holds_none)
 
 

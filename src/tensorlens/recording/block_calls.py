@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.memory import SHARE_OF_RECORDING, free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
+from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Step, leaves
@@ -186,7 +187,8 @@ class KeptBlocks:
 
 def _check_same(n: int, again: Tensor, first: Tensor) -> None:
     """Refuse a block that gives a different state when it is recorded again."""
-    error = float((again.double() - first.double()).norm() / first.double().norm().clamp_min(TINY))
+    expected = in_float64(first)
+    error = float((in_float64(again) - expected).norm() / expected.norm().clamp_min(TINY))
     if not error <= CERTIFICATE[first.dtype]:
         raise InputError(
             f"Block {n} gave a different state when it was recorded again (relative difference {error:.1e}): the model "

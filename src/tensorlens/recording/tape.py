@@ -7,7 +7,6 @@ same table. Held tensors are ordinary tensors: nothing watches them, and a step 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -496,20 +495,13 @@ class Kernels(TorchDispatchMode):
 
 @contextmanager
 def recording_on(new: Tape) -> Iterator[None]:
-    """Send the live tensors of this thread to a tape, as long as this lasts.
-
-    Garbage is not collected meanwhile: a pass makes many small objects that stay, so that Python would look through the
-    whole process again and again, a third of the time of a pass.
-    """
-    before, collects = tape(), gc.isenabled()
+    """Send the live tensors of this thread to a tape, as long as this lasts."""
+    before = tape()
     set_tape(new)
     new.is_running = True
-    gc.disable()
     try:
         with torch.no_grad(), Kernels(new):
             yield
     finally:
         new.is_running = False
         set_tape(before)
-        if collects:
-            gc.enable()
