@@ -45,7 +45,7 @@ FORBIDDEN = {
 PLAIN_ENGLISH = {
     r"(?<!there )\bis no (?!longer|more|less|such|one\b)[a-z]+\b": "is not a",
     r"\b(?:one|a) \w+ an? (?:output|input|sample|row|block|head|token|file|node|pair|line|command)\b": "one … per …",
-    r'"""Of |: (?-i:Of) (?:the|a|each) ': "begin with a verb or a noun",
+    r'"""Of |: (?-i:Of) (?:the|a|each) |^ +\w+: (?-i:Of) ': "begin with a verb or a noun",
     r"\bgo(?:es)? on\b": "continues or resumes",
     r"\bhears? padding\b|\bpadding (?:is|was) heard\b": "padding changes results",
 }

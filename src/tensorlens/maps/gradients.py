@@ -80,7 +80,7 @@ def integrated_gradients(recording: Recording, question: Question, layer: list[i
     """Integrated gradients (sample, token) of the rows of a layer.
 
     Args:
-        recording: Of one sample or several, at whose states the path ends.
+        recording: The recording of one sample or several; the path ends at their states.
         question: What the rows explain.
         layer: Rows, at most one per sample.
         n_steps: Points of the path.

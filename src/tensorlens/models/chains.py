@@ -222,7 +222,7 @@ class _Search:
         return max(best, key=lambda found: found[0], default=(0, []))[1]
 
     def _lonely(self, series: list[_Part], everything: list[_Part]) -> list[_Part]:
-        """Parts of a series that have their like beside them, but not in it: they share an input, and are no chain."""
+        """Parts of a series that have their like beside them, but not in it: they share an input."""
         kinds, of_all = (
             Counter(self._signature(part.call) for part in some if not part.is_stage) for some in (series, everything)
         )

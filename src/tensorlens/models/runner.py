@@ -158,7 +158,7 @@ class _Route:
             output = self._block(module, call, args, kwargs)
         else:
             if module is self.anatomy.unembedding and self.n_entered and not self.is_inside:
-                self._read(args[0])
+                self._read(find_state(args, kwargs))
             output = call(module, *args, **kwargs)
         if module in self.given:
             output = _or(self.given[module](output), output)

@@ -179,9 +179,10 @@ class Recorder:
         if id(module) in self._blocks and run.block is None and self.n_entered < self._n_most:
             return self._run_block(module, name, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
+            readout = find_state(args, kwargs, name)
             if self.end is None and anatomy.body_end == "":
-                self._leave_body(args[0])
-            raise Reached(args[0])
+                self._leave_body(readout)
+            raise Reached(readout)
         output = forward(*args, **kwargs)
         if self.n_entered:
             self._note_output(name, args, kwargs, output)
