@@ -21,7 +21,7 @@ from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing
 from tensorlens.maps.targets import Context as Context
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.modes import modes_left, own_modes
+from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
 from tensorlens.operators.certificate import Certificate, certify, plain_logits
 from tensorlens.operators.estimates import Estimate, estimate
@@ -211,6 +211,7 @@ class AttentionTensor(InsideQuestions):
     # Questions ----------------------------------------------------------------------------------------------------
 
     @own_modes
+    @garbage_kept()
     def map(
         self,
         method: str = METHOD,

@@ -20,7 +20,7 @@ FEW: dict[str, Callable[[tl.Lens, Any], Any]] = {
     "half a prediction": lambda lens, T: T.predictions(2.5),
     "a mean of numbers": lambda lens, T: tl.MeanTensor([1]),  # type: ignore[list-item]
     "a mean of one tensor, not a list": lambda lens, T: tl.MeanTensor(T),
-    "rules by name": lambda lens, T: tl.Lens(lens.model, rules="paper"),  # type: ignore[arg-type]
+    "rules that do not exist": lambda lens, T: tl.Lens(lens.model, rules="papers"),
     "ids that are floats": lambda lens, T: lens([1.0, 2.0]),
     "a tensor of ids that are floats": lambda lens, T: lens(torch.tensor([[1.0, 2.0]])),
     "nothing in a dictionary": lambda lens, T: lens({}),

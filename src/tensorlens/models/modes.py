@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -118,6 +119,22 @@ def eagerly() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    A pass makes many small objects that stay, so that Python would look through the whole process again and again, for
+    a third of the time of a recording.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 # The caller -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ its parts, a recording, generation. `run` is such a call that knows where the pa
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +19,7 @@ from tensorlens import cancel
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
-from tensorlens.models.modes import eagerly, evaluating, in_own_precision
+from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
 from tensorlens.models.module_calls import Call, Observer, observing
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def running(
     """
     seen = nullcontext() if observer is None else observing(observer, methods_of)
     with (
-        _garbage_kept(),
+        garbage_kept(),
         in_own_precision(),
         torch.set_grad_enabled(grad),
         evaluating(model),
@@ -71,22 +70,6 @@ def running(
         seen,
     ):
         yield
-
-
-@contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Collect no garbage meanwhile.
-
-    A pass makes many small objects that stay, so that Python would look through the whole process again and again, for
-    a third of the time of a recording.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def run(

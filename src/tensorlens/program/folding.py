@@ -546,9 +546,9 @@ def folding_pays(n_channels: int, n_inner: int, n_cotangents: int) -> bool:
 def token_matrices(block: FoldedBlock, tokens: Range) -> Tensor:
     r"""$P_l^\top$ as (token, channel, channel): scaled weights of some tokens, then one product for all of them."""
     d, n_inner = block.up.shape
-    most = bytes_on(block.up.device, BYTES_OF_SCALED) // (d * n_inner * block.up.element_size())
+    bytes_each = max(1, d * n_inner * block.up.element_size())  # none without a feed-forward
+    step = max(1, bytes_on(block.up.device, BYTES_OF_SCALED) // bytes_each)
     found = block.up.new_empty(tokens.size, d, d)
-    step = max(1, most)
     for gain, part in zip(block.gain[slice(*tokens)].split(step), found.split(step), strict=True):
         torch.mm((block.up * gain[:, None]).flatten(0, 1), block.down, out=part.flatten(0, 1))
     found.diagonal(dim1=1, dim2=2).add_(1 if block.skip is None else block.skip[slice(*tokens)])
