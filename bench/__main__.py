@@ -64,7 +64,7 @@ def judge(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which method finds what is known to matter? Judges with answers, every method and peer on the same items.
+    """Which method finds what is known to matter? Benchmarks with known answers, the same items for all.
 
     Several processes share a run under torchrun or accelerate launch.
     """

@@ -45,16 +45,17 @@ FORBIDDEN = {
 PLAIN_ENGLISH = {
     r"(?<!there )\bis no (?!longer|more|less|such|one\b)[a-z]+\b": "is not a",
     r"\b(?:one|a) \w+ an? (?:output|input|sample|row|block|head|token|file|node|pair|line|command)\b": "one … per …",
-    r'"""Of |: Of (?:the|a|each) ': "begin with a verb or a noun",
+    r'"""Of |: (?-i:Of) (?:the|a|each) |^ +\w+: (?-i:Of) ': "begin with a verb or a noun",
     r"\bgo(?:es)? on\b": "continues or resumes",
     r"\bhears? padding\b|\bpadding (?:is|was) heard\b": "padding changes results",
 }
 """Patterns of translated English, and what a native writer says instead."""
+QUOTED = {"compatibility.md"}
+"""Pages of recorded data: they quote messages as they were when a run was made."""
 WRITTEN_PLAINLY = [
-    path
-    for folder in ("app", "views")
-    for suffix in ("py", "js", "html")
-    for path in sorted((ROOT / "src" / "tensorlens" / folder).rglob(f"*.{suffix}"))
+    *(path for suffix in ("py", "js", "html", "css") for path in sorted((ROOT / "src").rglob(f"*.{suffix}"))),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in QUOTED),
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
 ]
 
 

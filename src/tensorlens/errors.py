@@ -47,7 +47,7 @@ LARGE = 2**31 - 1
 
 
 def check_whole(value: Any, name: str, least: int = 0, most: int = LARGE) -> int:
-    """A whole number within bounds, numpy's too; True and False are none."""
+    """An integer (NumPy integers included, bools excluded) within bounds."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         bounds = f"of at least {least}" if most == LARGE else f"from {least} to {most}"
         raise InputError(f"`{name}` must be a whole number {bounds}; got {value!r:.60}.")

@@ -1,7 +1,12 @@
-"""Files written whole or not at all: the one function that everything goes through that saves something."""
+"""`write_whole`: results, reports, tensors and tables of maps are written whole or not at all.
+
+Three things are written differently: a run appends its sample lines and puts its config in place by a link, which only
+one of several processes can make (`studies/runs`); converted weights are a folder that is renamed (`models/cache`).
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +18,9 @@ Content = str | bytes | Callable[[Path], object]
 
 
 def write_whole(path: Path, content: Content) -> Path:
-    """Write a file under a temporary name beside its own, then put it in place; on failure nothing is left behind.
+    """Write a file under a temporary name beside its own, wait until it is on the disk, then put it in place.
+
+    On failure nothing is left behind.
 
     Raises:
         InputError: its folder does not exist, or the name is that of a folder.
@@ -28,6 +35,8 @@ def write_whole(path: Path, content: Content) -> Path:
             content(temporary)
         else:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with temporary.open("rb+") as written:
+            os.fsync(written.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

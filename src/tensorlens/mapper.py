@@ -23,7 +23,7 @@ EMPTY: dict[str, Any] = {
     "bias_share": float("nan"),
     "prediction": "",
 }
-"""The columns, as they stand for a row that could not be mapped."""
+"""The columns of a row that could not be mapped."""
 
 
 class Mapper:

@@ -19,7 +19,7 @@ from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
 from tensorlens.models.samples import make_inputs
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.record import record
+from tensorlens.recording.one_pass import record
 from tensorlens.recording.recording import Recording
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import repeated
@@ -84,7 +84,10 @@ class Specimen:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up the shorter texts of a batch; it is masked, so that any would do."""
+        """The token that fills up the shorter texts of a batch: the tokenizer's, else the model's, else 0.
+
+        It is masked, so any token would do; a batch is checked for models to which the padding makes a difference.
+        """
         found = getattr(tokenizer_of(self.processor), "pad_token_id", None)
         found = getattr(getattr(self.model, "config", None), "pad_token_id", None) if found is None else found
         return found if isinstance(found, int) and found >= 0 else 0

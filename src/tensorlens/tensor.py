@@ -111,8 +111,8 @@ class AttentionTensor(InsideQuestions):
         """T from a file, without its model: what needs the model itself says so when it is asked.
 
         Args:
-            path: Of a file that `save` wrote.
-            lens: Of the model, for a file with ``weights="reference"``.
+            path: A file that `save` wrote.
+            lens: A lens on the model, for a file with ``weights="reference"``.
             device: Where its numbers go; where they were if None, or on the CPU where this machine has no such device.
         """
         return cls(*tensor_files.read_tensor(Path(path), None if lens is None else lens.model, device))

@@ -47,6 +47,46 @@ def test_one_component_at_zero_loses_its_total_effect_and_the_truth_is_the_model
     assert abs(record.true - record.value) > 1e-4
 
 
+class CalledByKeyword(torch.nn.Module):
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(input=x)
+
+
+def test_a_head_is_switched_off_where_its_projection_is_called_by_keyword() -> None:
+    """The edit must reach a named argument: skipped, the model would answer as if nothing had been switched off."""
+    model = zoo.build("llama", "sdpa")
+    expected = tl.Lens(model)(zoo.sample("llama")).ablate([(1, 0)], OUT, TARGET)
+    attention = model.get_submodule("model.layers.1.self_attn")
+    attention.o_proj = CalledByKeyword(attention.o_proj)
+    record = tl.Lens(model)(zoo.sample("llama")).ablate([(1, 0)], OUT, TARGET)
+    assert expected.true != pytest.approx(expected.value, rel=1e-6)
+    assert record.true == pytest.approx(expected.true, rel=1e-9)
+
+
+class HeadByKeyword(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config, self.model, self.lm_head = model.config, model.model, model.lm_head
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(input=self.model(input_ids).last_hidden_state)
+
+
+def test_an_unembedding_that_is_called_by_keyword_reads_the_same() -> None:
+    model = zoo.build("llama", "sdpa")
+    one, other = (tl.Lens(m)(zoo.sample("llama")) for m in (model, HeadByKeyword(model)))
+    maps = [T.map("tensor.in_class", out_token=OUT).scores for T in (one, other)]
+    torch.testing.assert_close(*map(torch.as_tensor, maps))
+    assert other.ablate([(1, 0)], OUT, TARGET).true == pytest.approx(one.ablate([(1, 0)], OUT, TARGET).true, rel=1e-9)
+
+
 def test_whole_attention_cuts_the_way_of_its_heads() -> None:
     _, T = family("gpt2")
     whole = T.ablate("block 1, attention", OUT, TARGET)

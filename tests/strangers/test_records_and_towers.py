@@ -101,7 +101,7 @@ class Towers(nn.Module):
         return self.states(self.embed(input_ids))
 
 
-@pytest.mark.parametrize(("shared", "said"), [(False, '`blocks="other.blocks"`'), (True, "about the first time")])
+@pytest.mark.parametrize(("shared", "said"), [(False, '`blocks="other.blocks"`'), (True, "describes the first call")])
 def test_it_is_said_which_of_two_towers_was_looked_at(shared: bool, said: str) -> None:
     model = randomised(Towers(shared=shared))
     T = tl.Lens(model, rules=tl.Rules.jacobian())(ids())

@@ -62,7 +62,7 @@ def test_records_are_frozen_and_by_name_only(kind):
 
 
 def test_areas_are_a_perturbation_study_s():
-    with pytest.raises(InputError, match="Only a perturbation study"):
+    with pytest.raises(InputError, match="only available for perturbation studies"):
         StudyResult(folder=Path(), summary={"n_inputs": 1}).areas()
 
 

@@ -222,7 +222,7 @@ def given(lens: Speaker, prompt: Prompt, answer: Any) -> Continuation:
     if ids[:n] != prompt.ids or len(ids) == n:
         raise InputError(
             f"The answer {answer!r:.40} does not continue the tokenised prompt: where they meet, "
-            f"{(prompt.text + answer)[len(prompt.text) - 8 : len(prompt.text) + 8]!r} is cut into other tokens. Most "
+            f"{(prompt.text + answer)[len(prompt.text) - 8 : len(prompt.text) + 8]!r} is tokenised differently. Most "
             "words begin with a space: let the answer begin with it and the prompt end without one, or pass ids."
         )
     if offsets is None:

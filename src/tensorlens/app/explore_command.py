@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app.explorer.limits import LOOPBACK, Limits
+from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.options import FinalNorm, ModelOptions
 from tensorlens.errors import InputError, missing_extra
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tensorlens.app.explorer.library import Library
 
 FIRST_PORT = 8765
-_ANY = ("0.0.0.0", "::")
 
 
 def explore(
@@ -57,6 +56,7 @@ def explore(
     for name in names:
         if not Path(name).exists():  # neither a saved map nor a folder: it must be the name of a model
             reading.check(name)
+    from tensorlens.app.explorer.doors import LOOPBACK
     from tensorlens.app.explorer.library import open_library
 
     library = open_library(names, partial(reading.lens, final_norm=final_norm))
@@ -93,13 +93,13 @@ def _serve(
 ) -> None:
     import uvicorn
 
-    from tensorlens.app.explorer.doors import Access, configuration
+    from tensorlens.app.explorer.doors import Access, allowed_hosts, configuration
     from tensorlens.app.explorer.server import create_app
 
     port = listener.getsockname()[1]
-    hosts = None if host in _ANY else LOOPBACK | {host.lower(), socket.gethostname().lower()}
+    hosts = allowed_hosts(host)
     app = create_app(library, access=Access(hosts=hosts, token=token), limits=limits)
-    shown = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
+    shown = socket.gethostname() if hosts is None else f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
     typer.echo(f"TensorLens explorer: {address}\nStop it with Ctrl+C.")
     if opens_browser:

@@ -15,7 +15,9 @@ def fidelity_(
     model: Model,
     input: Input,
     out: RunFolder,
-    directions: Annotated[int, typer.Option(help="Random directions, and as many towards other tokens.", min=1)] = 4,
+    directions: Annotated[
+        int, typer.Option(help="Random directions; as many directions towards other tokens are added.", min=1)
+    ] = 4,
     stride: Annotated[
         int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.", min=0)
     ] = 1,

@@ -31,9 +31,11 @@ class MapsChoices:
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
     batch_size: Annotated[int | None, typer.Option(help="Rows at a time; as many as fit if left out.", min=1)] = None
     limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None
-    on_error: Annotated[str, typer.Option(help="Rows that are empty, too long or not text: raise or skip.")] = "raise"
+    on_error: Annotated[
+        str, typer.Option(help="What to do with rows that are empty, too long or not text: raise or skip.")
+    ] = "raise"
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long for the model.")] = False
-    part_rows: Annotated[int, typer.Option(help="Rows per file: what a kill may cost.", min=1)] = 4096
+    part_rows: Annotated[int, typer.Option(help="Rows per output file (work lost if interrupted).", min=1)] = 4096
 
 
 def maps(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DATA = "A .csv, .jsonl, .parquet or .txt file, a folder of images, or a data set's id."
 METHODS = (
-    "Methods, separated by commas; all if not given. Those of T with a member of the rules after an @: "
+    "Methods, separated by commas (default: all). tensor.* methods accept a rule set after @, e.g. "
     "tensor.in_class@attn_lrp."
 )
 PRESETS = "For decoders: strict, or paper-like (the last token may go). Repeatable."

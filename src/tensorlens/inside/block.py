@@ -179,17 +179,17 @@ class Block:
         return self.placed(torch.stack(rows))
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """What is laid out as some slot of its stream, as (1, token, channel)."""
+        """A tensor in the layout of any slot of this stream, rearranged to (1, token, channel)."""
         layout = self._layout(tuple(x.shape))
         return x.reshape(1, self.n_tokens, -1) if layout is None else layout.pull(x)[0]
 
     def from_tokens(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """The way back, for a slot of some shape."""
+        """The inverse of `to_tokens`: (1, token, channel) in the layout of the slots that have this shape."""
         layout = self._layout(tuple(shape))
         return x.reshape(shape) if layout is None else layout.run(x)[0]
 
     def at_token(self, numbers: Tensor, token: int) -> Tensor:
-        """Numbers in the layout of some slot of its stream, zero but for one of all tokens."""
+        """The same numbers with all tokens but one set to zero; `token` counts the tokens of all streams."""
         states = self.to_tokens(numbers)
         is_there = torch.arange(self.n_tokens, device=states.device) == token - self.offset
         return self.from_tokens(states * is_there[:, None], numbers.shape)
@@ -214,13 +214,16 @@ class Block:
         return after - before if after.shape == before.shape else after
 
     def handed_on(self, cotangent: Tensor) -> Tensor:
-        """The cotangent of the state that leaves it where that state enters: past what it wrote."""
+        """The cotangent that the residual stream passes from the block's exit to its entry, beside what it wrote.
+
+        Zero if the block changes the shape of the state: then nothing passes it by.
+        """
         x = self.to_tokens(cotangent)
         return x if x.shape == self.shape else x.new_zeros(self.shape)
 
 
 class ByBlock(dict[int, dict[int, Tensor]]):
-    """Tensors of blocks that were visited, by block and slot: of all of them while they fit, else of the last one.
+    """Tensors of the visited blocks, by block and slot: those of all blocks while they fit, else of the last one only.
 
     Args:
         of: The pass they belong to.
@@ -232,7 +235,7 @@ class ByBlock(dict[int, dict[int, Tensor]]):
         self._most = 0.0 if of.recording.is_streamed else SHARE_OF_VALUES * free_bytes(device) / (of.stop - of.start)
 
     def keep(self, n: int, found: dict[int, Tensor]) -> None:
-        """Keep those of block n; if all blocks took as much there would have to be room for them."""
+        """Keep the tensors of block n. The earlier ones go if there were no room for as much from every block."""
         if sum(tensor.nbytes for tensor in found.values()) > self._most:
             self.clear()
         self[n] = found
@@ -262,7 +265,7 @@ class StreamPass:
 
     @property
     def downwards(self) -> list[Block]:
-        """The blocks from the last to the first: of a long input one is there at a time."""
+        """The blocks from the last to the first; for a long input only one is in memory at a time."""
         return list(reversed(self._blocks.values()))
 
     def entry(self, n: int) -> int:

@@ -309,7 +309,7 @@ class Growth:
         if not places:
             return
         joining = Joining()
-        # Block by block from the last: of a long input one block is there at a time.
+        # Block by block from the last: for a long input only one block is in memory at a time.
         rows = sorted(enumerate(places), key=lambda pair: -self._sources[self._growing[pair[1]].key[0]].read.block)
         for row, place in rows:
             self._join(row, self._growing[place], joining)

@@ -20,7 +20,7 @@ from tensorlens.memory import in_parts
 from tensorlens.models.runner import run
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.record import record
+from tensorlens.recording.one_pass import record
 from tensorlens.recording.recording import Recording
 
 N_STEPS = 32
@@ -80,7 +80,7 @@ def integrated_gradients(recording: Recording, question: Question, layer: list[i
     """Integrated gradients (sample, token) of the rows of a layer.
 
     Args:
-        recording: Of one sample or several, at whose states the path ends.
+        recording: The recording of one sample or several; the path ends at their states.
         question: What the rows explain.
         layer: Rows, at most one per sample.
         n_steps: Points of the path.

@@ -38,7 +38,6 @@ from tensorlens.models.around import (
     start_before,
 )
 from tensorlens.models.chains import (
-    LISTS,
     Chain,
     entering,
     find_chain,
@@ -51,7 +50,7 @@ from tensorlens.models.endings import Ending, channel_axes, find_ending, find_re
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_calls import own_methods
-from tensorlens.models.stacks import ask, blocks_in, encoder_and_decoder, named_blocks, stacks
+from tensorlens.models.stacks import CONTAINERS, ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class Anatomy:
     def leaves_blocks_out(self) -> bool:
         """Whether the list of the blocks has more of them than ran."""
         listed = dict(self.model.named_modules()).get(self.stack)
-        return isinstance(listed, LISTS) and len(listed) > len(set(self.blocks))
+        return isinstance(listed, CONTAINERS) and len(listed) > len(set(self.blocks))
 
 
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
@@ -236,7 +235,7 @@ def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
-    entered = [block for block in anatomy.blocks if paths[id(block)] in inside and not isinstance(block, LISTS)]
+    entered = [block for block in anatomy.blocks if paths[id(block)] in inside and not isinstance(block, CONTAINERS)]
     return any(own_methods(block) for block in entered)
 
 

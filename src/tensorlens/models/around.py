@@ -40,7 +40,7 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
 
 
 def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str, ...]:
-    """Where calls of blocks like these are that ran side by side with them: a second tower, or the same on other input.
+    """Paths of blocks like these that ran beside them: a second tower, or the same blocks on another input.
 
     Those that lead to X⁰, or follow from a block, belong to what is before or behind.
     """
@@ -62,7 +62,7 @@ def said_of(stack: str, beside: tuple[str, ...]) -> str:
     """What a reader must know of stacks that ran beside the one an operator is about."""
     others = [path for path in beside if path not in stack.split(", ")]
     if not others:
-        return f"`{stack}` also ran on something else, side by side with this operator: it is about the first time"
+        return f"`{stack}` was called again on another input; this operator describes the first call only"
     return (
         f"`{'`, `'.join(others)}` ran beside `{stack}`, which this operator is about: it carries what the other adds "
         f'on the way to X^N, if anything. To look at the other, pass `blocks="{others[0]}"`'

@@ -27,19 +27,19 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
+from tensorlens.models.stacks import CONTAINERS
 
-LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-PASSIVE = (*LISTS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
+PASSIVE = (*CONTAINERS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
 """What may be in a linear layer besides its weights."""
 COVERED = 0.5
 """A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
 STEM = 0.001
 """A first block with a smaller part of the chain's weights belongs to what comes before."""
 SMALL = 0.2
-"""Modules of a list of their own with a smaller part of the blocks' weights, in among them, are no blocks."""
+"""Lists among the blocks that hold less than this part of their weights are not blocks."""
 
 LEAST = 0.1
-"""A list of modules with a smaller part of the weights that ran is no list of blocks unless it is named."""
+"""A list of modules with a smaller part of the weights that ran counts as a list of blocks only if it is named."""
 
 Chain = list[ModuleCall]
 
@@ -113,11 +113,11 @@ def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] |
 def is_in_list(call: ModuleCall, evidence: Evidence) -> bool:
     """Whether a call's module stands in a list of modules."""
     path, name = call.path.rpartition(".")[::2]
-    return bool(name) and isinstance(evidence.root.module.get_submodule(path), LISTS)
+    return bool(name) and isinstance(evidence.root.module.get_submodule(path), CONTAINERS)
 
 
 def holds_enough(chain: Chain, evidence: Evidence) -> bool:
-    """Whether calls may be blocks though nobody named them: of the weights that ran so far, `LEAST` are in them."""
+    """Whether calls may be blocks though nobody named them: they hold at least `LEAST` of the weights that ran."""
     ran = {call.module for call in evidence.calls if call.start < chain[-1].stop}
     sizes = {
         id(part): sum(weight.numel() for weight in part.parameters(recurse=False) if weight.dim() > 1)
@@ -156,7 +156,7 @@ class _Search:
         self._signatures: dict[int, tuple[Any, ...]] = {}
 
     def without_stem(self, chain: Chain) -> Chain:
-        """A chain from the first block on that is no mere stem: small convolutions over pixels may be alike too."""
+        """A chain without its stem: small convolutions over pixels before the first block may be alike too."""
         least = STEM * self._size(chain)
         first = next((n for n, call in enumerate(chain) if self._size([call]) >= least), 0)
         return chain[first:]
@@ -207,7 +207,7 @@ class _Search:
 
     def _list_of(self, call: ModuleCall) -> str | None:
         path = call.path.rpartition(".")[0]
-        return path if isinstance(self.modules.get(path), LISTS) else None
+        return path if isinstance(self.modules.get(path), CONTAINERS) else None
 
     def _series(self, parts: list[_Part]) -> list[_Part]:
         """The heaviest sequence of parts in which the state flows from each to the next."""
@@ -222,7 +222,7 @@ class _Search:
         return max(best, key=lambda found: found[0], default=(0, []))[1]
 
     def _lonely(self, series: list[_Part], everything: list[_Part]) -> list[_Part]:
-        """Parts of a series that have their like beside them, but not in it: they share an input, and are no chain."""
+        """Parts of a series that have their like beside them, but not in it: they share an input."""
         kinds, of_all = (
             Counter(self._signature(part.call) for part in some if not part.is_stage) for some in (series, everything)
         )

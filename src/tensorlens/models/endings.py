@@ -57,7 +57,7 @@ def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> En
 
 
 def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | None, Seen, bool]:
-    """Go on from the last block, through norms and the modules around the blocks, until a head begins.
+    """Continue from the last block, through norms and the modules around the blocks, until a head begins.
 
     What begins like a head may be beside the way, as a gate that says when to stop: a norm that all of the state goes
     through later on, around it, is still the body's.

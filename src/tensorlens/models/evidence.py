@@ -194,7 +194,7 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[
 
 def _size(tensor: Tensor) -> Tensor:
     """A norm, on the tensor's own device: nobody waits for it."""
-    with torch._C._DisableTorchDispatch():  # it is no part of the flow
+    with torch._C._DisableTorchDispatch():  # not part of the flow
         return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -71,8 +71,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         inspect.signature(model.forward).bind(**arguments)
     except TypeError as error:
         raise InputError(
-            f"`{type(model).__name__}` cannot be looked through as it is: its forward was to be called with "
-            f"{', '.join(arguments) or 'nothing'}; {error}. Pass a dictionary of all that it takes. {WHAT_IS_NEEDED}"
+            f"`{type(model).__name__}` cannot be called with these inputs "
+            f"({', '.join(arguments) or 'none'}): {error}. Pass a dictionary of all that it takes. {WHAT_IS_NEEDED}"
         ) from error
 
 

@@ -62,7 +62,7 @@ def check_magic(name: str, file: Path) -> None:
     if head != _MAGIC:
         raise LoadError(
             f"{name}: a GGUF file begins with {_MAGIC!r}, but {file.name} begins with {head!r}. "
-            "Check that the file was downloaded completely and is no link or web page."
+            "Check that the file was downloaded completely and is not a link or a web page."
         )
 
 

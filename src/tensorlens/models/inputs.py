@@ -43,7 +43,7 @@ class ModelInput:
         arguments: Keyword arguments of the model's forward, by its own names, with a batch axis of 1.
         kind: What it was: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
         text: The text, if there was one.
-        offsets: Where each token stands in the text, [start, stop), or None for one that is no part of it; None if the
+        offsets: Where each token stands in the text, [start, stop), or None for one that is not part of it; None if the
             tokenizer does not tell.
         image: The picture as a data URI, if there was one.
         ids: The token ids as plain numbers, where they are known: asking a GPU for them waits for all its work.
@@ -297,7 +297,7 @@ def _as_tensors(processed: Mapping[str, Any], device: torch.device) -> dict[str,
 def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     """One sample without the padding before and after it, as if it were alone.
 
-    A mask with a hole is no padding: tokens behind it keep their places, and the mask stays. So does one beside given
+    A mask with a hole is not padding: tokens behind it keep their places, and the mask stays. So does one beside given
     positions, since transformers reads positions alone as several texts in a row.
     """
     arguments = dict(arguments)

@@ -12,7 +12,7 @@ def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
     """The text of each token: byte-level markers decoded, word-piece marks (``##``) left visible.
 
     A word-initial token keeps its space, so that the label is what one would pass as a target. A piece of a character
-    that is no text by itself is shown as its bytes, ``⟨E2⟩⟨82⟩``.
+    that is not text on its own is shown as its bytes, ``⟨E2⟩⟨82⟩``.
     """
     known = _known_labels.setdefault(tokenizer, {})
     new = [i for i in dict.fromkeys(ids) if i not in known]

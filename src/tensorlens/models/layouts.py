@@ -158,7 +158,7 @@ def state_of(output: Any, place: int = 0) -> Tensor:
 
     Args:
         output: A tensor, or tensors in tuples, lists and dictionaries. Logits or a last hidden state that are named as
-            such come before others; numbers, as a loss, and whatever is no tensor are passed over.
+            such come before others; numbers, such as a loss, and everything else are passed over.
         place: Which of the tensors it is, from `Anatomy.state_place`; the first if there are fewer.
     """
     found = main_tensor(output) if place == 0 else None

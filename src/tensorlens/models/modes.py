@@ -163,7 +163,7 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
 
 def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
-    """The same for what is made one by one: between two steps the caller has their own modes."""
+    """The same for a generator: between two items the caller's own modes are restored."""
     while True:
         with _in_own_modes():
             try:

@@ -47,7 +47,7 @@ def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
 
 
 class _Tf32:
-    """torch's setting is one for all threads, so it is kept who is inside, and what the first one found."""
+    """One setting of torch serves all threads: we count the threads inside and remember the original setting."""
 
     lock = threading.Lock()
     n_inside = 0

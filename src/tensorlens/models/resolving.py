@@ -93,7 +93,7 @@ def _check_path(text: str, *, is_path: bool) -> None:
         near = near_names(text)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."
         raise LoadError(
-            f"{text!r} is no bundled model, and no folder here. {hint} "
+            f"{text!r} is neither a bundled model nor a folder here. {hint} "
             "A model of the hub is named organisation/name, such as openai-community/gpt2; one on disk by its folder."
         )
 

@@ -135,13 +135,13 @@ class _Route:
         self._end = anatomy.model.get_submodule(end) if end else None
 
     def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module in self.taken and args:
-            args = (_or(self.taken[module](args[0]), args[0]), *args[1:])
+        if module in self.taken:
+            args, kwargs = _with_first(self.taken[module], args, kwargs)
         if id(module) in self._blocks and not self.is_inside and self.n_entered < self.n_blocks:
             output = self._block(module, call, args, kwargs)
         else:
             if module is self.anatomy.unembedding and self.n_entered and not self.is_inside:
-                self._read(args[0])
+                self._read(find_state(args, kwargs))
             output = call(module, *args, **kwargs)
         if module in self.given:
             output = _or(self.given[module](output), output)
@@ -174,6 +174,19 @@ class _Route:
     def _read(self, state: Tensor) -> None:
         if self.to == "readout" or self.to == "end" and self.anatomy.body_end == "":
             raise _Reached(state)
+
+
+def _with_first(change: AtModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments of a module with a change of the first one; if all are named, of the first tensor among them."""
+    if args:
+        return (_or(change(args[0]), args[0]), *args[1:]), kwargs
+    name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
+    if name is None:
+        raise InputError(
+            f"Expected a tensor among the arguments of a module whose input is to be changed; it was called with "
+            f"{', '.join(kwargs) or 'nothing'}. Choose a component that another module takes."
+        )
+    return args, kwargs | {name: _or(change(kwargs[name]), kwargs[name])}
 
 
 def _or(new: Any, old: Any) -> Any:

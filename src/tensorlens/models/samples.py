@@ -96,7 +96,7 @@ def _of_texts(texts: list[str], tokenizer: Any, longest: int | None) -> list[_Ro
 
 
 def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, ModelInput]:
-    """The inputs of rows of token ids by one copy to the device; those that are no input are left to `make_input`."""
+    """The inputs of rows of token ids by one copy to the device; `make_input` answers for the others."""
     limit, vocabulary = max_tokens(model), vocabulary_size(model)
     fits = {
         i: row

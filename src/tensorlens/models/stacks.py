@@ -9,6 +9,9 @@ from torch import nn
 from tensorlens.errors import AnatomyError
 
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
+"""Lists whose order is that of their blocks: only such a list can be named, or guessed, as the list of blocks."""
+CONTAINERS = (*BLOCK_LISTS, nn.ModuleDict)
+"""Modules that only hold others. What ran shows the order in which a dictionary of modules was called."""
 
 
 def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:

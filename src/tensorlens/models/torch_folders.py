@@ -56,7 +56,7 @@ def build_tokenizer(vocabulary: Path, pattern: str, max_length: int) -> PreTrain
     """A tokenizer that cuts text by `pattern`, looks the pieces up, and frames them with [CLS] and [SEP].
 
     Args:
-        vocabulary: One token a line, its number the line's.
+        vocabulary: One token per line; the number of its line is its id.
         pattern: Regular expression of one token. White space is dropped; anything else that does not match
             becomes [UNK], so that it shows.
         max_length: Longest input of the model.

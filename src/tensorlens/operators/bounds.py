@@ -30,7 +30,7 @@ from tensorlens.program.folding import dense, in_form, product_of
 from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import Chain, NotFoldable, Path, Wiring, before_weight, has_norm, naming_block, wiring
 from tensorlens.program.program import Program
-from tensorlens.recording.record import record
+from tensorlens.recording.one_pass import record
 from tensorlens.recording.recording import Recording, Span
 
 Reading = Literal["weights", "measured", "printed"]
@@ -156,7 +156,7 @@ class ProductBound:
     r"""An upper bound of $\Vert T_X\Vert_2$, as its logarithm: thirty blocks multiply to more than a float holds.
 
     Attributes:
-        log10: Of the bound.
+        log10: log10 of the bound.
         blocks: log10 of the factor of each block, first block first.
         final_norm: log10 of the final norm's factor, 0 without one.
         reading: What was taken from weights and what was measured.

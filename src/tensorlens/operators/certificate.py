@@ -36,10 +36,10 @@ from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import at_least_float32, words
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
-from tensorlens.recording.blocks import BlockCall
+from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.one_pass import record
 from tensorlens.recording.prologue import Reborn
-from tensorlens.recording.record import record
 from tensorlens.recording.recording import Origin, Recording, Span
 from tensorlens.trees import map_tensors, tensors_in
 from tensorlens.views.printing import text_as_html
@@ -89,7 +89,7 @@ class Certificate:
         silent: The blocks that pass nothing of their input on.
         held: For each module the norm of what it gives in a run at zero, by that at X: 0 for one that T carries whole,
             1 for one that is all in B.
-        rounded: Of the laws that blocks were held to in float32, the errors in the model's own half precision.
+        rounded: The errors in the model's own half precision, for laws that blocks were tested on in float32.
         captured: For each block the gap between finite differences of the model and the Jacobian's member.
         reservations: What a plain "passed" would hide.
         seconds: What the laws took, and what those in float32 took.
@@ -667,7 +667,7 @@ def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
 
 def _gap_of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Capture) -> float | None:
     """The gap of one block at its own state; None if it cannot be run on its own."""
-    if not call.is_plain:
+    if not call.is_repeatable:
         return None
     try:
         if x.dtype in HALF:
@@ -748,7 +748,7 @@ def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
     """$X^N$ (sample, token, channel) from the model left to itself: what must be reproduced.
 
     Args:
-        recording: Of the model and the input.
+        recording: The recording of the model at the input.
         is_nudged: Whether every other number that enters the first block is changed in its last digit.
     """
     origin = recording.from_model("The value law")

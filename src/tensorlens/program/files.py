@@ -52,7 +52,7 @@ class Memory(msgspec.Struct, array_like=True, frozen=True):
         weight: The weight they belong to, where it is stored by name.
         start: Where in that weight's memory they begin.
         length: How many there are.
-        checksum: Of their bytes, where they are stored by name.
+        checksum: Checksum of their bytes, where they are stored by name.
     """
 
     dtype: str

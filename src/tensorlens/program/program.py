@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tensorlens.program.composite  # noqa: F401  (registers its operations)
-import tensorlens.program.derivatives  # noqa: F401
+import tensorlens.program.derivative_step  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
@@ -56,15 +56,15 @@ class Program:
     # Parts: each is a program again -----------------------------------------------------------------------------------
 
     def part(self, inputs: Sequence[int], outputs: Sequence[int], also: Iterable[int] = ()) -> Program:
-        """The program from some slots to others, without the steps that it does not need.
+        """The program that computes `outputs` from `inputs`, with only the steps needed for that.
 
         Args:
-            inputs: Where it begins.
-            outputs: Where it ends.
-            also: Further slots whose steps are kept.
+            inputs: Slots that are given.
+            outputs: Slots that are returned.
+            also: Slots that must be computed too, though they are not returned.
 
         Raises:
-            SideChannelError: something else from before the beginning is needed too.
+            SideChannelError: the outputs also depend on a slot that neither is given nor can be computed from those.
         """
         given, needed, kept = set(inputs), {*outputs, *also}, list[Step]()
         for step in reversed(self.steps):
@@ -79,7 +79,7 @@ class Program:
 
     @cached_property
     def linear(self) -> Program:
-        """T alone: the same list with everything that is added left out, and dead steps with it."""
+        """T without B: the same steps with all added constants left out, and additions of nothing removed."""
         return _LinearPart(self).program()
 
     def scaled(self, factors: Mapping[int, Tensor]) -> Program:
@@ -98,17 +98,17 @@ class Program:
     def to(self, dtype: torch.dtype) -> Program:
         """The same program in another floating-point type: constants are cast, and casts go to that type."""
 
-        def is_narrow(kind: torch.dtype) -> bool:
+        def is_other_float(kind: torch.dtype) -> bool:
             return kind.is_floating_point and kind != dtype
 
         def wide(value: Any) -> Any:
-            return dtype if isinstance(value, torch.dtype) and is_narrow(value) else value
+            return dtype if isinstance(value, torch.dtype) and is_other_float(value) else value
 
         steps = tuple(replace(step, args=mapped(step.args, wide)) for step in self.steps)
         cast: list[Any] = [None] * len(self.constants)
         for n in self.used:
             value = self.constants[n]
-            cast[n] = value.to(dtype) if is_narrow(value.dtype) else value
+            cast[n] = value.to(dtype) if is_other_float(value.dtype) else value
         specs = {slot: spec._replace(dtype=wide(spec.dtype)) for slot, spec in self.specs.items()}
         return replace(self, steps=steps, constants=cast, specs=specs)
 
@@ -155,7 +155,7 @@ class Program:
         return frozenset(n for step in self.steps for n in step.held)
 
     def load(self) -> None:
-        """Fetch constants that were let go now, since they cannot be recorded again inside a `vmap`."""
+        """Fetch all dropped constants now: inside a `vmap` their blocks cannot be recorded again."""
         for n in self.used:
             self.constants[n]
 
@@ -170,27 +170,27 @@ class Program:
     @torch.no_grad()
     def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
         """The values of some slots in a run."""
-        kept, held = set(slots), dict(zip(self.inputs, values, strict=True))
-        self._forwards(held, range(len(self.steps)), kept)
-        return {slot: held[slot] for slot in kept}
+        kept, found = set(slots), dict(zip(self.inputs, values, strict=True))
+        self._forwards(found, range(len(self.steps)), kept)
+        return {slot: found[slot] for slot in kept}
 
     @torch.no_grad()
     def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """The affine function at several inputs, block by block: the constants of a block are fetched once for all."""
-        every, kept = [dict(zip(self.inputs, values, strict=True)) for values in several], set(self.outputs)
+        """`run` for several inputs, all through one block before the next, whose constants are fetched once."""
+        every, kept = [dict(zip(self.inputs, given, strict=True)) for given in several], set(self.outputs)
         for places in self.by_block:
-            for held in every:
-                self._forwards(held, places, kept)
-        return [tuple([held[slot] for slot in self.outputs]) for held in every]
+            for values in every:
+                self._forwards(values, places, kept)
+        return [tuple([values[slot] for slot in self.outputs]) for values in every]
 
-    def _forwards(self, held: dict[int, Any], places: range, kept: set[int]) -> None:
+    def _forwards(self, values: dict[int, Any], places: range, kept: set[int]) -> None:
         """Run some steps, and drop values that no later step reads."""
         for n in places:
             step = self.steps[n]
-            held[step.out] = OPERATIONS[step.operation].run(*self._given(step, held), **step.options)
+            values[step.out] = OPERATIONS[step.operation].run(*self._given(step, values), **step.options)
             for slot in self._last_uses[n]:
                 if slot not in kept:
-                    del held[slot]
+                    del values[slot]
 
     @cached_property
     def by_block(self) -> list[range]:
@@ -214,13 +214,13 @@ class Program:
             later.update(slots)
         return last[::-1]
 
-    def _given(self, step: Step, held: Mapping[int, Any]) -> tuple[Any, ...]:
-        """The arguments of a step: tensors for constants, entries of `held` (values, or specs) for slots."""
+    def _given(self, step: Step, values: Mapping[int, Any]) -> tuple[Any, ...]:
+        """The arguments of a step: tensors for constants, entries of `values` (tensors, or specs) for slots."""
         constants, given = self.constants, list[Any]()
 
         def value(leaf: Any) -> Any:
             kind = type(leaf)
-            return held[leaf.index] if kind is Slot else constants[leaf.index] if kind is Held else leaf
+            return values[leaf.index] if kind is Slot else constants[leaf.index] if kind is Held else leaf
 
         for arg in step.args:
             kind = type(arg)
@@ -237,7 +237,7 @@ class Program:
 
     @torch.no_grad()
     def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """The same for several cotangents, block by block: the constants of a block are fetched once for all."""
+        """`pull` for several cotangents, all through one block before the next, whose constants are fetched once."""
         every, ends = [self._starts(cotangents) for cotangents in several], set(self.inputs)
         for places in reversed(self.by_block):
             for waiting in every:
@@ -256,8 +256,8 @@ class Program:
 
         Args:
             starts: Cotangents to begin with, by slot.
-            slots: Where they are asked for.
-            stop: Slots through which nothing goes further back.
+            slots: The slots whose cotangents are returned.
+            stop: Slots at which the walk backwards ends: nothing is passed on to what they were computed from.
         """
         waiting, found = dict(starts), dict[int, Tensor]()
         self._backwards(waiting, range(len(self.steps)), found, set(slots), {*self.inputs, *stop})
@@ -348,7 +348,7 @@ class _LinearPart:
         )
 
     def _without(self, operation: Operation, place: int, value: Any) -> Any:
-        """Nothing in the place of what is added, where the operation takes that, else zeros."""
+        """What replaces an added constant: None if the operation allows it in this place, otherwise zeros."""
         return None if place in operation.optional else mapped(value, self._zero)
 
     def _zero(self, leaf: Any) -> Any:

@@ -17,7 +17,7 @@ def of_each(function: Callable[[Any], Any], items: Any) -> Any:
     """What a function gives for each of several, (item, …): together where torch can, else one after the other.
 
     Args:
-        function: Of one tensor, or of a dictionary of them.
+        function: Takes one tensor, or a dictionary of them.
         items: The same with an axis more in front.
     """
     n_items = len(next(iter(items.values()))) if isinstance(items, dict) else len(items)

@@ -158,11 +158,11 @@ _SIMPLE = frozenset(
 def found_in(*values: Any) -> list[Live]:
     """All live tensors, and held ones with a role, in nested tuples, lists and dictionaries."""
     found: list[Live] = []
-    gather(values, found)
+    collect_live(values, found)
     return found
 
 
-def gather(values: Any, found: list[Live]) -> None:
+def collect_live(values: Any, found: list[Live]) -> None:
     """Add to a list what `found_in` gives."""
     # A list that is filled, not nested generators: this runs for every function of a pass.
     for value in values:
@@ -172,6 +172,6 @@ def gather(values: Any, found: list[Live]) -> None:
         elif kind in _SIMPLE:
             continue
         elif isinstance(value, (tuple, list)):
-            gather(value, found)
+            collect_live(value, found)
         elif isinstance(value, dict):
-            gather(value.values(), found)
+            collect_live(value.values(), found)

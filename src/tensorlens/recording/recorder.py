@@ -25,12 +25,12 @@ from tensorlens.models.runner import running
 from tensorlens.program.constants import Constants
 from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
-from tensorlens.recording.blocks import BlockCall, KeptBlocks
+from tensorlens.recording.block_calls import BlockCall, KeptBlocks
 from tensorlens.recording.live import Live, found_in, is_live, raw, value_of
+from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
 from tensorlens.recording.prologue import Prologue
 from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
 from tensorlens.recording.tape import Tape, recording_on, spec_of
-from tensorlens.recording.walk import ModuleCalls, ModulePlaces
 from tensorlens.recording.weights import Weights
 from tensorlens.trees import map_tensors
 
@@ -134,7 +134,7 @@ class Recorder:
         run.leave_inference_mode()
         held = Constants(run.constants, self.places.names_of(run.constants))
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
-        self.blocks.let_go(program, held, states, run.rules)
+        self.blocks.make_fetchable(held, states, run.rules)
         return Recording(
             program=program,
             states=tuple(states),
@@ -179,9 +179,10 @@ class Recorder:
         if id(module) in self._blocks and run.block is None and self.n_entered < self._n_most:
             return self._run_block(module, name, forward, args, kwargs)
         if module is anatomy.unembedding and self.n_entered and run.block is None:
+            readout = find_state(args, kwargs, name)
             if self.end is None and anatomy.body_end == "":
-                self._leave_body(args[0])
-            raise Reached(args[0])
+                self._leave_body(readout)
+            raise Reached(readout)
         output = forward(*args, **kwargs)
         if self.n_entered:
             self._note_output(name, args, kwargs, output)
@@ -251,7 +252,7 @@ class Recorder:
             place=self.anatomy.state_place,
             layout=self._layout(state, n),
             is_closed=is_closed,
-            is_plain=is_repeatable,
+            is_repeatable=is_repeatable,
         )
 
     # States -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tensorlens.program.constants import Constants
 from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
 from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
-from tensorlens.recording.blocks import BlockCall
+from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.weights import Weights
 
@@ -71,7 +71,7 @@ class Head:
     Args:
         weight: W.
         bias: b, if there is one.
-        name: Of the module.
+        name: The module's name.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, name: str = "unembedding") -> None:

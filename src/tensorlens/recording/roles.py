@@ -2,7 +2,7 @@
 
 Which factor of a product gates is meaning, not calculus: in φ(W_g x) ⊙ (W_u x) the activated factor is the gate, in
 z ⊙ σ(z) the sigmoid is. So tensors carry a role, which linear functions hand on and contractions with a weight drop.
-Every decision about roles is in this file.
+Every decision about roles is in this file; which factor of a gated feed-forward is then held is `Rules.gate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Role(Enum):
     FACTOR = "factor"
     """Made of activations with φ(0) ≠ 0 alone: what gates in a product."""
     STATISTIC = "statistic"
-    """Of a norm, where norms are followed by their derivative."""
+    """A statistic of a norm, where norms are followed by their derivative."""
     SIZE = "size"
     """|x|."""
     SCALE = "scale"

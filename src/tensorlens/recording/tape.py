@@ -22,7 +22,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, found_in, gather, is_live, raw, role_of, set_tape, tape, value_of
+from tensorlens.recording.live import Live, collect_live, found_in, is_live, raw, role_of, set_tape, tape, value_of
 from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import KNOWN, RULES, find_rule, known
@@ -355,9 +355,9 @@ class Tape:
             with torch.no_grad():
                 return self.call(function, args, kwargs)
         met: list[Live] = []
-        gather(args, met)
+        collect_live(args, met)
         if kwargs:
-            gather(kwargs.values(), met)
+            collect_live(kwargs.values(), met)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
         if kwargs:
@@ -387,7 +387,7 @@ class Tape:
         if not is_kernel:
             return self.by_kernels(function, args, kwargs)
         if self.rules.name == "jacobian":
-            from tensorlens.recording.rules.derivatives import by_derivative
+            from tensorlens.recording.rules.by_derivative import by_derivative
 
             return by_derivative(function, name, args, kwargs)
         raise self.refusal(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from tensorlens.errors import InputError
-from tensorlens.recording.walk import ModulePlaces
+from tensorlens.recording.module_paths import ModulePlaces
 from tensorlens.recording.writes import address_of
 
 

@@ -449,7 +449,7 @@ class Scorer:
             item, target = items[k], targets[k]
             truth = item.truth
             if truth is None:
-                assert of.truth is not None and isinstance(target, int), "an effect is one of a token"
+                assert of.truth is not None and isinstance(target, int), "effects are measured on tokens"
                 truth = [short(value, 7) for value in of.truth(self.lens, item, target, logits[k])]
             about = {"target": target, "labels": list(item.labels), "truth": list(truth)}
             records[k] = _about(item) | about | one

@@ -12,15 +12,15 @@ computed from its own rows alone, so that it is the same whether or not the run 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError, missing_extra
+from tensorlens.files import write_whole
 from tensorlens.mapper import Mapper
 from tensorlens.strict_json import from_json, to_json, write_json, write_text
-from tensorlens.studies.runs import differences, read_run_file
+from tensorlens.studies.runs import read_run_file, refuse_other_settings
 from tensorlens.versions import package_versions
 
 EncodedPart = tuple[bytes, str]
@@ -61,18 +61,9 @@ class MapTable:
     def write(self, number: int, part: EncodedPart) -> None:
         """Write one part, whole or not at all."""
         content, skipped = part
-        if skipped:  # before the part, whose being there says that all of it is
+        if skipped:  # written first: the part's file marks completion
             write_text(self.folder / f"_skipped-{number:05}.jsonl", skipped)
-        temporary = self.folder / f".part-{number:05}.{os.getpid()}.tmp"
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path(number))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(self._path(number), content)
 
     def skipped(self) -> list[dict[str, Any]]:
         """Rows that were left out, with the reason."""
@@ -95,12 +86,7 @@ class MapTable:
                 raise InputError(f"Expected an empty folder, or one of maps, at {str(self.folder)!r}; choose another.")
             write_json(path, self.settings)
         there = read_run_file(path, {}, "Choose another folder.")
-        said = "; ".join(differences("settings", there, self.settings))
-        if said:
-            raise InputError(
-                f"The maps in {str(self.folder)!r} were begun with other settings, and must not mix: {said}. Choose "
-                "another folder, or the settings of its _config.json to continue them."
-            )
+        refuse_other_settings(path, {"settings": there}, {"settings": self.settings})
 
 
 def encoded(mapper: Mapper, rows: list[Any], first_row: int, progress: bool | None = False) -> EncodedPart:

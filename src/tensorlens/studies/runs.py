@@ -76,7 +76,7 @@ class StudyResult:
         """
         conditions = self.summary.get("conditions")
         if conditions is None:
-            raise InputError("Only a perturbation study has areas; this is another. Read `summary` instead.")
+            raise InputError("`areas` is only available for perturbation studies. Read `summary` instead.")
         if not conditions:
             raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
         chosen = conditions[next(iter(conditions)) if condition is None else condition]
@@ -224,13 +224,7 @@ class Run:
             # A link fails if the name is taken: of several processes that start at once exactly one writes it.
             os.link(temporary, self.folder / "config.json")
         except FileExistsError:
-            there = self.config
-            said = [one for part, here in document.items() for one in differences(part, there[part], here)]
-            if said:
-                raise InputError(
-                    f"The run in {str(self.folder)!r} was started with other settings, and results must not mix: "
-                    f"{'; '.join(said)}. Choose another folder, or the settings of its config.json to continue it."
-                ) from None
+            refuse_other_settings(self.folder / "config.json", self.config, document)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -362,6 +356,25 @@ def read_run_file(path: Path, fields: Mapping[str, type], advice: str) -> dict[s
         got = f"{document[wrong]!r:.60}" if wrong in document else "nothing"
         raise InputError(f"Expected `{wrong}` in {str(path)!r}; got {got}. {advice}")
     return document
+
+
+def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """A run may be continued if all that its results depend on is the same: settings, study, versions.
+
+    Args:
+        config: The file that holds what the run was started with.
+        there: What it holds, by part.
+        here: What is given now; only these parts are compared.
+
+    Raises:
+        InputError: something differs; says what, and what to do.
+    """
+    said = [one for part, value in here.items() for one in differences(part, there[part], value)]
+    if said:
+        raise InputError(
+            f"The run in {str(config.parent)!r} was started with other settings, and results must not mix: "
+            f"{'; '.join(said)}. Choose another folder, or the settings of its {config.name} to continue it."
+        ) from None
 
 
 def differences(name: str, there: Any, here: Any) -> Iterator[str]:

@@ -36,7 +36,7 @@ _SCRIPTS = (
     "patches",
     "panels",
     "aside",
-    "words",
+    "group_words",
     "shade",
     "answer",
     "lens",

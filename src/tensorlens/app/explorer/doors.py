@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -23,10 +24,12 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tensorlens.app.explorer.limits import LOOPBACK, Limits
+from tensorlens.app.explorer.limits import Limits
 from tensorlens.strict_json import to_json
 
 COOKIE = "tensorlens_token"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+"""What this machine calls itself; on these addresses no token is needed."""
 _log = logging.getLogger("tensorlens.explorer")
 
 _POLICY = (
@@ -46,6 +49,13 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.A
 
 
 # Requests -------------------------------------------------------------------------------------------------------------
+
+
+def allowed_hosts(address: str) -> frozenset[str] | None:
+    """The names by which a server on an address may be called; None, for any name, if it serves on every address."""
+    if address in ("0.0.0.0", "::"):
+        return None
+    return LOOPBACK | {address.lower(), socket.gethostname().lower()}
 
 
 @dataclass(frozen=True, kw_only=True)

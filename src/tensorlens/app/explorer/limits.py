@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-"""What this machine calls itself; on these addresses no token is needed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -3,8 +3,8 @@
 from tensorlens.recording.rules import (
     activations,
     attention,
+    by_derivative,
     choices,
-    derivatives,
     linear,
     norms,
     products,
@@ -15,7 +15,7 @@ __all__ = [
     "activations",
     "attention",
     "choices",
-    "derivatives",
+    "by_derivative",
     "linear",
     "norms",
     "products",

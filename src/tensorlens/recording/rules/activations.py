@@ -70,7 +70,7 @@ def closed_form(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     return activate(tape(), name, args[0], lambda z: gains.CLOSED_FORMS[name](z, *args[1:], **options), phi)
 
 
-@family(" ".join(gains.ODD_ACTIVATIONS))
+@family(" ".join(gains.ZERO_AT_ZERO))
 def other(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) = 0, the gain as a quotient with its limit at zero; `threshold` may have another φ(0)."""
     phi, z = _value(function, name, args, kwargs), args[0]
@@ -82,7 +82,7 @@ def other(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     return activate(tape(), name, z, lambda v: gains.quotient(phi, v), phi)
 
 
-@family(" ".join(gains.FACTORS))
+@family(" ".join(gains.NONZERO_AT_ZERO))
 def factor(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) ≠ 0, in affine form."""
     z = args[0]

@@ -17,7 +17,7 @@ from tensorlens.recording.table import family, rule
 
 
 @family("softmax")
-def softmax(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention matrix A (Eq. 7), held or live."""
     run, weights = tape(), raw(function, *args, **kwargs)
     run.note_cast(weights, args[0])
@@ -45,7 +45,7 @@ def softmax(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @rule("scaled_dot_product_attention")
-def attention(
+def attention_rule(
     query: Any,
     key: Any,
     value: Any,
@@ -128,7 +128,7 @@ def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: di
     mask = given.get("attn_mask", given.get("attn_bias"))
     q, k, v = (given[key] for key in ("query", "key", "value"))
     is_grouped = q.shape[-3] != k.shape[-3]
-    mixed = attention(q, k, v, mask, 0.0, given.get("is_causal", False), given.get("scale"), is_grouped)
+    mixed = attention_rule(q, k, v, mask, 0.0, given.get("is_causal", False), given.get("scale"), is_grouped)
     return (mixed, *[None] * (len(function._schema.returns) - 1))
 
 

@@ -106,7 +106,7 @@ def choose(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @family("sort topk kthvalue max min median mode cummax cummin")
-def select(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def select_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values gathered at the recorded places."""
     run = tape()
     rest = (*args[1:], *kwargs.values())

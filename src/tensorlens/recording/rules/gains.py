@@ -86,7 +86,7 @@ CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {
 }
 """Gains by the name of the torch function."""
 
-ODD_ACTIVATIONS = words(
+ZERO_AT_ZERO = words(
     "tanh erf elu selu celu hardtanh relu6 softsign tanhshrink hardshrink softshrink threshold _threshold prelu rrelu "
     "atan asinh sinh sin expm1 log1p round trunc floor ceil tan asin atanh erfinv fake_quantize_per_tensor_affine "
     "fake_quantize_per_channel_affine"
@@ -94,7 +94,9 @@ ODD_ACTIVATIONS = words(
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 
 STEPS = words("round trunc floor ceil hardtanh relu6")
-"""Those of them that decisions are taken by (`x.round() == 1`): z times its gain may miss the value by a rounding."""
+"""Those whose exact value matters to comparisons (`x.round() == 1`): z times its gain may miss it by a rounding."""
 
-FACTORS = words("sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc")
+NONZERO_AT_ZERO = words(
+    "sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc"
+)
 """Torch functions with φ(0) ≠ 0, which `activations.activate_from` takes; in products they gate."""

@@ -113,7 +113,7 @@ COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32
 
 
 @family("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
-def cast(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cast_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In another type, or on another device. Whole numbers made of live ones are decisions."""
     x, run = args[0], tape()
     value = raw(function, *args, **kwargs)

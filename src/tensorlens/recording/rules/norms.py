@@ -11,7 +11,7 @@ from tensorlens.program.nodes import at_least_float32, words
 from tensorlens.recording.calculus import tangent
 from tensorlens.recording.live import Live, is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
-from tensorlens.recording.rules.derivatives import by_derivative
+from tensorlens.recording.rules.by_derivative import by_derivative
 from tensorlens.recording.table import family, rule
 
 

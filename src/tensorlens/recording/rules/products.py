@@ -12,7 +12,7 @@ from tensorlens.recording.calculus import is_same_tensor, product, scaled, tange
 from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
-from tensorlens.recording.rules.derivatives import product_by_kernel
+from tensorlens.recording.rules.by_derivative import product_by_kernel
 from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.table import family, rule
 from tensorlens.recording.tape import spec_of
@@ -355,7 +355,7 @@ def rounded_quotient(above: Any, below: Any, mode: str) -> Any:
 
 
 @family("linalg_solve_triangular linalg_solve solve_triangular _linalg_solve_ex")
-def solve(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def solve_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A⁻¹ b with A held."""
     run = tape()
     matrix, b = args[:2]

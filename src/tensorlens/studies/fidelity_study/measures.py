@@ -31,7 +31,7 @@ class Direction:
     Attributes:
         kind: ``"random"`` for a normal move of every token, ``"token"`` towards another token's embedding.
         name: For people.
-        unit: Of length one.
+        unit: The move, scaled to length one.
         natural_size: For ``"token"``: the length at which the token has become the other one, relative to the input.
     """
 
@@ -47,9 +47,9 @@ class Errors:
 
     Attributes:
         sizes: Length of ε relative to that of X.
-        tensor: Of T(X+ε) + B.
-        jacobian: Of F(X) + J·ε.
-        nothing: Of F(X): the change of the output itself.
+        tensor: The error of T(X+ε) + B.
+        jacobian: The error of F(X) + J·ε.
+        nothing: The error of F(X), which is the change of the output itself.
     """
 
     sizes: list[float]
@@ -73,7 +73,7 @@ def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[in
     Args:
         T: At an input given by token ids; for others there are none.
         n: How many.
-        seed: Of positions and tokens.
+        seed: Random seed for positions and tokens.
         special: Ids never put in or replaced.
     """
     recording = T.operator.recording

@@ -53,7 +53,7 @@ def block_ranges(n_blocks: int, kinds: Iterable[str] = KINDS, stride: int = 1) -
 
     Args:
         n_blocks: Number of blocks.
-        kinds: Of `KINDS`, or ``"pair"`` for every pair of borders.
+        kinds: Some of `KINDS`, or ``"pair"`` for every pair of borders.
         stride: Blocks from one border to the next; the ends are always borders.
     """
     borders = sorted({*range(0, n_blocks, stride), n_blocks})

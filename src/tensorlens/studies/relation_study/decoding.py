@@ -198,7 +198,7 @@ def tune_scale(anatomy: Anatomy, predictor: Predictor, answers: Sequence[int], g
 
     Args:
         anatomy: The model, to read predictions out.
-        predictor: Of one method.
+        predictor: The predictor of one method.
         answers: The model's own answer on each training prompt.
         grid: Scales to choose from.
     """

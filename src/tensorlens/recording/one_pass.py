@@ -16,10 +16,10 @@ from tensorlens.models.anatomy import Anatomy, never_ran, observe
 from tensorlens.models.runner import own_errors, running
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.module_paths import ModulePlaces
 from tensorlens.recording.recorder import OtherParts, Recorder, StartEarly
 from tensorlens.recording.recording import Recording
 from tensorlens.recording.tape import Tape
-from tensorlens.recording.walk import ModulePlaces
 
 
 def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, *, n_samples: int = 1) -> Recording:

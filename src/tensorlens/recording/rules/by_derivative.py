@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.program.derivatives import of_some
+from tensorlens.program.derivative_step import of_some
 from tensorlens.program.nodes import Slot, leaves, mapped
 from tensorlens.recording.calculus import differentiable, leaf
 from tensorlens.recording.live import is_live, raw, tape, value_of
@@ -94,7 +94,7 @@ def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | N
 
 
 @family("linalg_cross _trilinear")
-def bilinear(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bilinear_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A product that is linear in each of two factors, as a matrix product is: of two live ones the left is held."""
     run = tape()
     if not isinstance(function, torch._ops.OpOverload):

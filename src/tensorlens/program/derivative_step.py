@@ -35,7 +35,7 @@ def of_some(name: str, args: Any, places: Sequence[int], part: int | None) -> Ca
     """A kernel as a function of some of its arguments alone.
 
     Args:
-        name: Of the kernel.
+        name: The kernel's name.
         args: Its arguments, and named ones as pairs.
         places: Which of their leaves move, in order.
         part: Which of several results is meant; None for a kernel with one.
@@ -66,7 +66,7 @@ def derivative(
     Args:
         moved: The arguments that move.
         given: What the kernel gave; None in the linear part, and for a kernel that is linear in them.
-        name: Of the kernel.
+        name: The kernel's name.
         args: All its arguments at X, and named ones as pairs.
         places: Which of the leaves of these move.
         at: Those at X.
@@ -83,8 +83,8 @@ def derivative(
         found = torch.func.vjp(pull, torch.ones_like(value))[1](tangents)[0]
     except (RuntimeError, NotImplementedError) as error:
         raise NotLinearError(
-            f"Nothing can be pushed through `{name}`: torch has its derivative backwards alone. Ask for maps, rows or "
-            "T.T, which go backwards."
+            f"`T @ x` is unavailable: torch knows the derivative of `{name}` only backwards. Ask for maps, rows or "
+            "`T.T @ u`, which go backwards."
         ) from error
     return found if given is None else given + found
 

@@ -1,7 +1,7 @@
-"""Single blocks: run as they are, or recorded again, from any state.
+"""Calls of single blocks, kept so that a block can be run or recorded again on its own.
 
-A recording keeps how each block was called. So a block can be run once more at another state, for the laws that compare
-the program with the model, and recorded once more at its own, where an input is too long to keep what all blocks hold.
+- `BlockCall` runs a block at another state, for the laws of a certificate that compare the program with the model.
+- `KeptBlocks` drops the constants of blocks for which there is no room and records a block again when they are needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import is_live, raw
+from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces, straight
 from tensorlens.recording.tape import Tape, recording_on, spec_of
-from tensorlens.recording.walk import ModuleCalls, ModulePlaces, straight
 from tensorlens.tolerances import CERTIFICATE, TINY
 
 
@@ -41,8 +41,8 @@ class BlockCall:
         entry: Which of the tensors it takes is the state.
         place: Which of the tensors it gives is the state.
         layout: How the state that it takes is laid out.
-        is_closed: Whether nothing live enters it but the state, and the call can be repeated.
-        is_plain: Whether the call can be repeated: its arguments are tensors and plain values.
+        is_repeatable: Whether the call can be repeated: its arguments are tensors and plain values.
+        is_closed: Whether it is repeatable, and the state is the only live thing that enters it.
     """
 
     n: int
@@ -53,8 +53,8 @@ class BlockCall:
     entry: int
     place: int
     layout: AxisLayout
+    is_repeatable: bool
     is_closed: bool
-    is_plain: bool
 
     def like(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """The same call of another module."""
@@ -67,7 +67,7 @@ class BlockCall:
             return state_of(self.module(*args, **kwargs), self.place)
 
     def record(self, x: Tensor, rules: Rules) -> BlockProgram:
-        """The program of the block at a state, nothing of it dropped."""
+        """The program of the block at a state, with all its steps and constants."""
         places = ModulePlaces(self.module, self.path)
         run = Tape(rules, weights=places.weights.values())
         found = self._record(x, run, places)
@@ -120,8 +120,11 @@ class BlockProgram(NamedTuple):
 class _Kept:
     """One block of a recording.
 
-    `steps` are those that are left of it, `places` their numbers among all steps that it had, `held` the constants that
-    only they read, and `output` what the block gave; None if the constants are kept.
+    Attributes:
+        steps: Its steps, without the dead ones.
+        places: The number of each of them among all steps of the block, counted before the dead ones were dropped.
+        held: The places of the constants that only this block reads, weights left out.
+        output: The state that the block gave, if its constants were dropped; None if they are kept.
     """
 
     steps: list[Step]
@@ -131,10 +134,10 @@ class _Kept:
 
 
 class KeptBlocks:
-    """The blocks of a recording under way, and how much of what they hold is kept.
+    """The blocks of a recording in progress, and which of their constants are kept.
 
     Args:
-        weights: Those of the model, on whose device memory is asked for.
+        weights: The model's; their device is the one whose memory is shared out.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -160,15 +163,15 @@ class KeptBlocks:
             if run.constants[n] is not None and not run.is_weight_constant(n)
         ]
         self._budget -= sum(run.constants[n].nbytes for n in held)  # type: ignore[union-attr]
-        is_let_go = call.is_closed and (self._budget < 0 or self._has_other_weights)
-        output = raw(Tensor.clone, output) if is_let_go else None
+        is_dropped = call.is_closed and (self._budget < 0 or self._has_other_weights)
+        output = raw(Tensor.clone, output) if is_dropped else None
         self._blocks.append(_Kept(run.steps[self._since :], places, held, output))
-        if is_let_go:
+        if is_dropped:
             for n in held:
                 run.forget_constant(n)
 
-    def let_go(self, program: Program, constants: Constants, states: Sequence[Tensor], rules: Rules) -> None:
-        """Let blocks whose constants are gone be recorded again when a question needs them."""
+    def make_fetchable(self, constants: Constants, states: Sequence[Tensor], rules: Rules) -> None:
+        """Tell `constants` how to fetch those that were dropped: by recording their block again from its state."""
         gone = {n: kept.held for n, kept in enumerate(self._blocks) if kept.output is not None}
         if not gone:
             return
@@ -203,8 +206,9 @@ def _matched(kept: _Kept, program: Program, n_before: int) -> Mapping[int, Tenso
         pairs = [] if again is None else list(zip(leaves(step.args), leaves(again.args), strict=False))
         if again is None or again.operation != step.operation:
             raise InputError(
-                f"Block {step.block} took another way when it was recorded again: expected `{step.operation}` in "
-                f"`{step.module}`. The model has changed since; ask the lens for the input again."
+                f"Block {step.block} took different steps when it was recorded again: expected `{step.operation}` in "
+                f"`{step.module}`, got {'no step' if again is None else f'`{again.operation}` in `{again.module}`'}. "
+                "The model has changed since; ask the lens for the input again."
             )
         found |= {old.index: program.constants[new.index] for old, new in pairs if type(old) is Held}
     return {n: found[n] for n in kept.held}
