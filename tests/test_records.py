@@ -116,10 +116,18 @@ def comparison() -> tl.Comparison:
     return found
 
 
+def pair_map() -> tl.PairMap:
+    scores = torch.tensor([[0.5, -0.25, 0.0], [float("nan"), 0.1, 0.2]])
+    meta = {"model": "tiny", "pooling": "mean", "groups": "tokens", "a": "x", "b": "u v"}
+    labels = {"out_tokens": ("x", "bias"), "in_tokens": ("u", "v", "bias")}
+    return tl.PairMap(scores=scores, **labels, measure="cosine", value=0.55, n_against=1, meta=meta)
+
+
 KINDS: dict[str, Callable[[], Record]] = {
     "token map": token_map,
     "map of a picture": picture_map,
     "map of an answer": answer_map,
+    "pair map": pair_map,
     "components": lambda: tensor().components(target=5),
     "graph": lambda: tensor().graph(target=5, max_nodes=12),
     "inside": lambda: tensor().inside(target=5, max_nodes=8, n_whys=1),
@@ -133,7 +141,7 @@ KINDS: dict[str, Callable[[], Record]] = {
 FILES = [
     (kind, suffix)
     for kind, suffixes in {name: (".json",) for name in KINDS}.items()
-    for suffix in ((".json", ".safetensors") if kind in ("token map", "components") else suffixes)
+    for suffix in ((".json", ".safetensors") if kind in ("token map", "pair map", "components") else suffixes)
     if kind != "corpus tensor"
 ] + [("corpus tensor", ".safetensors")]
 

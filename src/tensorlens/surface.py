@@ -36,6 +36,9 @@ from tensorlens.operators.mean import MeanTensor as MeanTensor
 from tensorlens.operators.spectrum import Spectrum as Spectrum
 from tensorlens.operators.spectrum import spectral_norm as spectral_norm
 from tensorlens.operators.spectrum import spectrum as spectrum
+from tensorlens.pairs.pair_map import PairMap as PairMap
+from tensorlens.pairs.similarity import similarities as similarities
+from tensorlens.pairs.similarity import similarity as similarity
 from tensorlens.recommendations import Recommendation as Recommendation
 from tensorlens.recommendations import recommended as recommended
 from tensorlens.recording.conventions import Rules as Rules

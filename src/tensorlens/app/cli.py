@@ -30,6 +30,7 @@ from tensorlens.app.maps_command import maps
 from tensorlens.app.options import with_records
 from tensorlens.app.perturb_command import perturb
 from tensorlens.app.relations_command import relations_
+from tensorlens.app.similar_command import similar
 from tensorlens.errors import TensorLensError
 from tensorlens.studies.processes import tell_launcher
 
@@ -101,6 +102,7 @@ def _quietly(quiet: bool) -> Iterator[None]:
 _add("Explain", "explain", explain, "Why does the model say this? Begin here.")
 _add("Explain", "map", map_, "Which inputs made this output?")
 _add("Explain", "answer", answer_, "Which parts of the prompt made this answer?")
+_add("Explain", "similar", similar, "Which pairs of words make two texts similar?")
 _add("Explain", "explore", explore, "Ask in the browser, click by click.")
 _add("Inspect", "inside", inside, "Where in the model? Heads, flow and graph.")
 _add("Inspect", "check", check_, "Is the operator exact for this model?")

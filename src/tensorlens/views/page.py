@@ -1,4 +1,4 @@
-"""Maps, and the inside of a model, as HTML: a fragment for notebooks, or a page that opens from disk without a network.
+"""Maps, pair maps and the inside of a model as HTML: a fragment for notebooks, or a page that opens from disk offline.
 
 The component is plain JavaScript in `static/`. Data travels as JSON in a script tag that is never
 run, and reaches the screen as text only: no label can become markup. The page also forbids, by its
@@ -41,7 +41,8 @@ _SCRIPTS = (
     "answer",
     "lens",
 )
-_INSIDE_SCRIPTS = ("labels", "colours", "shade", "graph", "inside")
+_INSIDE_SCRIPTS = ("labels", "colours", "shade", "graph", "grid", "inside")
+_PAIRS_SCRIPTS = ("labels", "colours", "shade", "grid", "pairs")
 _EXACT_UP_TO = 512
 _FALLBACK_TOKENS = 12
 
@@ -83,6 +84,28 @@ def inside_page(data: dict[str, Any], title: str) -> str:
     return document([place], title, isolated(inside_component(), start))
 
 
+def pairs_page(data: dict[str, Any], title: str) -> str:
+    """A complete HTML document of a pair map, from what `PairMap.payload` gives."""
+    return document([_pairs_host(data, title)], title, isolated(pairs_component(), _PAIRS_START))
+
+
+def pairs_fragment(data: dict[str, Any], title: str) -> str:
+    """The same for a notebook cell; where scripts do not run, the question and the strongest pairs are text."""
+    return f"{_pairs_host(data, title)}\n<script>{isolated(pairs_component(), _PAIRS_START)}</script>"
+
+
+_PAIRS_START = "mountPairs(document.currentScript?.getRootNode() ?? document);"
+
+
+def _pairs_host(data: dict[str, Any], title: str) -> str:
+    cells, rows, columns = data["cells"], data["rows"], data["columns"]
+    lines = [f"<strong>{as_text(title)}</strong>"]
+    for i, j in data["top"]:
+        score = "no value" if cells[i][j] is None else f"{cells[i][j]:+.3g}"
+        lines.append(f"{as_text(shorten(rows[i], 24)).strip()} × {as_text(shorten(columns[j], 24)).strip()} {score}")
+    return host("pairs", f"<p>{'<br>'.join(lines)}</p>", data)
+
+
 @cache
 def component() -> str:
     """The component's JavaScript: defines `mount(host, data)` and `mountWaiting(root)` in the scope it is put into."""
@@ -93,6 +116,12 @@ def component() -> str:
 def inside_component() -> str:
     """The JavaScript: defines `Inside` and `mountInside(host)` in the scope it is put into."""
     return _script(_INSIDE_SCRIPTS, STYLE="component.css", INSIDE_STYLE="inside.css")
+
+
+@cache
+def pairs_component() -> str:
+    """The JavaScript of pair maps: defines `mountPairs(root)` in the scope it is put into."""
+    return _script(_PAIRS_SCRIPTS, STYLE="component.css", PAIRS_STYLE="pairs.css")
 
 
 def _script(names: Sequence[str], **styles: str) -> str:

@@ -20,7 +20,7 @@ function mount(host, data, source = data) {
 
 // A notebook may show one map twice and run the script once for each, so every waiting host is taken.
 function mountWaiting(root) {
-  for (const host of root.querySelectorAll("[data-tensorlens]:not([data-ready])")) {
+  for (const host of root.querySelectorAll("[data-tensorlens=map]:not([data-ready])")) {
     const source = host.querySelector('script[type="application/json"]');
     if (!source) continue;
     performance.mark("tensorlens:start");

@@ -1,0 +1,1 @@
+"""Two inputs: the similarity of their vectors as a sum over pairs of tokens."""

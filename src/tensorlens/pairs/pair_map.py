@@ -1,0 +1,154 @@
+"""`PairMap`: how much each pair of tokens, one of each input, carries of the similarity of the two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tensorlens.errors import InputError, check_whole
+from tensorlens.records import Index, Record, Writer
+from tensorlens.views.labels import shorten, visible
+from tensorlens.views.printing import heading, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Measure = Literal["cosine", "dot"]
+
+BIAS = "bias"
+"""The label of the last row and the last column: what no token carries."""
+
+
+class Pair(NamedTuple):
+    """One pair of tokens and what it carries."""
+
+    row: int
+    column: int
+    a: str
+    b: str
+    score: float
+
+
+class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
+    r"""A similarity as a sum over pairs: row i is a token of a, column j one of b, and all entries sum to `value`.
+
+    $M_{ij} = ⟨y_{a,i}, y_{b,j}⟩ / (‖y_a‖ ‖y_b‖)$, where $y_{a,i}$ is what token i of a contributes to the vector of a,
+    through the whole model and its pooling. The last row and the last column are the biases.
+
+    With `against`, the columns are those of b, then those of c with the sign turned, then one of both biases; all
+    entries sum to the similarity of a and b less that of a and c.
+
+    Attributes:
+        scores: (tokens of a + 1, tokens of b + 1), biases last.
+        out_tokens: A label for each row, ``bias`` last.
+        in_tokens: A label for each column, ``bias`` last.
+        measure: ``"cosine"`` with the norms held, or ``"dot"``.
+        value: The similarity that the model gives, or the difference of two.
+        n_against: How many of the columns are tokens of c; they stand before the bias.
+        meta: `model`, `pooling`, `groups`, `rules`, and the texts as `a`, `b` and `against`.
+    """
+
+    scores: Tensor
+    out_tokens: tuple[str, ...]
+    in_tokens: tuple[str, ...]
+    measure: Measure
+    value: float
+    n_against: Index = 0
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    loadable: ClassVar[tuple[str, ...]] = (".json", ".safetensors")
+
+    def __post_init__(self) -> None:
+        """Check the labels against the scores."""
+        super().__post_init__()
+        expected = (len(self.out_tokens), len(self.in_tokens))
+        if tuple(self.scores.shape) != expected or not self.scores.is_floating_point():
+            raise InputError(
+                f"Expected scores of shape {expected} to match the labels; got {tuple(self.scores.shape)} of "
+                f"{self.scores.dtype}."
+            )
+        if min(expected) < 2 or self.out_tokens[-1] != BIAS or self.in_tokens[-1] != BIAS:
+            raise InputError(f"Expected at least one token and then {BIAS!r} in rows and columns; got other labels.")
+        if self.n_against > expected[1] - 1:
+            raise InputError(f"Expected at most {expected[1] - 1} columns of the third text; got {self.n_against}.")
+
+    def __repr__(self) -> str:
+        """One line: what sums to what."""
+        rows, columns = self.scores.shape
+        return f"PairMap({self._said_value}: {rows - 1} × {columns - 1} tokens and biases)"
+
+    @property
+    def question(self) -> str:
+        """The question that the map answers, with its number."""
+        if self.n_against:
+            return f"Why is the second text closer to the first than the third is ({self._said_value})?"
+        return f"Why are these two texts similar ({self._said_value})?"
+
+    @property
+    def _said_value(self) -> str:
+        name = "cosine" if self.measure == "cosine" else "dot product"
+        name = "MaxSim" if self.meta.get("pooling") == "late" else name
+        return f"{name}{' difference' if self.n_against else ''} {self.value:.4g}"
+
+    @property
+    def bias(self) -> float:
+        """What the pairs with a bias carry together: the last row and the last column."""
+        return float(self.scores.double().sum() - self.scores[:-1, :-1].double().sum())
+
+    def top(self, k: int = 10) -> list[Pair]:
+        """The `k` pairs of tokens that carry most, by size; pairs with a bias are left out, and NaN comes last."""
+        k = check_whole(k, "k", 1)
+        scores = self.scores[:-1, :-1]
+        strength = scores.abs().nan_to_num(nan=-1.0, posinf=torch.inf).flatten()
+        places = [divmod(n, scores.shape[1]) for n in strength.argsort(descending=True, stable=True)[:k].tolist()]
+        return [Pair(i, j, self.out_tokens[i], self.in_tokens[j], float(scores[i, j])) for i, j in places]
+
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(self.question)
+        rows = [(f"{one.score:+.4f}", shorten(one.a.strip(), 40), shorten(self._named(one), 40)) for one in self.top(k)]
+        yield table(("score", "first text", "second text"), rows, numbers=(0,))
+        yield table(("", ""), self._caption())
+
+    def _named(self, one: Pair) -> str:
+        is_third = one.column >= self.scores.shape[1] - 1 - self.n_against and self.n_against
+        return f"{one.b.strip()}{' (third text)' if is_third else ''}"
+
+    def _caption(self) -> list[tuple[str, str]]:
+        tokens = float(self.scores[:-1, :-1].double().sum())
+        total = f"{tokens:+.4f} by pairs of tokens, {self.bias:+.4f} by pairs with a bias"
+        known = (("Model", "model"), ("Other model", "other"), ("Pooling", "pooling"), ("Groups", "groups"))
+        said = [(name, str(self.meta[key])[:200]) for name, key in known if isinstance(self.meta.get(key), str)]
+        return [("Sum", f"{self.value:+.4f} = {total}"), *said]
+
+    def _repr_html_(self) -> str:
+        from tensorlens.views.page import pairs_fragment
+
+        return pairs_fragment(self.payload(), self.question)
+
+    def _writers(self) -> Mapping[str, Writer]:
+        def page(path: Path) -> None:
+            from tensorlens.views.page import pairs_page
+
+            path.write_text(pairs_page(self.payload(), self.question), encoding="utf-8")
+
+        return {".html": page, **super()._writers()}
+
+    def payload(self) -> dict[str, Any]:
+        """What the page takes, as plain values; a number that is not finite is null."""
+        cells = [[one if math.isfinite(one) else None for one in row] for row in self.scores.tolist()]
+        return {
+            "title": self.question,
+            "value": self.value if math.isfinite(self.value) else None,
+            "rows": list(self.out_tokens),
+            "columns": list(self.in_tokens),
+            "nAgainst": self.n_against,
+            "cells": cells,
+            "top": [[one.row, one.column] for one in self.top(8)],
+            "caption": [[name, visible(value)] for name, value in self._caption()],
+        }

@@ -1,0 +1,221 @@
+r"""From the states of all tokens to the vector of a text, linear with its choices held.
+
+$y = P X^N$ with $y_c = Σ_t W_{tc} X^N_{tc}$: weights over tokens, the same in each channel except for ``max``, where
+each channel has the token that it chose. What follows (a dense layer) is linear with its gain held.
+
+| pooling | W |
+|---|---|
+| ``mean`` | 1 / n on the tokens that are not masked |
+| ``cls``, ``last`` | 1 on the first, or on the last of them |
+| ``max`` | 1 on the token that is largest in a channel |
+| ``late`` | none: every token keeps its vector, and each of a meets the token of b that is nearest to it |
+
+The model's own pooling is, in this order: what sentence-transformers has in ``modules.json`` beside the weights; the
+last module after the blocks that gives one vector (a pooler, a projection, an attention pooling), as it was recorded;
+the last token of a causal model; the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tensorlens.errors import InputError
+from tensorlens.models.forward_signature import is_causal
+from tensorlens.recording.recording import Recording
+from tensorlens.strict_json import from_json
+
+POOLINGS = ("mean", "cls", "last", "max", "late")
+"""What users may ask for by name."""
+
+MODES = {
+    "mean": "mean",
+    "cls": "cls",
+    "max": "max",
+    "lasttoken": "last",
+    "mean_sqrt_len_tokens": "mean_sqrt",
+    "weightedmean": "weighted_mean",
+}
+"""Pooling modes of sentence-transformers, and what they are called here."""
+
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""The same by the settings of its files before version 6."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A dense layer after the pooling: $f(W y + b)$, with the gain $f(z)/z$ held."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: nn.Module
+
+    def __call__(self, parts: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """Parts (group + 1, place, channel), bias last, and the whole (place, channel), one layer further."""
+        weight = self.weight.to(parts)
+        z, parts = whole @ weight.T, parts @ weight.T
+        if self.bias is not None:
+            z = z + self.bias.to(z)
+            parts[-1] += self.bias.to(z)
+        given = self.activation(z)
+        gain = torch.where(z == 0, 0.0, given / torch.where(z == 0, 1.0, z))
+        parts = parts * gain
+        parts[-1] += given - gain * z  # where z is zero
+        return parts, given
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the states of tokens become one vector.
+
+    Attributes:
+        kind: How tokens are weighted; ``module`` where a module of the model does it.
+        name: What a map calls it.
+        slot: For ``module``, the slot of the vector in the program.
+        projections: Dense layers after it.
+        normalised: Whether the vector is divided by its norm.
+    """
+
+    kind: str
+    name: str
+    slot: int | None = None
+    projections: tuple[Projection, ...] = ()
+    normalised: bool = False
+
+    def weights(self, states: Tensor, mask: Tensor) -> Tensor:
+        """W (token, channel), at the states (token, channel) and the mask (token,) of one input."""
+        seen = mask.to(states)[:, None].expand_as(states)
+        places = mask.nonzero()[:, 0]
+        if self.kind == "mean":
+            return seen / len(places)
+        if self.kind == "mean_sqrt":
+            return seen / len(places) ** 0.5
+        if self.kind == "weighted_mean":
+            ranks = seen.cumsum(0) * seen
+            return ranks / ranks.sum(0)
+        if self.kind == "max":
+            chosen = states.masked_fill(seen == 0, -torch.inf).argmax(0)
+            return torch.zeros_like(states).scatter_(0, chosen[None], 1.0)
+        weights = torch.zeros_like(states)
+        weights[places[0] if self.kind == "cls" else places[-1]] = 1.0
+        return weights
+
+
+def find_pooling(name: str | None, model: nn.Module, recording: Recording, modules: list[Any] | None) -> Pooling:
+    """The pooling that was asked for, or the model's own.
+
+    Args:
+        name: One of `POOLINGS`, or None for the model's own.
+        model: The model.
+        recording: Its pass.
+        modules: Those of a `SentenceTransformer`; looked for beside the weights if None.
+    """
+    if name is not None:
+        if name not in POOLINGS:
+            raise InputError(
+                f"`pooling` must be one of {', '.join(POOLINGS)}, or None for the model's own; got {name!r}."
+            )
+        return Pooling(name, name)
+    modules = _beside(model) if modules is None else modules
+    if modules:
+        return _of_modules(modules)
+    found = _of_module(recording)
+    if found is not None:
+        return found
+    return Pooling("last", "last") if is_causal(model) else Pooling("mean", "mean")
+
+
+def _of_module(recording: Recording) -> Pooling | None:
+    """The last module after the blocks that gives one vector; the logits of a classifier are none."""
+    if len(recording.slots[0]) > 1:  # an encoder and a decoder
+        return None
+    end, specs = max(recording.slots[-1]), recording.program.specs
+    for module in reversed(recording.modules):
+        if module.slot is None or module.slot <= end or recording.pools and module.slot == recording.readout_slot:
+            continue
+        shape = tuple(specs[module.slot].shape)
+        if len(shape) == 2 and shape[0] == 1:
+            return Pooling("module", f"module {module.path}", slot=module.slot)
+    return None
+
+
+# sentence-transformers -----------------------------------------------------------------------------------------------
+
+
+Module = tuple[str, Mapping[str, Any], Mapping[str, Tensor]]
+"""Kind, settings and weights of one module."""
+
+
+def modules_of(encoder: Any) -> list[Module]:
+    """The modules of a `SentenceTransformer` after its Transformer."""
+    return [(type(one).__name__, one.get_config_dict(), one.state_dict()) for one in list(encoder)[1:]]
+
+
+def _beside(model: nn.Module) -> list[Module]:
+    """The same from ``modules.json`` in the folder that the model was loaded from; none where there is no such file."""
+    folder = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or "."))
+    if str(folder) == "." or not (folder / "modules.json").is_file():
+        return []
+    found = []
+    for row in from_json((folder / "modules.json").read_text("utf-8"))[1:]:
+        place = folder / row["path"]
+        settings = place / "config.json"
+        config = from_json(settings.read_text("utf-8")) if settings.is_file() else {}
+        packed, pickled = place / "model.safetensors", place / "pytorch_model.bin"
+        weights = load_file(packed) if packed.is_file() else {}
+        if pickled.is_file() and not weights:
+            weights = torch.load(pickled, map_location="cpu", weights_only=True)
+        found.append((row["type"].rsplit(".", 1)[-1], config, weights))
+    return found
+
+
+def _of_modules(modules: list[Module]) -> Pooling:
+    kind, projections, normalised = None, list[Projection](), False
+    for name, config, weights in modules:
+        if name == "Pooling" and kind is None:
+            kind = _mode(config)
+        elif name == "Dense" and kind is not None and "linear.weight" in weights:
+            projections.append(Projection(weights["linear.weight"], weights.get("linear.bias"), _activation(config)))
+        elif name == "Normalize":
+            normalised = True
+        elif name != "Dropout":
+            raise InputError(
+                f"The encoder has a module {name}, which is not a pooling, a dense layer or a normalisation. Name a "
+                f"`pooling`: {', '.join(POOLINGS)}."
+            )
+    if kind is None:
+        raise InputError(f"The encoder's modules have no pooling. Name one: {', '.join(POOLINGS)}.")
+    names = [kind, *("dense" for _ in projections), *(["normalise"] if normalised else [])]
+    return Pooling(kind, " + ".join(names), projections=tuple(projections), normalised=normalised)
+
+
+def _mode(config: Mapping[str, Any]) -> str:
+    given = config.get("pooling_mode") or [name for key, name in _OLD_MODES.items() if config.get(key)]
+    names = [given] if isinstance(given, str) else list(given)
+    if len(names) != 1 or names[0] not in MODES:
+        raise InputError(
+            f"The encoder pools by {' and '.join(map(str, names)) or 'nothing'}; expected one of {', '.join(MODES)}. "
+            f"Name a `pooling`: {', '.join(POOLINGS)}."
+        )
+    return MODES[names[0]]
+
+
+def _activation(config: Mapping[str, Any]) -> nn.Module:
+    path = str(config.get("activation_function") or "torch.nn.Tanh")
+    kind = getattr(nn, path.rsplit(".", 1)[-1], None) if path.startswith("torch.") else None
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise InputError(f"The encoder's dense layer has the activation {path!r}; expected one of torch.nn.")
+    return kind()

@@ -1,0 +1,391 @@
+"""Pair maps: they sum to the similarity that the model itself gives, and are what one push per token gives."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from PIL import Image
+from playwright.sync_api import expect
+from safetensors.torch import save_file
+from tiny_study import lens_on
+from torch import nn
+from typer.testing import CliRunner
+from zoo import TEXT, VISION, build, randomise
+
+import tensorlens as tl
+from tensorlens.app import cli
+from tensorlens.pairs import similarity as similarity_code
+
+A, B = [3, 9, 14, 22, 31, 8], [7, 9, 40, 12]
+POOLINGS = ("mean", "cls", "last", "max", "late")
+SENTENCES = [
+    ("A man is playing a guitar.", "Someone plays an instrument."),
+    ("How do I reset my password?", "Open settings. Choose a new password."),
+    ("The cat sat on the mat.", "Stock prices fell sharply on Monday."),
+    ("It rains.", "Unbelievably heavy precipitation was forecast by meteorologists!"),
+]
+
+
+def total(found: tl.PairMap) -> float:
+    return float(found.scores.double().sum())
+
+
+@cache
+def minilm() -> tl.Lens:
+    return tl.load("minilm")
+
+
+# Sums ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", SENTENCES, ids=lambda pair: pair[0][:12])
+@pytest.mark.parametrize("groups", [None, "words", "sentences"])
+def test_real_weights_sum_to_the_cosine(pair: tuple[str, str], groups: str | None) -> None:
+    lens = minilm()
+    vectors = []
+    for text in pair:  # as sentence-transformers does it
+        states = lens.model(**lens.processor(text, return_tensors="pt")).last_hidden_state[0].double()
+        vectors.append(states.mean(0))
+    truth = float(torch.cosine_similarity(*vectors, dim=0))
+    found = tl.similarity(lens, *pair, groups=groups)
+    assert found.meta["pooling"] == "mean + normalise"
+    assert found.value == pytest.approx(truth, abs=1e-6)
+    assert abs(total(found) - found.value) < 1e-6
+    for pooling in POOLINGS:
+        found = tl.similarity(lens, *pair, pooling=pooling, groups=groups)
+        assert abs(total(found) - found.value) < 1e-6 * max(1.0, abs(found.value)), pooling
+
+
+def test_a_shared_meaning_comes_first() -> None:
+    found = tl.similarity(minilm(), *SENTENCES[0], groups="words")
+    assert [(one.a, one.b) for one in found.top(2)] == [("guitar", "instrument"), ("playing", "plays")]
+
+
+def by_hand(lens: tl.Lens, ids: list[int], pool: Any) -> np.ndarray:
+    """(token + 1, channel): one push per token, pooled; the bias last."""
+    T = lens(ids)
+    alone = [T.input * (torch.arange(len(ids)) == i)[:, None] for i in range(len(ids))]
+    return np.stack([pool(T.apply(x)).numpy() for x in alone] + [pool(T.bias).numpy()])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("measure", ["cosine", "dot"])
+def test_one_push_per_token_gives_the_same(name: str, pooling: str, measure: Any) -> None:
+    lens, parts, wholes = tl.Lens(build(name)), [], []
+    for ids in (A, B):
+        output = lens(ids).output
+        choice = output.argmax(0)
+        pool = {
+            "mean": lambda x: x.mean(0),
+            "cls": lambda x: x[0],
+            "last": lambda x: x[-1],
+            "max": lambda x, choice=choice: x[choice, torch.arange(x.shape[1])],
+        }[pooling]
+        parts.append(by_hand(lens, ids, pool))
+        wholes.append(pool(output).numpy())
+    norms = np.prod([np.linalg.norm(one) for one in wholes]) if measure == "cosine" else 1.0
+    found = tl.similarity(lens, A, B, pooling=pooling, measure=measure)
+    np.testing.assert_allclose(found.scores.numpy(), np.einsum("ic,jc->ij", *parts) / norms, rtol=0, atol=1e-12)
+    assert found.value == pytest.approx(float(wholes[0] @ wholes[1] / norms), abs=1e-12)
+    assert total(found) == pytest.approx(found.value, abs=1e-6 if name == "llama" else 1e-12)  # llama casts to float32
+
+
+def test_late_interaction_by_hand() -> None:
+    lens = tl.Lens(build("bert"))
+    a, b = (lens(ids).output for ids in (A, B))
+    a, b = a / a.norm(dim=1, keepdim=True), b / b.norm(dim=1, keepdim=True)
+    best = (a @ b.T).max(1)
+    rows = [by_hand(lens, ids, lambda x: x) for ids in (A, B)]
+    first = rows[0] / lens(A).output.norm(dim=1, keepdim=True).numpy()
+    second = (rows[1] / lens(B).output.norm(dim=1, keepdim=True).numpy())[:, best.indices]
+    found = tl.similarity(lens, A, B, pooling="late")
+    np.testing.assert_allclose(found.scores.numpy(), np.einsum("ikc,jkc->ij", first, second), rtol=0, atol=1e-12)
+    assert total(found) == pytest.approx(float(best.values.sum()), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_pulls_give_what_pushes_give(name: str) -> None:
+    lens = tl.Lens(build(name))
+    long = [3 + k % 50 for k in range(30)]  # more tokens than channels
+    T = lens(long)
+    taken = similarity_code._Taken(T, similarity_code.Pooling("max", "max"), torch.ones(30, dtype=torch.bool))
+    members = torch.eye(30, dtype=torch.bool)
+    pushed, pulled = taken._pushed(members), taken._pulled(members)
+    assert (pushed - pulled).abs().max() < 1e-12 and pushed.abs().max() > 0.01
+    assert torch.equal(taken.parts(members)[:-1], pulled)
+    two = torch.stack([torch.arange(30) < 9, torch.arange(30) >= 9])
+    assert (taken.parts(two)[:-1] - torch.stack([pushed[:9].sum(0), pushed[9:].sum(0)])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("pooling", [None, "mean", "cls", "last", "max"])
+def test_the_other_way_round_is_the_transpose(pooling: str | None) -> None:
+    lens = tl.Lens(build("bert"))
+    there, back = tl.similarity(lens, A, B, pooling=pooling), tl.similarity(lens, B, A, pooling=pooling)
+    assert (there.scores - back.scores.T).abs().max() < 1e-12
+    assert there.out_tokens == back.in_tokens and there.in_tokens == back.out_tokens
+
+
+def test_groups_sum_rows_and_columns() -> None:
+    lens = lens_on()
+    tokens = tl.similarity(lens, "the cat sat on a mat", "red birds fly over the mat")
+    named = tl.similarity(lens, "the cat sat on a mat", "red birds fly over the mat", groups=["cat sat", "red birds"])
+    assert named.out_tokens == ("cat sat", "rest", "bias") and named.in_tokens == ("red birds", "rest", "bias")
+    assert float(named.scores[0, 0]) == pytest.approx(float(tokens.scores[2:4, 1:3].sum()), abs=1e-5)
+    assert total(named) == pytest.approx(tokens.value, abs=1e-5)
+
+
+def test_a_mask_leaves_outputs_out_of_the_mean() -> None:
+    lens = tl.Lens(build("bert"))
+    padded = {"input_ids": torch.tensor([[*B, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
+    plain, masked = tl.similarity(lens, A, B, pooling="mean"), tl.similarity(lens, A, padded, pooling="mean")
+    assert masked.value == pytest.approx(plain.value, abs=1e-9)
+
+
+def test_against_a_third_text() -> None:
+    lens, third = tl.Lens(build("bert")), [5, 6, 30]
+    near, far = tl.similarity(lens, A, B), tl.similarity(lens, A, third)
+    found = tl.similarity(lens, A, B, against=third)
+    assert found.n_against == 3 and found.scores.shape == (7, 8)
+    assert torch.equal(found.scores[:, :4], near.scores[:, :4]) and torch.equal(
+        found.scores[:, 4:7], -far.scores[:, :3]
+    )
+    assert total(found) == pytest.approx(near.value - far.value, abs=1e-12)
+    assert found.value == pytest.approx(near.value - far.value, abs=1e-12)
+
+
+def test_many_passages_record_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens, seen = tl.Lens(build("bert")), []
+    look = lens.specimen.look
+    monkeypatch.setattr(lens.specimen, "look", lambda prepared: seen.append(1) or look(prepared))
+    found = tl.similarities(lens, A, [B, A, [5, 6]])
+    assert len(seen) == 4
+    assert torch.equal(found[0].scores, tl.similarity(lens, A, B).scores)
+    assert found[1].value == pytest.approx(1.0)
+
+
+# Poolings of the model's own -----------------------------------------------------------------------------------------
+
+
+def tower(kind: str) -> Any:
+    text = {**TEXT, "num_hidden_layers": 2}
+    vision = {**VISION, "num_hidden_layers": 2}
+    made = {
+        "clip text": lambda: hf.CLIPTextModelWithProjection(hf.CLIPTextConfig(**text, projection_dim=12)),
+        "clip image": lambda: hf.CLIPVisionModelWithProjection(hf.CLIPVisionConfig(**vision, projection_dim=12)),
+        "siglip text": lambda: hf.SiglipTextModel(hf.SiglipTextConfig(**text, projection_size=16)),
+        "siglip image": lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**vision)),
+        "bert": lambda: hf.BertModel(hf.BertConfig(**text)),
+    }[kind]()
+    return randomise(made).double().eval()
+
+
+PICTURE = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "modules"),
+    [
+        ("clip text", "clip image", "module text_projection and module visual_projection"),
+        ("siglip text", "siglip image", "module head"),
+        ("bert", "bert", "module pooler"),
+    ],
+)
+def test_towers_end_in_their_own_projection(first: str, second: str, modules: str) -> None:
+    models, vectors = [tower(first), tower(second)], []
+    ids = [*A, 2]  # CLIP reads the token with the end's id
+    for model in models:
+        is_image = getattr(model, "main_input_name", "") == "pixel_values"
+        given = model(PICTURE[None]) if is_image else model(torch.tensor([ids]))
+        vectors.append(
+            next(given[key] for key in ("text_embeds", "image_embeds", "pooler_output") if key in given)[0].detach()
+        )
+    truth = float(torch.cosine_similarity(*vectors, dim=0))
+    other = PICTURE if "image" in second else ids
+    found = tl.similarity(tl.Lens(models[0]), ids, other, other=tl.Lens(models[1]))
+    assert found.meta["pooling"] == modules
+    assert found.value == pytest.approx(truth, abs=1e-9) and total(found) == pytest.approx(truth, abs=1e-9)
+    assert found.scores[:-1, :-1].abs().max() > 1e-3
+
+
+def encoder_folder(folder: Path, pooling: dict[str, Any], *, dense: bool = True) -> tl.Lens:
+    build("bert").save_pretrained(folder)
+    rows = [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+        *([("2_Dense", "Dense")] if dense else []),
+        ("3", "Normalize"),
+    ]
+    listed = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in rows]
+    (folder / "modules.json").write_text(json.dumps(listed), "utf-8")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling), "utf-8")
+    if dense:
+        (folder / "2_Dense").mkdir()
+        settings = {"activation_function": "torch.nn.modules.activation.Tanh"}
+        (folder / "2_Dense" / "config.json").write_text(json.dumps(settings), "utf-8")
+        save_file(dense_weights(), folder / "2_Dense" / "model.safetensors")
+    return tl.Lens(hf.BertModel.from_pretrained(folder, dtype=torch.float64))
+
+
+def dense_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(5, 16, generator=generator, dtype=torch.float64) / 4
+    return {"linear.weight": weight, "linear.bias": torch.tensor([0.1, -0.2, 0.3, 0.0, 0.5], dtype=torch.float64)}
+
+
+def dense_truth(lens: tl.Lens, pool: Any) -> float:
+    weight, bias = dense_weights().values()
+    vectors = [(weight @ pool(lens(ids).output) + bias).tanh() for ids in (A, B)]
+    return float(torch.cosine_similarity(*vectors, dim=0))
+
+
+@pytest.mark.parametrize(
+    ("config", "pool"),
+    [
+        ({"pooling_mode_mean_tokens": True}, lambda x: x.mean(0)),
+        ({"pooling_mode": "cls"}, lambda x: x[0]),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, lambda x: x[-1]),
+        ({"pooling_mode_max_tokens": True}, lambda x: x.amax(0)),
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, lambda x: x.sum(0) / len(x) ** 0.5),
+        (
+            {"pooling_mode": ["weightedmean"]},
+            lambda x: (x * torch.arange(1.0, len(x) + 1)[:, None]).sum(0) / sum(range(len(x) + 1)),
+        ),
+    ],
+)
+def test_modules_beside_the_weights(config: dict[str, Any], pool: Any, tmp_path: Path) -> None:
+    lens = encoder_folder(tmp_path, config)
+    found = tl.similarity(lens, A, B, measure="dot")  # normalised by the encoder itself
+    assert found.value == pytest.approx(dense_truth(lens, pool), abs=1e-9)
+    assert total(found) == pytest.approx(found.value, abs=1e-12)
+    assert found.meta["pooling"].endswith("+ dense + normalise")
+
+
+def test_a_sentence_transformer_is_taken_as_it_is() -> None:
+    class Module(nn.Module):
+        def __init__(self, config: dict[str, Any], weights: dict[str, Any]) -> None:
+            super().__init__()
+            self.config, self.weights = config, weights
+
+        def get_config_dict(self) -> dict[str, Any]:
+            return self.config
+
+        def state_dict(self, **_: Any) -> dict[str, Any]:  # type: ignore[override]
+            return self.weights
+
+    kinds = {name: type(name, (Module,), {}) for name in ("Transformer", "Pooling", "Dense")}
+    first = kinds["Transformer"]({}, {})
+    first.auto_model = build("bert")
+    dense = kinds["Dense"]({"activation_function": "torch.nn.Tanh"}, dense_weights())
+    encoder = nn.Sequential(first, kinds["Pooling"]({"pooling_mode": "mean"}, {}), dense)
+    found = tl.similarity(encoder, A, B)
+    assert found.value == pytest.approx(dense_truth(tl.Lens(first.auto_model), lambda x: x.mean(0)), abs=1e-9)
+    assert total(found) == pytest.approx(found.value, abs=1e-12)
+
+
+def test_a_causal_model_pools_at_its_last_token() -> None:
+    lens = tl.Lens(build("gpt2"))
+    found = tl.similarity(lens, A, B)
+    assert found.meta["pooling"] == "last" and torch.equal(
+        found.scores, tl.similarity(lens, A, B, pooling="last").scores
+    )
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
+    lens, zero = lens_on(), tl.Lens(build("bert"))
+    with torch.no_grad():
+        zero.model.pooler.dense.weight.zero_()
+        zero.model.pooler.dense.bias.zero_()
+    cases: list[tuple[str, Any]] = [
+        ("holds no words", lambda: tl.similarity(lens, "the cat", "  ")),
+        ("image", lambda: tl.similarity(lens, "the cat", Image.new("RGB", (8, 8)))),
+        ("`pooling` must be one of", lambda: tl.similarity(lens, "the cat", "a mat", pooling="sum")),
+        ("`measure` must be", lambda: tl.similarity(lens, "the cat", "a mat", measure="euclid")),  # type: ignore[arg-type]
+        ("must be a lens", lambda: tl.similarity(lens.model, "the cat", "a mat")),
+        ("one input on each side", lambda: tl.similarity(lens, "the cat", ["a", "mat"])),
+        ("`passages` must be a list", lambda: tl.similarities(lens, "the cat", "a mat")),
+        ("stands in none of the texts", lambda: tl.similarity(lens, "the cat", "a mat", groups=["dog"])),
+        ("has no cosine", lambda: tl.similarity(zero, A, B)),
+        ("same width", lambda: tl.similarity(lens, "the cat", A, other=tl.Lens(tower("clip text")), pooling=None)),
+        ("pools by cls and max", lambda: tl.similarity(encoder_folder(tmp_path, BOTH, dense=False), A, B)),
+    ]
+    for said, ask in cases:
+        with pytest.raises(tl.InputError, match=said) as caught:
+            ask()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 320
+
+
+BOTH = {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
+
+
+# Views ---------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_shown_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tl.similarity(minilm(), *SENTENCES[0], groups="words")
+    found.show(k=2)
+    said = capsys.readouterr().out
+    assert "Why are these two texts similar (cosine 0.6674)?" in said and "guitar" in said and "+0.2335" in said
+    for suffix in (".json", ".safetensors"):
+        back = tl.PairMap.load(found.save(tmp_path / f"pairs{suffix}"))
+        assert torch.equal(back.scores, found.scores) and back.meta == found.meta and back.value == found.value
+    assert 'data-tensorlens="pairs"' in found._repr_html_()
+    wrong: Any = SimpleNamespace(scores=torch.zeros(2, 2), labels=("a", "b"))
+    with pytest.raises(tl.InputError, match="bias"):
+        tl.PairMap(
+            scores=wrong.scores, out_tokens=wrong.labels, in_tokens=wrong.labels, measure="cosine", value=0.0, meta={}
+        )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = CliRunner()
+    given = ["similar", "minilm", *SENTENCES[0]]
+    shown = run.invoke(cli.app, [*given, "--out", str(tmp_path / "pairs.html"), "--pairs", "3"])
+    assert shown.exit_code == 0 and "Why are these two texts similar" in shown.stdout
+    assert "script-src 'sha256-" in (tmp_path / "pairs.html").read_text("utf-8")
+    content = json.loads(run.invoke(cli.app, [*given, "--json", "--against", "A cat."]).stdout)
+    assert content["n_against"] == 5 and len(content["top"]) == 10
+    for wrong in (["--pooling", "sum"], ["--groups", "x"], ["--measure", "x"], ["--out", "x.csv"]):
+        assert isinstance(run.invoke(cli.app, [*given, *wrong]).exception, tl.InputError)
+
+
+@pytest.mark.browser
+def test_the_page_lights_up_partners(browser: Any, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=window.hacked=1>"
+    found = tl.PairMap(
+        scores=torch.tensor([[0.5, -0.25, 0.0, 0.1], [0.0, 0.125, 0.0, 0.0], [0.1, 0.0, 0.0, 0.2]]),
+        out_tokens=("one", hostile, "bias"),
+        in_tokens=("uno", "dos", "tres", "bias"),
+        measure="cosine",
+        value=0.775,
+        n_against=1,
+    )
+    problems: list[str] = []
+    tab = browser.new_page()
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    tab.goto(found.save(tmp_path / "pairs.html").as_uri())
+    expect(tab.locator(".token")).to_have_count(5)
+    tab.locator(".token").nth(0).click()
+    tab.mouse.move(2, 2)
+    expect(tab.locator(".partners li").first).to_have_text("+0.500 one × uno")
+    colours = [tab.locator(".token").nth(k).evaluate("node => getComputedStyle(node).backgroundColor") for k in (2, 3)]
+    red, blue = ([int(part) for part in one.removeprefix("rgb(").removesuffix(")").split(",")] for one in colours)
+    assert red[0] > red[2] + 60 and blue[2] > blue[0] + 40
+    tab.locator(".token").nth(3).click()  # a token of the second text: its partners are in the first
+    expect(tab.locator(".partners li").first).to_have_text("−0.250 one × dos")
+    assert tab.evaluate("window.hacked") is None and not problems
+    tab.close()
