@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,9 +146,14 @@ def test_groups_sum_rows_and_columns() -> None:
 
 def test_a_mask_leaves_outputs_out_of_the_mean() -> None:
     lens = tl.Lens(build("bert"))
-    padded = {"input_ids": torch.tensor([[*B, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
-    plain, masked = tl.similarity(lens, A, B, pooling="mean"), tl.similarity(lens, A, padded, pooling="mean")
-    assert masked.value == pytest.approx(plain.value, abs=1e-9)
+    masked = {
+        "input_ids": torch.tensor([B]),
+        "attention_mask": torch.tensor([[1, 1, 0, 1]]),
+    }  # padding would be cut off
+    a, b = lens(A).output.mean(0), lens(masked).output[[0, 1, 3]].mean(0)
+    found = tl.similarity(lens, A, masked, pooling="mean")
+    assert found.value == pytest.approx(float(torch.cosine_similarity(a, b, dim=0)), abs=1e-12)
+    assert total(found) == pytest.approx(found.value, abs=1e-12)
 
 
 def test_against_a_third_text() -> None:
@@ -292,6 +298,13 @@ def test_a_sentence_transformer_is_taken_as_it_is() -> None:
     assert total(found) == pytest.approx(found.value, abs=1e-12)
 
 
+def test_the_vector_of_a_classifier_is_not_its_logits() -> None:
+    model = build("bert-classifier")
+    vectors = [model.bert(torch.tensor([ids])).pooler_output[0].detach() for ids in (A, B)]
+    found = tl.similarity(tl.Lens(model), A, B)
+    assert found.value == pytest.approx(float(torch.cosine_similarity(*vectors, dim=0)), abs=1e-9)
+
+
 def test_a_causal_model_pools_at_its_last_token() -> None:
     lens = tl.Lens(build("gpt2"))
     found = tl.similarity(lens, A, B)
@@ -389,3 +402,36 @@ def test_the_page_lights_up_partners(browser: Any, tmp_path: Path) -> None:
     expect(tab.locator(".partners li").first).to_have_text("−0.250 one × dos")
     assert tab.evaluate("window.hacked") is None and not problems
     tab.close()
+
+
+# A judge that knows the pair -----------------------------------------------------------------------------------------
+
+CONCEPTS = (
+    "guitar violin, dog puppy, doctor physician, car automobile, ocean sea, house cottage, money cash, bread toast, train railway, "
+    "king monarch, rain storm, book novel, teacher professor, coffee espresso, child toddler, ship boat, winter snow, "
+    "lawyer attorney, movie film, forest woods"
+)
+FIRST = (
+    "Near the {1} and the {2} we noticed a {0} yesterday.",
+    "My uncle sold his {0} together with a {1} and a {2}.",
+)
+SECOND = (
+    "They talked about the {0}, the {1} and the {2} for hours.",
+    "Nobody expected a {1}, a {2} or a {0} in that corner.",
+)
+BESIDE = "bottle ladder pencil carpet window basket candle hammer mirror button".split()  # noqa: SIM905
+BESIDE_OTHER = "tunnel blanket engine wallet helmet scissors garden ticket bucket shelf".split()  # noqa: SIM905
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("rules", "least"), [("paper", 0.9), ("attn_lrp", 0.9), ("jacobian", 0.0)])
+def test_the_shared_concept_is_the_first_pair(rules: str, least: float) -> None:
+    lens, draw, hits = minilm().with_rules(rules), random.Random(0), list[bool]()
+    for k, pair in enumerate(CONCEPTS.split(", ")):
+        for v in range(2):
+            a, b = pair.split()
+            first = FIRST[(k + v) % 2].format(a, *draw.sample(BESIDE, 2))
+            second = SECOND[v].format(b, *draw.sample(BESIDE_OTHER, 2))
+            best = tl.similarity(lens, first, second, groups="words").top(1)[0]
+            hits.append((best.a.strip(), best.b.strip()) == (a, b))
+    assert len(hits) == 40 and sum(hits) / 40 >= least
