@@ -130,7 +130,8 @@ class _Sides:
             raise InputError(f"`measure` must be cosine or dot; got {measure!r:.60}.")
         first = _as_lens(lens, "lens")
         self.encoders = (first, first if other is None else _as_lens(other, "other"))
-        self.pooling, self.groups, self.measure = pooling, groups, measure
+        self.pooling, self.groups = pooling, groups
+        self.measure: Measure = measure
         passages = groups if isinstance(groups, (list, tuple)) else ()
         self.not_found = {one for one in passages if isinstance(one, str)}
 
