@@ -18,7 +18,7 @@ import tensorlens as tl
 from tensorlens.app import cli, explain_command, printing
 from tensorlens.recommendations import QUESTIONS
 from tensorlens.recording.conventions import RULE_SETS
-from tensorlens.views.captions import after, badge, sum_lines, why
+from tensorlens.views.captions import after, badge, sum_lines, why_headline
 
 TEXT = "Red and blue. Big dogs bark"
 runner = CliRunner()
@@ -87,7 +87,7 @@ def test_the_headline_asks_why_with_the_models_own_probability(lens):
     first, second = T.predictions(2)
     e = lens.explain(TEXT)
     assert e.prediction == first
-    assert e.headline == why(first.name, first.probability, None, "after “… blue. Big dogs bark”")
+    assert e.headline == why_headline(first.name, first.probability, None, "after “… blue. Big dogs bark”")
     assert e.headline.startswith("Why “") and e.map.headline == e.headline == e.map.view().title
     contrast = lens.explain(TEXT, against=second.index)
     assert " rather than “" in contrast.headline
@@ -97,9 +97,9 @@ def test_the_headline_asks_why_with_the_models_own_probability(lens):
 
 
 def test_the_words_of_a_headline():
-    asked = why(" Paris", 0.7, " London", after("The Eiffel Tower is located in the city of"))
+    asked = why_headline(" Paris", 0.7, " London", after("The Eiffel Tower is located in the city of"))
     assert asked == "Why “ Paris” (70 %) rather than “ London” after “… in the city of”?"
-    assert why("cat", None, None, "") == "Why “cat”?"
+    assert why_headline("cat", None, None, "") == "Why “cat”?"
     assert after("one two") == "after “one two”"
 
 
@@ -165,7 +165,7 @@ def drowned(n: int = 5) -> tl.TokenMap:
 
 def test_a_sink_is_told_with_the_sum():
     said = drowned().view().sums[0]
-    assert said == "the tokens shown give 3.00 of 9.50, the logit; “Th”, an attention sink, 6.00 (63 %); the bias 0.50"
+    assert said == "the tokens shown give 3.00 of 9.50, the logit; “Th”, the first token, 6.00 (63 %); the bias 0.50"
     chosen = drowned().set_aside(1).view().sums[0]
     assert "“ese”, set aside, 1.00 (11 %)" in chosen and "sink" not in chosen
     assert "sink" not in drowned().set_aside().view().sums[0]
@@ -181,7 +181,7 @@ def test_a_sink_inside_a_word_is_counted_beside_it():
 
 def test_a_share_that_would_mislead_is_not_said():
     said = sum_lines(np.array([0.3]), np.array([0.0]), {"logit": [0.3]}, [("The", np.array([-2.6]))])
-    assert said == ("the tokens shown give 2.90 of 0.30, the logit; “The”, an attention sink, −2.60",)
+    assert said == ("the tokens shown give 2.90 of 0.30, the logit; “The”, the first token, −2.60",)
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
-from tensorlens.maps.targets import Asked, no_head, read_target
+from tensorlens.maps.targets import ReadTarget, no_head, read_target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.certificate import Certificate, plain_logits
 from tensorlens.recommendations import (
@@ -24,7 +24,7 @@ from tensorlens.recommendations import (
 )
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor, Prediction
-from tensorlens.views.captions import after, badge, predicted, why, within
+from tensorlens.views.captions import after, badge, predicted, why_headline, within
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ class Explanation:
         self._by_token = tokens
         self._asked = self._read(target, against)
 
-    def _read(self, target: str | int | None, against: str | int | None) -> Asked | None:
+    def _read(self, target: str | int | None, against: str | int | None) -> ReadTarget | None:
         """What is explained, on logits; None for a model without a head."""
         classes = self.tensor.context.classes
         if classes is None or not has_predictions(self.tensor):
@@ -109,7 +109,7 @@ class Explanation:
         """The question in one sentence: Why “ Paris” (70 %) rather than “ London” after “… in the city of”?"""
         if self._asked is None:
             return f"Why these outputs{self._where and f' {self._where}'}?"
-        return why(self._asked.target, self._probability, self._asked.against, self._where)
+        return why_headline(self._asked.target, self._probability, self._asked.against, self._where)
 
     @property
     def _probability(self) -> float | None:

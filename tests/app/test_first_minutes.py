@@ -118,7 +118,7 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path):
     )
     for answer, expected in zip(said[len(helps) - 1 :], (*MISTAKES.values(), *of_runs), strict=False):
         assert expected in answer
-    assert "no bundled model" in said[-8] and "'minilm'" in said[-7] and "it is empty" in said[-2]
+    assert "neither a bundled model" in said[-8] and "'minilm'" in said[-7] and "it is empty" in said[-2]
     for answer, expected in zip(said[-5:-2], ("no image at 'no.png'", "surrogate", "begins with b'<htm'"), strict=True):
         assert expected in answer
 

@@ -20,7 +20,7 @@ import typer
 from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check_
-from tensorlens.app.explain_command import explain
+from tensorlens.app.explain_command import explain_
 from tensorlens.app.explore_command import explore
 from tensorlens.app.fidelity_command import fidelity_
 from tensorlens.app.inside_command import inside
@@ -99,7 +99,7 @@ def _quietly(quiet: bool) -> Iterator[None]:
         yield
 
 
-_add("Explain", "explain", explain, "Why does the model say this? Begin here.")
+_add("Explain", "explain", explain_, "Why does the model say this? Begin here.")
 _add("Explain", "map", map_, "Which inputs made this output?")
 _add("Explain", "answer", answer_, "Which parts of the prompt made this answer?")
 _add("Explain", "similar", similar, "Which pairs of words make two texts similar?")

@@ -27,7 +27,7 @@ For = Annotated[str, typer.Option("--for", help=f"What to find: a {', '.join(QUE
 Tokens = Annotated[bool, typer.Option("--tokens", help="Keep tokens apart instead of whole words or sentences.")]
 
 
-def explain(
+def explain_(
     model: Model,
     text: Words = None,
     question: For = QUESTIONS[0],

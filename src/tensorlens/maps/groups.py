@@ -85,7 +85,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     return _assigned(_checked(groups, len(text), text), offsets, all_needed=True)
 
 
-def beside(groups: Sequence[Group], alone: Sequence[int], labels: Sequence[str]) -> tuple[Group, ...]:
+def with_beside(groups: Sequence[Group], alone: Sequence[int], labels: Sequence[str]) -> tuple[Group, ...]:
     """The groups without some tokens, each of which becomes a group of its own before them."""
     rest = [group._replace(tokens=tuple(j for j in group.tokens if j not in alone)) for group in groups]
     return (*(Group(labels[j], (j,)) for j in alone), *(group for group in rest if group.tokens))

@@ -141,7 +141,7 @@ class Classes:
         )
 
 
-class Asked(NamedTuple):
+class ReadTarget(NamedTuple):
     """What a person wrote as a target, read as weights on logits.
 
     Attributes:
@@ -157,7 +157,7 @@ class Asked(NamedTuple):
     note: str
 
 
-def read_target(classes: Classes, target: str | int, against: str | int | None, logits: Tensor) -> Asked:
+def read_target(classes: Classes, target: str | int, against: str | int | None, logits: Tensor) -> ReadTarget:
     """A target as people write it: its leading space may be missing, and it may have several tokens.
 
     “Rome” is “ Rome” where that is one token and likelier. Several tokens are the sum of their logits.
@@ -179,13 +179,13 @@ def read_target(classes: Classes, target: str | int, against: str | int | None, 
     if not weights:
         raise InputError(f"The two targets of a contrast must differ; both are {sides[0].target!r}.")
     note = " ".join(side.note for side in sides if side.note)
-    return Asked(weights, sides[0].target, sides[1].target if len(sides) > 1 else None, note)
+    return ReadTarget(weights, sides[0].target, sides[1].target if len(sides) > 1 else None, note)
 
 
-def _read_one(classes: Classes, target: str | int, logits: Tensor) -> Asked:
+def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget:
     if classes.tokenizer is None or not isinstance(target, str):
         index = classes.index(target)
-        return Asked({index: 1.0}, classes.name(index), None, "")
+        return ReadTarget({index: 1.0}, classes.name(index), None, "")
     spaced = _tokens(classes, f" {target}")
     try:
         index = classes.index(target)
@@ -198,10 +198,10 @@ def _read_one(classes: Classes, target: str | int, logits: Tensor) -> Asked:
     is_missing = not target[:1].isspace() and len(spaced) == 1 and spaced != written
     if is_missing and (len(written) != 1 or logits[spaced[0]] > logits[written[0]]):
         why = "one token and likelier" if len(written) == 1 else "one token"
-        return Asked({spaced[0]: 1.0}, f" {target}", None, f"“{target}” is taken as “ {target}”, which is {why}.")
+        return ReadTarget({spaced[0]: 1.0}, f" {target}", None, f"“{target}” is taken as “ {target}”, which is {why}.")
     weights = {index: float(written.count(index)) for index in written}
     note = f"“{target}” is {len(written)} tokens; their logits are added up." if len(written) > 1 else ""
-    return Asked(weights, target, None, note)
+    return ReadTarget(weights, target, None, note)
 
 
 def _tokens(classes: Classes, text: str) -> list[int]:

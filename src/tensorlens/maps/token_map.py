@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
-from tensorlens.maps.groups import Groups, beside, find_groups, find_words, group_sums, grouped_meta
+from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, grouped_meta, with_beside
 from tensorlens.maps.methods import METHODS
 from tensorlens.records import Record, Writer
 from tensorlens.views.answer_text import answer_text
@@ -179,7 +179,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         name = groups if isinstance(groups, str) else "by the user"
         aside = sink_columns(self.scores, self.meta)
         sinks = aside if sink_beside and "set_aside" not in self.meta else ()
-        found = beside(found, sinks, self.in_tokens)
+        found = with_beside(found, sinks, self.in_tokens)
         meta = grouped_meta(self.meta, found, name, aside)
         return replace(
             self,

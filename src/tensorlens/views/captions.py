@@ -63,7 +63,7 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
     known = meta.get("why")
     if isinstance(known, Mapping) and isinstance(known.get("target"), str):
         chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
-        return why(
+        return why_headline(
             known["target"],
             float(chance) if chance is not None and _is_number(chance) else None,
             against if isinstance(against, str) else None,
@@ -73,10 +73,10 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
     if n_out != 1 or not isinstance(target, str):
         return method
     first, _, second = target.partition(" − ")
-    return why(first, None, second or None, "")
+    return why_headline(first, None, second or None, "")
 
 
-def why(target: str, probability: float | None, against: str | None, where: str) -> str:
+def why_headline(target: str, probability: float | None, against: str | None, where: str) -> str:
     """The headline of an explanation: Why “ Paris” (70 %) rather than “ London” after “… in the city of”?
 
     Args:
@@ -182,7 +182,7 @@ def _sum_with_aside(
     total: float, bias: float, logit: float, what: str, meta: Mapping[str, Any], aside: Sequence[tuple[str, float]]
 ) -> str:
     """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
-    called = "set aside" if "set_aside" in meta else "an attention sink"
+    called = "set aside" if "set_aside" in meta else "the first token"
     grouped = meta.get("grouped", "tokens")
     shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
     line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
