@@ -408,8 +408,8 @@ def test_the_page_lights_up_partners(browser: Any, tmp_path: Path) -> None:
 
 CONCEPTS = (
     "guitar violin, dog puppy, doctor physician, car automobile, ocean sea, house cottage, money cash, bread toast, "
-    "train railway, king monarch, rain storm, book novel, teacher professor, coffee espresso, child toddler, ship boat, "
-    "winter snow, lawyer attorney, movie film, forest woods"
+    "train railway, king monarch, rain storm, book novel, teacher professor, coffee espresso, child toddler,"
+    " ship boat, winter snow, lawyer attorney, movie film, forest woods"
 )
 FIRST = (
     "Near the {1} and the {2} we noticed a {0} yesterday.",
