@@ -21,7 +21,9 @@ SOURCE = Path(tl.__file__).parent
 ON_THE_CPU = {
     "models/precision.py",  # the one place that asks the device
     "maps/token_map.py",  # scores of a finished map
-    "studies/judge_study.py",  # the same
+    "pairs/pair_map.py",  # the same
+    "pairs/similarity.py",  # after `.cpu()`
+    "studies/judge_study.py",  # scores of a finished map
 }
 """Files that call `.double()`."""
 

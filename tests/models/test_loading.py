@@ -165,7 +165,7 @@ def test_near_names_are_suggested_without_asking_the_hub(typo: str, near: str):
 def test_names_without_an_organisation_are_never_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: pytest.fail("asked"))
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(LoadError, match="no bundled model, and no folder here.*organisation/name"):
+    with pytest.raises(LoadError, match="neither a bundled model nor a folder here.*organisation/name"):
         load_pretrained("something-else-altogether")
 
 

@@ -41,7 +41,7 @@ def similar(
 ) -> None:
     """Why are these two texts similar? The pairs of words that the similarity rests on.
 
-    Example: tensorlens similar minilm "A man is playing a guitar." "Someone plays an instrument."
+    Example: tensorlens similar minilm "A man plays guitar." "She makes music."
     """
     reading.check(model)
     check_choice("groups", groups, GROUPS)
