@@ -52,7 +52,7 @@ NOT_DERIVED = "not derived from T"
 
 
 BIAS = "Bias share"
-BIAS_UNKNOWN = "not known to this method"
+BIAS_UNKNOWN = "not known for this method"
 
 
 def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: int) -> str:

@@ -120,18 +120,21 @@ export function blockRange(change) {
 
 function closeByEscapeOrOutside(node) {
   let open = null;
-  node.addEventListener("toggle", () => {
+  const summary = node.querySelector("summary");
+  // At the click, not at the toggle, which browsers report later: a key pressed in between would be lost.
+  summary.addEventListener("click", () => {
+    if (node.open) return;
     open?.abort();
-    if (!node.open) return;
     open = new AbortController();
     const { signal } = open;
     document.addEventListener("pointerdown", (event) => !event.composedPath().includes(node) && (node.open = false), { signal });
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       node.open = false;
-      node.querySelector("summary").focus();
+      summary.focus();
     }, { signal });
   });
+  node.addEventListener("toggle", () => node.open || open?.abort());
 }
 
 // Every head as a small square; a click leaves it out, a click on the block's number all of its heads.
