@@ -36,7 +36,7 @@ def main() -> None:
     command = Path(sys.executable).with_name("tensorlens")
     command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
     console.print("Next, a sentence of your own:")
-    console.print(f'  {command} map smollm2-135m "The capital of Italy is"', soft_wrap=True)  # to be copied
+    console.print(f'  {command} explain smollm2-135m "The capital of Italy is"', soft_wrap=True)  # to be copied
 
 
 if __name__ == "__main__":
