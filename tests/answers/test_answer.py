@@ -220,7 +220,9 @@ def test_places_of_a_long_answer_are_those_of_its_decoded_prefixes():
     text, offsets = decoded(lens, ids)
     assert len(ids) > 300 and text == cut.decode(ids)
     ends = [len(cut.decode(ids[: k + 1]).rstrip("\ufffd")) for k in range(len(ids))]
-    assert [pair[1] for pair in offsets if pair] == [max(end, pair[0] + 1) for end, pair in zip(ends, offsets) if pair]
+    assert [pair[1] for pair in offsets if pair] == [
+        max(end, pair[0] + 1) for end, pair in zip(ends, offsets, strict=True) if pair
+    ]
 
 
 def test_roles_of_a_chat_are_groups():
