@@ -5,9 +5,9 @@ both factors of a product are live). Then
 
     dS = w_s (q⁰ dkᵀ + dq k⁰ᵀ) · scale,   dA = s ⊙ (dS - Σ s ⊙ dS),   y = y⁰ + w_v A⁰ dv + w_a dA v⁰
 
-with s = softmax(S⁰/τ), which is A⁰ at temperature τ = 1. The transpose of this is the fused kernel's own backward pass at
-X, with the gradients of q, k and v scaled; at another temperature a second kernel gives those of q and k, since
-diag s - s sᵀ is the derivative of τ softmax(S/τ).
+with s = softmax(S⁰/τ), which is A⁰ at temperature τ = 1. The transpose of this is the fused kernel's own backward
+pass at X, with the gradients of q, k and v scaled; at another temperature a second kernel gives those of q and k,
+since diag s - s sᵀ is the derivative of τ softmax(S/τ).
 """
 
 from __future__ import annotations
