@@ -3,9 +3,11 @@ r"""Operations that are kept whole: norms, softmax, attention. Each is several t
 Where attention is live, let dx = x - x⁰ and w the weights of `Rules.attention` (1 for ``taylor``, ½ for ``half`` where
 both factors of a product are live). Then
 
-    dS = w_s (q⁰ dkᵀ + dq k⁰ᵀ) · scale,   dA = A⁰ ⊙ (dS - Σ A⁰ ⊙ dS),   y = y⁰ + w_v A⁰ dv + w_a dA v⁰.
+    dS = w_s (q⁰ dkᵀ + dq k⁰ᵀ) · scale,   dA = s ⊙ (dS - Σ s ⊙ dS),   y = y⁰ + w_v A⁰ dv + w_a dA v⁰
 
-The transpose of this is the fused kernel's own backward pass at X, with the gradients of q, k and v scaled.
+with s = softmax(S⁰/τ), which is A⁰ at temperature τ = 1. The transpose of this is the fused kernel's own backward
+pass at X, with the gradients of q, k and v scaled; at another temperature a second kernel gives those of q and k,
+since diag s - s sᵀ is the derivative of τ softmax(S/τ).
 """
 
 from __future__ import annotations
@@ -191,6 +193,7 @@ def live_attention(
     scale: float | None,
     grouped: bool,
     shares: tuple[float, float, float],
+    temperature: float = 1.0,
 ) -> Tensor:
     """Attention whose matrix is followed by its derivative, a chunk of queries at a time.
 
@@ -205,6 +208,7 @@ def live_attention(
         scale: Factor of the scores; one over the root of their channels if None.
         grouped: Whether several query heads share a key head.
         shares: How much follows the scores' factors, the attention matrix and the values.
+        temperature: Temperature of the softmax's derivative.
     """
     q0, k0, v0 = at
     q, k, v = (_moved(x, x0, given) for x, x0 in zip((query, key, value), at, strict=True))
@@ -216,10 +220,19 @@ def live_attention(
     for rows in _chunks(q0, k0):
         a0 = rows_of_attention(q0, k0, mask, causal, scale, rows)
         moved = of_scores * scale * (_times(q0[..., rows, :], k) + _times(None if q is None else q[..., rows, :], k0))
-        change = of_matrix * (_softmax(moved, a0) @ v0)
+        s = a0 if temperature == 1 else rows_of_attention(*_cooled(q0, k0, mask, causal, scale, temperature), rows)
+        change = of_matrix * (_softmax(moved, s) @ v0)
         parts.append(change if v is None else change + of_values * (a0 @ v))
     found = torch.cat(parts, -2)
     return found if given is None else given + found
+
+
+def _cooled(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None, bool, float]:
+    """What gives softmax(S/τ) instead of softmax(S), as `rows_of_attention` takes it."""
+    is_added = mask is not None and mask.dtype != torch.bool
+    return query, key, mask / temperature if is_added else mask, causal, scale / temperature
 
 
 def _moved(x: Any, x0: Tensor, given: Tensor | None) -> Tensor | None:
@@ -251,6 +264,7 @@ def _(
     scale: float | None,
     grouped: bool,
     shares: tuple[float, float, float],
+    temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
     of_scores, of_matrix, of_values = shares
     weights = (of_scores * of_matrix, of_scores * of_matrix, of_values)
@@ -259,7 +273,13 @@ def _(
     def attend(*moving: Tensor) -> Tensor:
         given = dict(zip(live, moving, strict=True))
         q, k, v = (given.get(place, x0) for place, x0 in enumerate(at))
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        if temperature == 1:
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        _, _, cooled, _, factor = _cooled(q, k, mask, causal, factor, temperature)
+        moved = F.scaled_dot_product_attention(q, k, at[2], cooled, is_causal=causal, scale=factor, enable_gqa=grouped)
+        mixed = attention.run(*at[:2], v, mask, causal, scale, grouped)
+        return temperature * moved + mixed
 
     point = [at[place] for place in live]
 
