@@ -21,7 +21,7 @@ import numpy as np
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
 from tensorlens.studies.intervals import interval, resampled_means
-from tensorlens.studies.perturbation_study.measures import auc
+from tensorlens.studies.perturbation_study.measures import auc, is_better
 from tensorlens.studies.perturbation_study.report import LABELS, METRICS, TITLES, each_result
 from tensorlens.studies.relation_study.report import (
     category_table,
@@ -141,12 +141,15 @@ def perturbation_page(name: str, run: Run) -> Iterator[str]:
                         one: ranged(some[method]["auc"], *some[method]["interval"], ".4g") if method in some else ""
                         for one, some in conditions.items()
                     }
-                    for method in best_first(next(iter(conditions.values())), order)
+                    for method in best_first(next(iter(conditions.values())), largest=is_better(order, metric))
                 ]
             )
     for condition, order, metric, found in each_result(summary):
         if (order, metric) == ("most", "hs_mse"):
-            curves = {method: found["methods"][method]["curve"] for method in best_first(found["methods"], order)}
+            curves = {
+                method: found["methods"][method]["curve"]
+                for method in best_first(found["methods"], largest=is_better(order, metric))
+            }
             title = f"{condition}: {TITLES[order, metric]}"
             drawn = perturbation_curves(curves, summary["grid"], title, LABELS[metric], settings["methods"])
             file = f"perturbation-{name}-{condition.replace(', ', '-')}"
