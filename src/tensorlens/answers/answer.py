@@ -23,14 +23,16 @@ from tensorlens.models.modes import own_modes
 from tensorlens.operators.certificate import plain_logits
 from tensorlens.operators.operator import check_token
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.captions import after, why_headline
 from tensorlens.views.printing import text_as_html
+from tensorlens.views.table import Table, Tabular
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
 THROUGH = "the answer's own steps followed to the prompt; a convention, whose rows sum to nothing exact"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class Answer(Tabular):
     """An answer, token by token, with the attention tensor of prompt and answer. Made by `Lens.answer`.
 
     Attributes:
@@ -53,6 +55,15 @@ class Answer:
 
     def _repr_html_(self) -> str:
         return text_as_html(f"{self!r}\n{self.prompt.text or ' '.join(self.tensor.tokens[: self.n_prompt_tokens])}")
+
+    @property
+    def headline(self) -> str:
+        """The question: why this answer after this prompt?"""
+        prompt = self.prompt.text or "".join(self.tensor.tokens[: self.n_prompt_tokens])
+        return why_headline(self.text.strip(), None, None, after(prompt))
+
+    def _table(self) -> Table:
+        return self.map()._table()
 
     @property
     def n_prompt_tokens(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ def load_pretrained(
     device_map: str | dict[str, Any] | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
     head: str = "auto",
 ) -> Loaded:
     """Load a model with its tokenizer or image processor.
@@ -85,13 +86,15 @@ def load_pretrained(
         device_map: How to spread a large model over devices, as in transformers; excludes `device`.
         attention: Attention implementation; by default transformers chooses between "eager" and "sdpa".
         trust_remote_code: Allow code that comes with a hub checkpoint.
+        revision: Branch, tag or commit of a hub checkpoint; its newest by default.
         head: Output head; by default the checkpoint's own, or none if its weights are not there.
 
     Raises:
         LoadError: The model cannot be found or read, or an option is unknown.
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
-    place = _reachable(resolve(name))
+    place = _reachable(resolve(name), revision)
+    options |= _version(place)
     with _quiet(), _converted(place):
         config = _load_config(name, place, trust_remote_code)
         if attention is None:
@@ -103,10 +106,14 @@ def load_pretrained(
     return Loaded(model=model.eval().requires_grad_(False), processor=processor, name=str(name))
 
 
-def _reachable(place: Location) -> Location:
+def _reachable(place: Location, revision: str | None) -> Location:
     """The place itself, or the copy that an earlier download left where the hub does not answer."""
-    copy = None if place.is_local else ask_hub(place.path)
-    return place if copy is None else Location(path=str(copy), is_local=True)
+    if place.is_local:
+        if revision is not None:
+            raise LoadError(f"revision= names a version of a hub id; {place.path!r} is a folder. Leave it out.")
+        return place
+    copy = ask_hub(place.path, revision)
+    return replace(place, revision=revision) if copy is None else Location(path=str(copy), is_local=True)
 
 
 def _options(
@@ -189,7 +196,7 @@ def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> 
         with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
             return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code, **_version(place))
     except (OSError, ValueError, KeyError) as error:
         raise not_on_hub(str(name), error) from error
 
@@ -268,7 +275,7 @@ def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, t
         if any(_has_file(place, file) for file in files):
             with foreign_reader(lambda said: f"{name}: the tokenizer or image processor could not be read: {said}"):
                 try:
-                    return read(place.path, trust_remote_code)
+                    return read(place, trust_remote_code)
                 except ImportError as error:
                     if isinstance(error, LoadError):
                         raise
@@ -276,26 +283,32 @@ def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, t
     return None
 
 
-def _read_tokenizer(path: str, trust_remote_code: bool) -> Any:
+def _read_tokenizer(place: Location, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust_remote_code, **_version(place))
 
 
-def _read_image_processor(path: str, trust_remote_code: bool) -> Any:
+def _version(place: Location) -> dict[str, str]:
+    return {} if place.revision is None else {"revision": place.revision}
+
+
+def _read_image_processor(place: Location, trust_remote_code: bool) -> Any:
     if importlib.util.find_spec("PIL") is None:
         raise missing_extra("Reading images", "pillow", "demo")
     import transformers
 
     # The PIL variant gives the same pixels with and without torchvision; older versions of `AutoImageProcessor` need
     # torchvision even to name it.
-    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(path)
+    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(place.path, **_version(place))
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     kind = kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     pil_class = getattr(transformers, f"{kind}Pil", None)
     if pil_class is not None:
-        return pil_class.from_pretrained(path)
-    return transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
+        return pil_class.from_pretrained(place.path, **_version(place))
+    return transformers.AutoImageProcessor.from_pretrained(
+        place.path, backend="pil", trust_remote_code=trust_remote_code, **_version(place)
+    )
 
 
 def _has_file(place: Location, file: str) -> bool:
@@ -304,7 +317,11 @@ def _has_file(place: Location, file: str) -> bool:
     from transformers.utils.hub import cached_file
 
     found = cached_file(
-        place.path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        place.path,
+        file,
+        **_version(place),
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     return found is not None
 

@@ -28,10 +28,12 @@ class Location:
     Attributes:
         path: What `from_pretrained` takes.
         is_local: Whether `path` is a folder.
+        revision: Branch, tag or commit of a hub id; its newest if None.
     """
 
     path: str
     is_local: bool
+    revision: str | None = None
 
 
 def resolve(name: str | Path) -> Location:
@@ -131,23 +133,30 @@ def _check_folder(folder: Path) -> None:
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
-def ask_hub(name: str) -> Path | None:
+def ask_hub(name: str, revision: str | None = None) -> Path | None:
     """Ask the hub once for the model `name`; the folder of an earlier download if it does not answer.
 
     Raises:
         LoadError: It is not on the hub, or the hub does not answer and there is no copy here.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        HfApi().model_info(name, timeout=PATIENCE_SECONDS)
+        HfApi().model_info(name, revision=revision, timeout=PATIENCE_SECONDS)
+    except RevisionNotFoundError as error:
+        raise LoadError(f"The hub has {name!r}, but no revision {revision!r} of it. Check revision=.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise not_on_hub(name, error) from error
     except HfHubHTTPError:
         return None  # an answer of another kind, such as that of a proxy; transformers will say what it is
     except Exception as error:  # what says that nobody answers changes with the library behind the hub's
-        copy = try_to_load_from_cache(name, "config.json")
+        copy = try_to_load_from_cache(name, "config.json", revision=revision)
         if not isinstance(copy, str):
             raise not_on_hub(name, error) from error
         return Path(copy).parent

@@ -42,7 +42,7 @@ from tensorlens.recording.one_pass import record
 from tensorlens.recording.prologue import Reborn
 from tensorlens.recording.recording import Origin, Recording, Span
 from tensorlens.trees import map_tensors, tensors_in
-from tensorlens.views.printing import text_as_html
+from tensorlens.views.printing import Printed
 
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
@@ -71,7 +71,7 @@ N_BLOCKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Printed):
     r"""Errors of an attention tensor, relative, with the verdict.
 
     Attributes:
@@ -153,9 +153,6 @@ class Certificate:
             "conventions": {name: list(modules) for name, modules in self.conventions.items()},
             "seconds": self.seconds,
         }
-
-    def _repr_html_(self) -> str:
-        return text_as_html(str(self))
 
     def __str__(self) -> str:
         """The verdict, the numbers, what was held, and the rules with the number of modules each."""
