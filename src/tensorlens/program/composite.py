@@ -234,8 +234,9 @@ def _cooled(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None, bool, float]:
     """What gives softmax(S/τ) instead of softmax(S), as `rows_of_attention` takes it."""
-    is_added = mask is not None and mask.dtype != torch.bool
-    return query, key, mask / temperature if is_added else mask, causal, scale / temperature
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask / temperature
+    return query, key, mask, causal, scale / temperature
 
 
 def _moved(x: Any, x0: Tensor, given: Tensor | None) -> Tensor | None:
