@@ -68,7 +68,7 @@ def settled_block(recording: Recording) -> int:
     """The first block at which the first position no longer depends on what stands there.
 
     Args:
-        recording: Of inputs of one token each, all different.
+        recording: A recording of inputs of one token each, all different.
 
     Returns:
         The first block in which what attention reads there has a cosine above `ALIKE` to the mean over the other
