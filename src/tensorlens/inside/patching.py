@@ -32,8 +32,6 @@ from tensorlens.views.printing import heading, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tensorlens.lens import Lens
-
 PATCHES = 512
 """How many patches are asked for between two moves of the progress bar."""
 
@@ -115,7 +113,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 @own_modes
 def patching(
-    lens: Lens,
+    lens: Any,
     clean: Any,
     corrupted: Any,
     target: Target | None = None,
@@ -154,7 +152,7 @@ Values = Callable[[Block, Editable], Tensor]
 """What a part of a block holds."""
 
 
-def _both_values(lens: Lens, run: Pass, corrupted: Any) -> tuple[Values, Values]:
+def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
     """What components hold in the clean and in the corrupted run: of plain runs, where modules hold all of them."""
     specimen = lens.specimen
     prepared, own = specimen.prepare(corrupted), run.recording.from_model("Patching").inputs
