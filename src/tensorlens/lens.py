@@ -253,6 +253,7 @@ def load(
     attention: str | None = None,
     rules: Rules | str | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> Lens:
     """Load a model and look through it.
 
@@ -264,6 +265,8 @@ def load(
         attention: ``"eager"`` or ``"sdpa"``; transformers' own choice if None.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         trust_remote_code: Whether code that comes with the model may run. Never on unless asked for.
+        revision: Which state of it: a branch, tag or commit of the hub (``step3000`` of a model with checkpoints), or
+            the name of a checkpoint folder inside the folder.
     """
     from tensorlens.models.loading import load_pretrained
 
@@ -275,5 +278,6 @@ def load(
         device_map=device_map,
         attention=attention,
         trust_remote_code=trust_remote_code,
+        revision=revision,
     )
     return Lens(loaded.model, loaded.processor, rules=rules, name=loaded.name)
