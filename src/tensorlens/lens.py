@@ -274,7 +274,8 @@ def load(
         attention: ``"eager"`` or ``"sdpa"``; transformers' own choice if None.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         trust_remote_code: Whether code that comes with the model may run. Never on unless asked for.
-        revision: Branch, tag or commit of a hub id; its newest if None.
+        revision: Which state of it: a branch, tag or commit of the hub (``step3000`` of a model with checkpoints), or
+            the name of a checkpoint folder inside the folder.
     """
     from tensorlens.models.loading import load_pretrained
 

@@ -21,14 +21,17 @@ from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, OUT_TOKEN, first
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.headlines import headlined
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
+from tensorlens.maps.positions import check_split, with_positions
 from tensorlens.maps.targets import Context as Context
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
-from tensorlens.operators.certificate import Certificate, certify, plain_logits
+from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.operators.plain import plain_logits
+from tensorlens.operators.subspace import Split, projector
 from tensorlens.program.program import Program
 from tensorlens.recording.recording import Span
 from tensorlens.views.printing import text_as_html
@@ -214,6 +217,25 @@ class AttentionTensor(InsideQuestions):
         """The same with another span, heads or precision."""
         return AttentionTensor(self.operator.but(**changes), self.context)
 
+    @own_modes
+    def split(self, block: int, basis: Tensor) -> Split:
+        r"""What came through a subspace of the state that enters a block, and what did not.
+
+        With Q the projector on the subspace and $T_n$ the operator from block n on, $T_n (Q X^n)$ and
+        $T_n ((1 - Q) X^n)$: together with its bias they are the output.
+
+        Args:
+            block: The block that the state enters.
+            basis: Directions (direction, channel) that span the subspace, or one (channel,); they need not be
+                orthogonal, nor of one length. (channel, direction) is taken too.
+        """
+        block = check_token(block, self.n_blocks, "block")
+        rest = self.blocks(block, self.n_blocks)
+        x = rest.input
+        inside = x @ projector(basis, x)
+        found = rest.apply(torch.stack([inside, x - inside]))
+        return Split(found[0], found[1])
+
     # Questions ----------------------------------------------------------------------------------------------------
 
     @own_modes
@@ -229,6 +251,7 @@ class AttentionTensor(InsideQuestions):
         probes: int | None = None,
         seed: int = 0,
         precision: Precision | None = None,
+        positions: bool = False,
     ) -> TokenMap:
         """A token map: how much each input carries of each output.
 
@@ -246,10 +269,15 @@ class AttentionTensor(InsideQuestions):
             seed: Random seed for the probes.
             precision: Precision of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
+            positions: For `tensor.in_class` and `tensor.in_out` of a model that adds positions to its words,
+                $X^0 = E + P$: a column per word, then one per position; a word and its position sum to the column
+                that they are without this.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
         check_question(method, target, norm, probes, seed)
         every = self._outputs(out_token)
+        if positions:
+            check_split(method, groups)
         if groups is not None:  # before the work
             find_groups(groups, self.tokens, self.context.meta)
         operator = self.operator if precision is None else self.with_precision(precision).operator
@@ -273,6 +301,8 @@ class AttentionTensor(InsideQuestions):
             bias_share=found.bias_share,
             meta=self.meta() | {"out_positions": list(every)} | found.meta(),
         )
+        if positions:
+            return with_positions(made, question)
         return made if groups is None else made.group(groups)
 
     def explore(self, out_token: int | None = None, target: str = "", against: str = "") -> MapWidget:

@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import tensorlens as tl
 from tensorlens.errors import LoadError, MissingExtraError
 from tensorlens.models import loading, resolving
 from tensorlens.models.loading import load_pretrained
@@ -188,22 +187,6 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
     assert asked == [("someone/minilm", {"revision": None, "timeout": resolving.PATIENCE_SECONDS})]
 
 
-def test_a_revision_reaches_every_reader_and_is_refused_for_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    with pytest.raises(LoadError, match="revision= names a version of a hub id"):
-        tl.Lens.from_pretrained(str(save(transformers.BertModel(BERT), tmp_path)), revision="main")
-    asked = []
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: asked.append(options["revision"]))
-
-    def config(*_: object, **options: object) -> None:
-        asked.append(options["revision"])
-        raise OSError("that is enough")
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", config)
-    with pytest.raises(LoadError):
-        tl.load("someone/something", revision="v1")
-    assert asked == ["v1", "v1"]
-
-
 def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     save(transformers.BertModel(BERT), tmp_path)
 
@@ -211,7 +194,7 @@ def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: p
         raise OSError("no route")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file, **_: str(tmp_path / file))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file, revision: str(tmp_path / file))
     loaded = load_pretrained("someone/something", device="cpu")
     assert loaded.name == "someone/something" and type(loaded.model) is transformers.BertModel
 

@@ -20,8 +20,8 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.certificate import plain_logits
 from tensorlens.operators.operator import check_token
+from tensorlens.operators.plain import plain_logits
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import after, why_headline
 from tensorlens.views.printing import text_as_html
@@ -211,7 +211,10 @@ class Answer(Tabular):
         )
         n = len(asked.prompt)
         scores = torch.cat([ours.scores[:, :n] - theirs.scores[:, :n], ours.scores[:, n:], -theirs.scores[:, n:]], 1)
-        found = ours._replace(scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values)
+        sink = None if ours.sink is None or theirs.sink is None else ours.sink - theirs.sink
+        found = ours._replace(
+            scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values, sink=sink
+        )
         columns = (*asked.prompt, *self._shifted((Group(ANSWER, whole[0][0].tokens),)), Group(AGAINST, ()))
         target = f"{_TITLES[asked.target]}, less the same of “{twin.text.strip()}”"
         return self._token_map(found, whole[0], columns, asked, against=twin.text, target=target)
@@ -222,6 +225,7 @@ class Answer(Tabular):
         self, found: Shares, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, **more: Any
     ) -> TokenMap:
         notes = {"logit": found.values.tolist(), "bias": found.bias_from, "sums_to": "the target"}
+        notes |= {} if found.sink is None else {"sink_gives": found.sink.tolist()}
         meta = self._meta(parts, columns, asked, found) | notes | more
         return _made(found.scores, found.bias / found.values, parts, columns, meta)
 

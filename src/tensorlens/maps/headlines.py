@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.maps.targets import Context, ReadTarget, read_target
-from tensorlens.operators.certificate import plain_logits
+from tensorlens.operators.plain import plain_logits
 from tensorlens.recording.recording import Recording
 from tensorlens.views.captions import after, headline_of, within
 

@@ -60,9 +60,10 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             they explain.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
-            `standard_error` and `out_positions` may be lists with one entry for each output. For texts `text` and
-            `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
+            `standard_error`, `out_positions` and `sink_gives` may be lists with one entry for each output. For texts
+            `text` and `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
             `set_aside`: the inputs that take no part in the colours. `sink`: the groups that are attention sinks.
+            `sink_gives`: how much of the bias a held attention sink gives (`Rules.sink`), in the unit of the scores.
             `sums_to`: what to call the sum of a row. `why`: what `headline` says.
     """
 

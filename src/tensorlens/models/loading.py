@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
 from tensorlens.models.cache import cache_folder
 from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
+from tensorlens.models.remote_code import build, remote_class
 from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ def load_pretrained(
     device_map: str | dict[str, Any] | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
-    revision: str | None = None,
     head: str = "auto",
+    revision: str | None = None,
 ) -> Loaded:
     """Load a model with its tokenizer or image processor.
 
@@ -86,15 +87,14 @@ def load_pretrained(
         device_map: How to spread a large model over devices, as in transformers; excludes `device`.
         attention: Attention implementation; by default transformers chooses between "eager" and "sdpa".
         trust_remote_code: Allow code that comes with a hub checkpoint.
-        revision: Branch, tag or commit of a hub checkpoint; its newest by default.
         head: Output head; by default the checkpoint's own, or none if its weights are not there.
+        revision: Which state of it: a branch, tag or commit of the hub, or a checkpoint folder inside the folder.
 
     Raises:
         LoadError: The model cannot be found or read, or an option is unknown.
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
-    place = _reachable(resolve(name), revision)
-    options |= _version(place)
+    place = _reachable(resolve(name, revision))
     with _quiet(), _converted(place):
         config = _load_config(name, place, trust_remote_code)
         if attention is None:
@@ -106,14 +106,10 @@ def load_pretrained(
     return Loaded(model=model.eval().requires_grad_(False), processor=processor, name=str(name))
 
 
-def _reachable(place: Location, revision: str | None) -> Location:
+def _reachable(place: Location) -> Location:
     """The place itself, or the copy that an earlier download left where the hub does not answer."""
-    if place.is_local:
-        if revision is not None:
-            raise LoadError(f"revision= names a version of a hub id; {place.path!r} is a folder. Leave it out.")
-        return place
-    copy = ask_hub(place.path, revision)
-    return replace(place, revision=revision) if copy is None else Location(path=str(copy), is_local=True)
+    copy = None if place.is_local else ask_hub(place.path, place.revision)
+    return place if copy is None else Location(path=str(copy), is_local=True)
 
 
 def _options(
@@ -196,7 +192,7 @@ def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> 
         with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
             return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code, **_version(place))
+        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
     except (OSError, ValueError, KeyError) as error:
         raise not_on_hub(str(name), error) from error
 
@@ -259,11 +255,29 @@ def _read(
     """The model and the weights that were not in the checkpoint."""
     with foreign_reader(lambda said: f"{name}: {model_class.__name__} could not read the checkpoint: {said}"):
         try:
-            model, info = model_class.from_pretrained(place.path, config=config, output_loading_info=True, **options)
+            made = _built(model_class, place, config, options)
+            if made is not None:
+                return made
+            model, info = model_class.from_pretrained(
+                place.path, config=config, output_loading_info=True, **place.options, **options
+            )
         except ImportError as error:
             raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
     missing = [key for key in info["missing_keys"] if not any(part in key for part in _UNUSED_PARTS)]
     return model, sorted(missing)
+
+
+def _built(
+    model_class: Any, place: Location, config: PretrainedConfig, options: dict[str, Any]
+) -> tuple[Any, list[str]] | None:
+    """A model of remote code, built in real memory; None where transformers has to load it."""
+    if not options["trust_remote_code"] or "device_map" in options or getattr(config, "quantization_config", None):
+        return None
+    kind = remote_class(config, model_class.__name__, place.path, place.revision)
+    if "attn_implementation" in options:
+        config._attn_implementation = options["attn_implementation"]
+    dtype = options["dtype"] if options["dtype"] != "auto" else getattr(config, "dtype", None) or torch.float32
+    return None if kind is None else build(kind, config, place.path, place.revision, dtype)
 
 
 def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:
@@ -286,11 +300,7 @@ def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, t
 def _read_tokenizer(place: Location, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust_remote_code, **_version(place))
-
-
-def _version(place: Location) -> dict[str, str]:
-    return {} if place.revision is None else {"revision": place.revision}
+    return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
 
 
 def _read_image_processor(place: Location, trust_remote_code: bool) -> Any:
@@ -300,14 +310,14 @@ def _read_image_processor(place: Location, trust_remote_code: bool) -> Any:
 
     # The PIL variant gives the same pixels with and without torchvision; older versions of `AutoImageProcessor` need
     # torchvision even to name it.
-    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(place.path, **_version(place))
+    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(place.path, **place.options)
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     kind = kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     pil_class = getattr(transformers, f"{kind}Pil", None)
     if pil_class is not None:
-        return pil_class.from_pretrained(place.path, **_version(place))
+        return pil_class.from_pretrained(place.path, **place.options)
     return transformers.AutoImageProcessor.from_pretrained(
-        place.path, backend="pil", trust_remote_code=trust_remote_code, **_version(place)
+        place.path, backend="pil", trust_remote_code=trust_remote_code, **place.options
     )
 
 
@@ -319,9 +329,9 @@ def _has_file(place: Location, file: str) -> bool:
     found = cached_file(
         place.path,
         file,
-        **_version(place),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        **place.options,
     )
     return found is not None
 

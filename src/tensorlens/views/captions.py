@@ -22,6 +22,7 @@ NOT_SAID = frozenset(
         "causal",
         "set_aside",
         "sink",
+        "sink_gives",
         "sums_to",
         "why",
         "answer_parts",
@@ -29,7 +30,7 @@ NOT_SAID = frozenset(
 )
 """Keys of `meta` that are drawn, and not said."""
 
-BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")
+BY_OUTPUT = ("target", "logit", "standard_error", "out_positions", "sink_gives")
 """Keys of `meta` that may hold a list with one entry for each output."""
 
 
