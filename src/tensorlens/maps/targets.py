@@ -142,7 +142,6 @@ class Classes:
             "Name one token, such as the first of these, or pass its id."
         )
 
-
     def _labelled(self, target: str) -> int:
         """The only class with this label."""
         found = [index for index in range(self.n_classes) if self.name(index) == target]
