@@ -400,8 +400,9 @@ class Finished:
             found["explains" if found.pop("explains", None) else "target"] = (
                 names[0] if len(set(names)) == 1 else list(names)
             )
-        if "logit" in self.by_row:
-            found["logit"] = self.by_row["logit"][chosen].tolist()
+        for name in ("logit", "sink_gives"):
+            if name in self.by_row:
+                found[name] = self.by_row[name][chosen].tolist()
         if "kept" in self.by_row:
             kept, noise = self.by_row["kept"][chosen], self.by_row["noise"][chosen]
             found["kept"] = kept.tolist()

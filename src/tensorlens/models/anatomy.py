@@ -171,6 +171,8 @@ class Anatomies:
         self._known: dict[Any, Anatomy] = {}
         self.seen: Evidence | None = None
         """The plain pass of the last input that was new, until somebody has compared it with its recording."""
+        self.settled: int | None = None
+        """The block at which the first position no longer depends on its token, once it was measured."""
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
