@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 # Extras of a visitor, and of a developer.
 DEMO := plot,explore,demo
-DEV := plot,explore,studies,gguf,demo,dev
+DEV := plot,explore,notebook,studies,gguf,demo,dev
 WORKERS ?= 2
 # A file of tests stays in one process, so that what it prepares once is prepared once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
@@ -119,7 +119,7 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 
 # Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
-	@$(PIP) --no-deps lxt captum onnxruntime bertviz torchao bitsandbytes
+	@$(PIP) --no-deps lxt gim-explain captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
 	@touch $@
 

@@ -20,17 +20,19 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.certificate import plain_logits
 from tensorlens.operators.operator import check_token
+from tensorlens.operators.plain import plain_logits
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.captions import after, why_headline
 from tensorlens.views.printing import text_as_html
+from tensorlens.views.table import Table, Tabular
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
 THROUGH = "the answer's own steps followed to the prompt; a convention, whose rows sum to nothing exact"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class Answer(Tabular):
     """An answer, token by token, with the attention tensor of prompt and answer. Made by `Lens.answer`.
 
     Attributes:
@@ -53,6 +55,15 @@ class Answer:
 
     def _repr_html_(self) -> str:
         return text_as_html(f"{self!r}\n{self.prompt.text or ' '.join(self.tensor.tokens[: self.n_prompt_tokens])}")
+
+    @property
+    def headline(self) -> str:
+        """The question: why this answer after this prompt?"""
+        prompt = self.prompt.text or "".join(self.tensor.tokens[: self.n_prompt_tokens])
+        return why_headline(self.text.strip(), None, None, after(prompt))
+
+    def _table(self) -> Table:
+        return self.map()._table()
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -200,7 +211,10 @@ class Answer:
         )
         n = len(asked.prompt)
         scores = torch.cat([ours.scores[:, :n] - theirs.scores[:, :n], ours.scores[:, n:], -theirs.scores[:, n:]], 1)
-        found = ours._replace(scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values)
+        sink = None if ours.sink is None or theirs.sink is None else ours.sink - theirs.sink
+        found = ours._replace(
+            scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values, sink=sink
+        )
         columns = (*asked.prompt, *self._shifted((Group(ANSWER, whole[0][0].tokens),)), Group(AGAINST, ()))
         target = f"{_TITLES[asked.target]}, less the same of “{twin.text.strip()}”"
         return self._token_map(found, whole[0], columns, asked, against=twin.text, target=target)
@@ -211,6 +225,7 @@ class Answer:
         self, found: Shares, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, **more: Any
     ) -> TokenMap:
         notes = {"logit": found.values.tolist(), "bias": found.bias_from, "sums_to": "the target"}
+        notes |= {} if found.sink is None else {"sink_gives": found.sink.tolist()}
         meta = self._meta(parts, columns, asked, found) | notes | more
         return _made(found.scores, found.bias / found.values, parts, columns, meta)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,9 @@ from tensorlens.models.runner import running
 
 INCOMPLETE = "\ufffd"
 """What stands for a character of which some bytes are missing."""
+
+WINDOW, OVERLAP = 64, 16
+"""Tokens that are decoded together to see where one ends, and how many of them the next window begins with."""
 
 Offsets = tuple[tuple[int, int] | None, ...]
 """Where each token stands in a text; None for one that is not part of it."""
@@ -304,13 +308,21 @@ def decoded(lens: Speaker, ids: Sequence[int]) -> tuple[str, Offsets]:
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:
         words = [f"{i} " for i in ids]
-        stops = [sum(map(len, words[: k + 1])) for k in range(len(words))]
+        stops = list(accumulate(map(len, words)))
         return "".join(words), tuple(zip([0, *stops[:-1]], stops, strict=True))
-    text = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+    ids = list(ids)
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     offsets, start = [], 0
+    # Decoding every prefix whole would take time with the square of the length, so only a window is decoded. What
+    # decoding changes at its beginning (a space, a character cut in two) is the same for every end, hence `shift`.
+    first = shift = 0
     for k in range(len(ids)):
-        so_far = tokenizer.decode(list(ids[: k + 1]), clean_up_tokenization_spaces=False)
-        stop = max(start, len(so_far.rstrip(INCOMPLETE)))
+        if k - first == WINDOW:
+            whole = shift + len(tokenizer.decode(ids[first:k], clean_up_tokenization_spaces=False))
+            first = k - OVERLAP
+            shift = whole - len(tokenizer.decode(ids[first:k], clean_up_tokenization_spaces=False))
+        so_far = tokenizer.decode(ids[first : k + 1], clean_up_tokenization_spaces=False)
+        stop = max(start, shift + len(so_far.rstrip(INCOMPLETE)))
         last = min(max(stop, start + 1), len(text))
         offsets.append((start, last) if last > start else None)
         start = stop

@@ -22,6 +22,7 @@ from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.sinks import with_live_sinks
 from tensorlens.recording.weights import Weights
 
 Heads = Mapping[int, Tensor]
@@ -313,6 +314,14 @@ class Recording:
         r"""$\tilde F_X(x)$, or $T x$ alone, at one state (sample, token, channel)."""
         program = self.part(span, heads, to_logits=to_logits)
         return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
+
+    def bias_of_sinks(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor | None:
+        r"""How much more B is than with no sink held (`Rules.sink`), (sample, token, channel); None if none is held."""
+        held = self.part(span, heads, to_logits=to_logits)
+        live = with_live_sinks(held)
+        if live is held:
+            return None
+        return self._joined(held.run(*held.zeros())) - self._joined(live.run(*held.zeros()))
 
     def push_alone(self, x: Tensor, n: int, heads: Heads | None = None) -> Tensor:
         r"""$T_n x$ of block n, with zero for whatever else it reads of earlier blocks."""
