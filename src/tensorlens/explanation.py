@@ -13,7 +13,8 @@ from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
 from tensorlens.maps.targets import ReadTarget, no_head, read_target
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.operators.certificate import Certificate, plain_logits
+from tensorlens.operators.certificate import Certificate
+from tensorlens.operators.plain import plain_logits
 from tensorlens.recommendations import (
     Recommendation,
     default_method,

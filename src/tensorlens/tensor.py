@@ -24,9 +24,10 @@ from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
-from tensorlens.operators.certificate import Certificate, certify, plain_logits
+from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.operators.plain import plain_logits
 from tensorlens.operators.subspace import Split, projector
 from tensorlens.program.program import Program
 from tensorlens.recording.recording import Span

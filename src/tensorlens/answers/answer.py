@@ -20,8 +20,8 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.certificate import plain_logits
 from tensorlens.operators.operator import check_token
+from tensorlens.operators.plain import plain_logits
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.printing import text_as_html
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.edits import Edit, Editable, edited_logits, logits_of_model, parts, predicted_change
+from tensorlens.inside.edits import parts, predicted_change
+from tensorlens.inside.seats import Edit, Editable, edited_logits, readout_of_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import Said
@@ -83,7 +84,7 @@ def ablation(
     run = Pass(asked.operator, asked.weights, asked.out_token)
     chosen = _chosen(run, components)
     edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, to, over), strict=True)]
-    logits = edited_logits(run, edits)
+    (logits,) = edited_logits(run, [edits])
     if logits is None:
         raise MethodError(
             f"No single module of `{run.recording.name}` gives out all of "
@@ -91,7 +92,7 @@ def ablation(
             "Use `T.components`, which needs no run."
         )
     predicted = predicted_change(run, edits)
-    before = logits_of_model(run.recording, run.out_token)
+    before = run.recording.logits(readout_of_model(run.recording), run.out_token)[0]
     assert asked.classes is not None, "a target has classes"
     return Ablation(
         components=tuple(part.component for part in chosen),
