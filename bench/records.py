@@ -130,17 +130,14 @@ def _read(path: Path) -> Records:
 
 def keep(lines: Iterable[Line], about: dict[str, Any], path: Path) -> int:
     """Write the lines of a run as records, scores to five digits; the same lines give the same bytes."""
-    kept = [json.dumps(about, sort_keys=True)]
+    kept = [json.dumps(about, sort_keys=True, allow_nan=False)]
     for line in lines:
         if line.get("truth") is None or not line.get("scores"):
             continue  # the model was wrong about it, and nothing was explained
         scores = {name: [_short(one) for one in some] for name, some in line["scores"].items()}
         truth = [_short(one) for one in line["truth"]]
-        kept.append(
-            json.dumps(
-                {"judge": line["judge"], "set": line["set"], "item": line["item"], "truth": truth, "scores": scores}
-            )
-        )
+        made = {"judge": line["judge"], "set": line["set"], "item": line["item"], "truth": truth, "scores": scores}
+        kept.append(json.dumps(made, allow_nan=False))
     path.write_bytes(gzip.compress(("\n".join(kept) + "\n").encode(), 9, mtime=0))
     return len(kept) - 1
 

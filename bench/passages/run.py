@@ -35,7 +35,7 @@ def run(
             scores = {key: [float(f"{one:.5g}") for one in some] for key, some in scores_of(lens, item, rules).items()}
             truth = [float(k == item.right) for k in range(len(item.passages))]
             line = {"judge": item.judge, "set": item.set, "item": name, "truth": truth, "scores": scores}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
             known.add(name)
             tell(f"{item.judge}: {number + 1} of {len(items)}")
