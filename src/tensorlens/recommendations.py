@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensorlens.errors import InputError
 from tensorlens.recording.conventions import Rules
+from tensorlens.views.printing import Printed
 
 if TYPE_CHECKING:
     from tensorlens.tensor import AttentionTensor
@@ -20,7 +21,7 @@ QUESTIONS = ("word", "passage", "component", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recommendation:
+class Recommendation(Printed):
     """What benchmarks with known answers say to take for a question.
 
     Attributes:
