@@ -23,9 +23,10 @@ from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
+from tensorlens.views.printing import Printed
 
 
-class Lens:
+class Lens(Printed):
     """A model to look through: call it on an input to get the `AttentionTensor` there.
 
     The model stays the user's: the same object, untouched after every call.
@@ -61,6 +62,14 @@ class Lens:
             find_anatomy(model, blocks=blocks)
         known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.specimen = Specimen(model, processor, Rules.of(rules), blocks, known_as)
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Lens:
+        """A lens on a model by name, as in transformers; the same as `load`, with its options.
+
+        >>> Lens.from_pretrained("HuggingFaceTB/SmolLM2-135M", revision="main")  # doctest: +SKIP
+        """
+        return load(name, **options)
 
     def __repr__(self) -> str:
         """One line: the model."""

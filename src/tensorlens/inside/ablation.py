@@ -19,7 +19,9 @@ from tensorlens.maps.targets import Said
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.records import Record
+from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,6 +60,15 @@ class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
         """One line: before, predicted, true."""
         numbers = f"{self.value:.4g} → {self.predicted:.4g} predicted, {self.true:.4g} true"
         return f"Ablation({len(self.components)} to {self.to}: {self.target!r} {numbers})"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return f"What becomes of “{visible(self.target)}” without {', '.join(map(str, self.components))}?"
+
+    def _table(self) -> Table:
+        numbers = torch.tensor([[self.value, self.predicted, self.true]], dtype=torch.float64)
+        return Table(numbers.numpy(), [self.target], ["before", "predicted", "true"])
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(f"{', '.join(map(str, self.components))} at {self.to}")

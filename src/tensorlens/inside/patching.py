@@ -26,8 +26,10 @@ from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
-from tensorlens.records import Record
+from tensorlens.records import Record, as_array
+from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,6 +76,15 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
         """One line: how many, of what."""
         known = "" if self.true is None else f", correlation with the truth {self.pearson:.2f}"
         return f"Patching({len(self.labels)} components on {self.target!r} = {self.clean:.4g}{known})"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return f"What moves “{visible(self.target)}” from the corrupted run to the clean one?"
+
+    def _table(self) -> Table:
+        known = {"predicted": self.predicted} | ({} if self.true is None else {"true": self.true})
+        return Table(as_array(torch.stack([*known.values()], 1)), [*map(str, self.labels)], [*known])
 
     @property
     def pearson(self) -> float:

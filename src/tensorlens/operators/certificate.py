@@ -22,14 +22,14 @@ from tensorlens.operators.laws import LAWS, Evidence, in_float32, relative
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.plain import plain_output
 from tensorlens.recording.recording import Recording
-from tensorlens.views.printing import text_as_html
+from tensorlens.views.printing import Printed
 
 N_HELD = 3
 """Modules named in the text of a certificate, of those that hold most."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Printed):
     r"""Errors of an attention tensor, relative, with the verdict.
 
     Attributes:
@@ -111,9 +111,6 @@ class Certificate:
             "conventions": {name: list(modules) for name, modules in self.conventions.items()},
             "seconds": self.seconds,
         }
-
-    def _repr_html_(self) -> str:
-        return text_as_html(str(self))
 
     def __str__(self) -> str:
         """The verdict, the numbers, what was held, and the rules with the number of modules each."""

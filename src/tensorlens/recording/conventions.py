@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from tensorlens.errors import InputError
+from tensorlens.views.printing import Printed
 
 Attention = Literal["hold", "half", "taylor"]
 Gate = Literal["freeze_gate", "freeze_up", "half", "taylor"]
@@ -18,7 +19,7 @@ RULE_SETS = ("paper", "cp_lrp", "half_gate", "attn_lrp", "gim", "jacobian")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Rules(Printed):
     r"""Choices that exactness alone does not make, because every one of them reproduces F(X).
 
     The frozen model may be any affine function of its input with the value F(X) at X. Each nonlinear step is replaced
@@ -126,12 +127,13 @@ class Rules:
 
         Args:
             rules: A name in `RULE_SETS`, pairs such as ``"gate=half,attention=hold"`` that change the default, `Rules`
-                (returned as they are), or None for the default.
+                (returned as they are), a `Recommendation` (its rules), or None for the default.
             include_final_norm: Which output state a name or pairs stand for.
 
         Raises:
             InputError: there is no such rule set, or no such choice in it.
         """
+        rules = getattr(rules, "rules", rules)  # a recommendation's
         if rules is None or isinstance(rules, Rules):
             return rules or cls(include_final_norm=include_final_norm)
         if not isinstance(rules, str):
