@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName, target_of
 from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError
+from tensorlens.inside.circuit import circuit
 
 SUFFIXES = (".html", ".json")
 
@@ -37,32 +38,18 @@ def circuit_(
     Example: tensorlens circuit smollm2-135m --clean "When Mary and John went to the store, John gave a drink to"
     --corrupted "When Mary and John went to the store, Mary gave a drink to" --target " Mary" --against " John"
     """
-    from tensorlens.inside.circuit import circuit
-
     reading.check(model)
-    if unit not in ("edges", "nodes") or scores not in ("rules", "integrated"):
-        raise InputError(
-            f"`--unit` is edges or nodes, and `--scores` rules or integrated; got {unit!r} and {scores!r}."
-        )
-    if out is not None and out.suffix not in SUFFIXES:
-        raise InputError(f"`--out` must end in one of {' '.join(SUFFIXES)}; got {out.name!r}.")
+    _check(unit, scores, out)
     lens = reading.lens(model)
     stage("Scoring")
-    found = circuit(
-        lens,
-        clean,
-        corrupted,
-        target_of(target, against),
-        unit=unit,  # type: ignore[arg-type]
-        scores=scores,  # type: ignore[arg-type]
+    found: Any = circuit(
+        lens, clean, corrupted, target_of(target, against), unit=cast(Any, unit), scores=cast(Any, scores)
     )
     stage("Running the model with everything else corrupted")
     chosen = found.select(share=share)
     f = chosen.faithfulness()
-    if out is not None and out.suffix == ".html":
-        chosen.save_page(out, f)
-    elif out is not None:
-        chosen.save(out, format="circuit-tracer")
+    if out is not None:
+        chosen.save_page(out, f) if out.suffix == ".html" else chosen.save(out, format="circuit-tracer")
     if json:
         print_json({"faithfulness": f.as_dict(), "graph": chosen.graph().as_dict()})
         return
@@ -70,3 +57,10 @@ def circuit_(
     f.show()
     if out is not None:
         typer.echo(f"Wrote {out}")
+
+
+def _check(unit: str, scores: str, out: Path | None) -> None:
+    if unit not in ("edges", "nodes") or scores not in ("rules", "integrated"):
+        raise InputError(f"`--unit` is edges or nodes, `--scores` rules or integrated; got {unit!r} and {scores!r}.")
+    if out is not None and out.suffix not in SUFFIXES:
+        raise InputError(f"`--out` must end in one of {' '.join(SUFFIXES)}; got {out.name!r}.")
