@@ -181,7 +181,9 @@ class Specimen:
         if recording.head is not None:
             return Classes(n_classes=len(recording.head.weight), tokenizer=tokenizer_of(self.processor))
         labels = getattr(getattr(self.model, "config", None), "id2label", None)
-        n_classes = recording.readout.shape[-1]
+        n_classes, tokenizer = recording.readout.shape[-1], tokenizer_of(self.processor)
+        if tokenizer is not None and recording.readout.dim() == 3 and len(labels or ()) != n_classes:
+            return Classes(n_classes=n_classes, tokenizer=tokenizer)  # a vocabulary, behind a head of another form
         return Classes(n_classes=n_classes, labels=labels or {i: str(i) for i in range(n_classes)})
 
 

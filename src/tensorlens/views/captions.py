@@ -26,6 +26,7 @@ NOT_SAID = frozenset(
         "sums_to",
         "why",
         "answer_parts",
+        "pictures",
     }
 )
 """Keys of `meta` that are drawn, and not said."""
