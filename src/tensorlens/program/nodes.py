@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made for every argument of every step: frozen ones take four times as long
 class Slot:
     """A live value: an input of the program, or what a step made."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Held:
     """A constant, by its place in `Program.constants`."""
 
@@ -36,7 +36,7 @@ class Spec(NamedTuple):
     device: torch.device
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Step:
     """One operation: `out = operation(*args, **options)`.
 
@@ -48,6 +48,8 @@ class Step:
         module: Path of the module that ran.
         block: The block it belongs to, or None outside of blocks.
         note: A convention that decided which factor of a product is held, where the calculus leaves it open.
+        slots: The live values it takes, in order; one that it takes twice comes twice.
+        held: The constants it takes, in order.
     """
 
     out: int
@@ -57,24 +59,32 @@ class Step:
     module: str = ""
     block: int | None = None
     note: str | None = None
-    _slots: Sequence[int] | None = field(default=None, init=False, repr=False)
-    _held: Sequence[int] | None = field(default=None, init=False, repr=False)
+    slots: list[int] = field(init=False, repr=False)
+    held: list[int] = field(init=False, repr=False)
 
-    # Looked up once: every walk over a program asks for them.
+    def __post_init__(self) -> None:
+        found = leaves(self.args)
+        self.slots = [leaf.index for leaf in found if type(leaf) is Slot]
+        self.held = [leaf.index for leaf in found if type(leaf) is Held]
 
-    @property
-    def slots(self) -> Sequence[int]:
-        """The live values it takes, in order; one that it takes twice comes twice."""
-        if self._slots is None:
-            self._slots = [leaf.index for leaf in leaves(self.args) if type(leaf) is Slot]
-        return self._slots
-
-    @property
-    def held(self) -> Sequence[int]:
-        """The constants it takes, in order."""
-        if self._held is None:
-            self._held = [leaf.index for leaf in leaves(self.args) if type(leaf) is Held]
-        return self._held
+    @classmethod
+    def recorded(
+        cls,
+        out: int,
+        operation: str,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        module: str,
+        block: int | None,
+        note: str | None,
+        slots: list[int],
+        held: list[int],
+    ) -> Step:
+        """A step of which it is known what it takes."""
+        step = cls.__new__(cls)
+        step.out, step.operation, step.args, step.options = out, operation, args, options
+        step.module, step.block, step.note, step.slots, step.held = module, block, note, slots, held
+        return step
 
 
 def leaves(value: Any) -> list[Any]:

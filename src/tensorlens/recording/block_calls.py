@@ -23,7 +23,7 @@ from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import is_live, raw
-from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces, straight
+from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
 from tensorlens.recording.tape import Tape, recording_on, spec_of
 from tensorlens.tolerances import CERTIFICATE, TINY
 
@@ -77,7 +77,7 @@ class BlockCall:
         return self._record(x, copying, places)
 
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
-        calls = ModuleCalls(places, run, straight)
+        calls = ModuleCalls(places, run)
         try:
             with running(self.module, observer=calls), recording_on(run):
                 slot = run.new_slot(spec_of(x))

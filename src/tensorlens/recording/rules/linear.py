@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, leaves, words
 from tensorlens.program.operations import LINEAR_FUNCTIONS
-from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import FOLLOWED, Live, Whole, found_in, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, after_linear
 from tensorlens.recording.table import family, rule
 
@@ -21,17 +21,18 @@ from tensorlens.recording.table import family, rule
 def role_after(name: str, *args: Any) -> Role | None:
     """What a linear function makes of the roles of its arguments."""
     for value in args:
-        if type(value) is Live and value.role is not None or type(value) is tuple or type(value) is list:
+        kind = type(value)
+        if kind in FOLLOWED and value.role is not None or kind is tuple or kind is list:
             break
     else:
         return None  # as it is with most
     met = found_in(args)
-    roles = [x.role for x in met if x.slot is not None]
+    roles = [x.role for x in met if type(x) is Live]
     if not any(roles):
         # A held factor hands its role on to what it meets, where that is live.
         held = next((x.role for x in met if x.role is Role.ATTENTION), None)
         return held if held and not roles else None
-    reads_weight = any(isinstance(value, Tensor) and type(value) is not Live for value in leaves(args))
+    reads_weight = any(isinstance(value, Tensor) and type(value) not in FOLLOWED for value in leaves(args))
     return after_linear(name, roles, tape().rules, reads_weight=reads_weight)
 
 
@@ -132,11 +133,11 @@ def cast_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return run.emit("cast", value, x, value.dtype, *moves, role=role)
 
 
-def _rounded(x: Live, value: Tensor) -> Live:
+def _rounded(x: Live, value: Tensor) -> Whole:
     """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
-    found, cut = tape().held(value, Role.ROUNDED), torch.trunc(x)
-    found.behind = cut if bool(raw(lambda: (value_of(cut) == value).all())) else None  # not where they overflow
-    return found
+    cut = torch.trunc(x)
+    is_same = bool(raw(lambda: (value_of(cut) == value).all()))  # not where they overflow
+    return tape().whole(value, cut if is_same else None)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def _held_index(at: Any) -> Any:
     """An index of ordinary tensors: whatever a model looks up by is held."""
     if isinstance(at, tuple):
         return tuple([_held_index(one) for one in at])
-    return value_of(at) if type(at) is Live else at
+    return value_of(at) if type(at) in FOLLOWED else at
 
 
 def _index(at: Any) -> tuple[Any, ...]:
@@ -403,7 +404,7 @@ def _number(a: Any, like: Any) -> Any:
 
 def _as_wide(x: Any, value: Tensor) -> Any:
     """A live operand in the type of the sum, so that its cotangent is in its own."""
-    return x.to(value.dtype) if type(x) is Live and x.slot is not None and x.dtype != value.dtype else x
+    return x.to(value.dtype) if type(x) is Live and x.dtype != value.dtype else x
 
 
 @rule("neg")
@@ -647,7 +648,7 @@ def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """New tensors like a live one, of numbers that are not."""
     given = [*args[1:], *kwargs.values()]
-    if not any(x.slot is not None for x in found_in(given)):
+    if not any(map(is_live, found_in(given))):
         return raw(function, *args, **kwargs)
     if name == "new_tensor" and is_live(given[0]):
         return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tensorlens.program.nodes import Slot, at_least_float32
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
-from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
@@ -155,7 +155,7 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         return found if bias is None else found + bias
     value = (
         raw(function, x, weight, bias)
-        if type(weight) in (Tensor, nn.Parameter, Live)
+        if type(weight) in (Tensor, nn.Parameter, *FOLLOWED)
         else function(value_of(x), weight, bias)
     )
     return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
