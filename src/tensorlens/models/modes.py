@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from operator import is_
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from tensorlens.models.module_calls import module_tree
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -26,6 +29,7 @@ LARGE = 10_000
 _left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
 _callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 _OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -37,9 +41,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    modules = list(model.modules())
+    modules = list(module_tree(model).values())
     training = [module for module in modules if module.training]
-    kept = [_Kept(module) for module in modules]
+    before = _Data(modules)
     try:
         for module in training:
             module.training = False
@@ -47,62 +51,63 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for one in kept:
-                one.put_back()
+            before.put_back()
         for module in training:
             module.training = True
 
 
-class _Kept:
-    """A module's own data before a pass."""
+class _Data:
+    """The data that modules hold beside their weights, as they were before a pass."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.attributes, self.buffers = module, _own_attributes(module), dict(module._buffers)
-        data = [value for value in (*self.attributes.values(), *self.buffers.values()) if _may_be_written(value)]
-        self.copies = [(value, value._version, value.clone()) for value in data]
-        lists = [value for value in self.attributes.values() if isinstance(value, (list, dict, set))]
-        self.containers = [(value, copy(value)) for value in lists if len(value) <= LARGE]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        # `__dict__.copy` at once: another thread may set attributes meanwhile.
+        self.modules = [(module, module.__dict__.copy(), module._buffers.copy()) for module in modules]
+        self.copies: list[tuple[Tensor, int, Tensor]] = []
+        self.containers: list[tuple[Any, Any]] = []
+        for _, attributes, buffers in self.modules:
+            for name, value in attributes.items():
+                if type(value) in _PLAIN or name in _OF_TORCH:
+                    continue
+                if isinstance(value, Tensor):
+                    self._copy(value)
+                elif isinstance(value, (list, dict, set)) and len(value) <= LARGE:
+                    self.containers.append((value, copy(value)))
+            for buffer in buffers.values():
+                self._copy(buffer)
+
+    def _copy(self, value: Any) -> None:
+        """Keep the content of a tensor that a pass may write to."""
+        is_data = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_leaf
+        if is_data and not value.is_meta and not value.is_inference():
+            self.copies.append((value, value._version, value.clone()))
 
     def put_back(self) -> None:
-        """Undo what the pass wrote or replaced."""
-        self._attributes_back()
+        """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
+        for module, attributes, buffers in self.modules:
+            own = module.__dict__
+            for name, value in own.copy().items():
+                if value is attributes.get(name) or name in _OF_TORCH:
+                    continue
+                if not isinstance(value, Tensor) and type(value) not in (int, float):
+                    continue
+                if name in attributes:
+                    own[name] = attributes[name]
+                else:
+                    del own[name]
+            for name, buffer in buffers.items():
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
         for value, before in self.containers:
             _empty_again(value, before)
-        for name, buffer in self.buffers.items():
-            if self.module._buffers.get(name) is not buffer:
-                self.module._buffers[name] = buffer
         for value, version, copied in self.copies:
             if value._version != version:
                 value.copy_(copied)
 
-    def _attributes_back(self) -> None:
-        """Undo what a pass made of attributes: numbers that count calls, and tensors left for the next one."""
-        own = self.module.__dict__
-        for key, value in _own_attributes(self.module).items():
-            is_data_or_count = isinstance(value, Tensor) or type(value) in (int, float)
-            if value is self.attributes.get(key) or not is_data_or_count:
-                continue
-            if key in self.attributes:
-                own[key] = self.attributes[key]
-            else:
-                del own[key]
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module's own code has set on it, beside all that every module has."""
-    own = module.__dict__.copy()  # at once: another thread may set some meanwhile
-    return {name: own[name] for name in own.keys() - _OF_TORCH}
-
-
-def _may_be_written(value: Any) -> TypeGuard[Tensor]:
-    is_data = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_leaf
-    return is_data and not value.is_meta and not value.is_inference()
-
 
 def _empty_again(value: Any, before: Any) -> None:
     """Take out what a pass left in a list or dictionary, and put back what it took."""
-    now, then = ([*one, *one.values()] if isinstance(one, dict) else one for one in (value, before))
-    if len(value) == len(before) and all(a is b for a, b in zip(now, then, strict=True)):
+    is_same = len(value) == len(before) and all(map(is_, value, before))
+    if is_same and (not isinstance(value, dict) or all(map(is_, value.values(), before.values()))):
         return
     value.clear()
     (value.extend if isinstance(value, list) else value.update)(before)

@@ -69,16 +69,16 @@ def _observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
     """The modules of a model by their paths, as `named_modules` gives them, each once; asked for in every pass."""
-    found, met = dict[str, nn.Module](), set[int]()
-
-    def visit(module: nn.Module, path: str) -> None:
+    found, met, waiting = dict[str, nn.Module](), set[int](), [(path, model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in met:
+            continue
         met.add(id(module))
         found[path] = module
-        for name, child in module._modules.items():
-            if child is not None and id(child) not in met:
-                visit(child, f"{path}.{name}" if path else name)
-
-    visit(model, path)
+        for name, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((f"{path}.{name}" if path else name, child))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -10,20 +11,39 @@ import torch
 from torch import Tensor
 
 
-@dataclass(slots=True, unsafe_hash=True)  # made for every argument of every step: frozen ones take four times as long
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A live value: an input of the program, or what a step made."""
 
     index: int
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class Held:
     """A constant, by its place in `Program.constants`."""
 
     index: int
 
 
+class Interned(list[Any]):
+    """The `Slot`s, or `Held`s, of all numbers so far: programs share them, for to make one takes longer than to look.
+
+    Args:
+        kind: Which of the two.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind, self._lock = kind, threading.Lock()
+        self.reach(1000)
+
+    def reach(self, n: int) -> None:
+        """Have one for the number n."""
+        with self._lock:
+            self.extend([self._kind(index) for index in range(len(self), 2 * n)])
+
+
+SLOTS, HELD = Interned(Slot), Interned(Held)
 Axes: TypeAlias = tuple[int, ...]
 """Numbers of axes, or sizes along them."""
 
@@ -66,25 +86,6 @@ class Step:
         found = leaves(self.args)
         self.slots = [leaf.index for leaf in found if type(leaf) is Slot]
         self.held = [leaf.index for leaf in found if type(leaf) is Held]
-
-    @classmethod
-    def recorded(
-        cls,
-        out: int,
-        operation: str,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        module: str,
-        block: int | None,
-        note: str | None,
-        slots: list[int],
-        held: list[int],
-    ) -> Step:
-        """A step of which it is known what it takes."""
-        step = cls.__new__(cls)
-        step.out, step.operation, step.args, step.options = out, operation, args, options
-        step.module, step.block, step.note, step.slots, step.held = module, block, note, slots, held
-        return step
 
 
 def leaves(value: Any) -> list[Any]:

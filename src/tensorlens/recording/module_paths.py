@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,9 +52,14 @@ class ModulePlaces:
             for name, child in parent._modules.items()
         }
 
+    @cached_property
+    def addresses(self) -> dict[str, int]:
+        """Where the memory of each weight begins."""
+        return {name: address_of(weight) for name, weight in self.weights.items()}
+
     def names_of(self, constants: Sequence[Tensor | None]) -> dict[int, str]:
         """Which constants lie in the memory of the model's weights, and what these are called."""
-        by_address = {address_of(weight): name for name, weight in self.weights.items()}
+        by_address = {address: name for name, address in self.addresses.items()}
         by_address.pop(0, None)
         places = {n: address_of(value) for n, value in enumerate(constants) if value is not None}
         return {n: by_address[address] for n, address in places.items() if address in by_address}

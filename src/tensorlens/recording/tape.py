@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
+from tensorlens.program.nodes import HELD, SLOTS, Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import Followed, Live, Whole, WithRole, found_in, is_live, now, raw, value_of
 from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
-from tensorlens.recording.table import KNOWN, RULES, find_rule, known
+from tensorlens.recording.table import KNOWN, RULES, OfValue, find_rule, known
 from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
@@ -46,6 +46,8 @@ LOOKS_UP = words("getitem index index_select gather take take_along_dim embeddin
 
 _PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
 _guard = torch._C.DisableTorchFunctionSubclass
+_no_kernels = torch._C._DisableTorchDispatch
+_tuple: Any = tuple.__new__
 
 
 class Tape:
@@ -108,11 +110,12 @@ class Tape:
             note: A convention that the step rests on.
             **options: Options of the operation.
         """
-        # `append` and `live` in one: most of the calls of a pass end here.
+        # What `live` does, spelled out: most of the calls of a pass end here.
         if type(value) is not Tensor:
             value = raw(Tensor.detach, value)
-        slot = self.append(operation, args, options, Spec(tuple(value.shape), value.dtype, value.device), note)
+        spec = _tuple(Spec, (tuple(value.shape), value.dtype, value.device))
         stamp = UNCOUNTED if value.is_inference() else value._version
+        slot = self.append(operation, args, options, spec, note)
         value.__class__ = Live
         value.slot, value.of, value.stamp = slot, self, stamp  # type: ignore[attr-defined]
         if role is not None:
@@ -131,21 +134,25 @@ class Tape:
                 if kind is Live:
                     index = arg.slot if arg.stamp >= 0 and arg.stamp == arg._version else self.slot_of(arg)
                     slots.append(index)
-                    coded.append(Slot(index))
+                    coded.append(SLOTS[index])
                 elif kind in _PLAIN:
                     coded.append(arg)
                 else:
                     coded.append(self._code(arg, slots, held))
-        slot = self._n_slots
+        slot = self.new_slot(spec) if self._n_slots >= len(SLOTS) else self._n_slots
         self._n_slots = slot + 1
         self.specs[slot] = spec
-        module, block = self.path[-1], self.block
-        self.steps.append(Step.recorded(slot, operation, tuple(coded), options, module, block, note, slots, held))
+        step = Step.__new__(Step)  # what it takes is known, and `Step(…)` would look for it
+        step.out, step.operation, step.args, step.options = slot, operation, tuple(coded), options
+        step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
+        self.steps.append(step)
         return slot
 
     def new_slot(self, spec: Spec) -> int:
         """A slot that no step has filled yet: an input."""
         slot, self._n_slots = self._n_slots, self._n_slots + 1
+        if slot >= len(SLOTS):
+            SLOTS.reach(slot)
         self.specs[slot] = spec
         return slot
 
@@ -165,6 +172,11 @@ class Tape:
         self.alive.append(weakref.ref(found))
         return found
 
+    def spec(self, x: Tensor) -> Spec:
+        """What kind of tensor a live one is, without asking it, or any other."""
+        found = self.specs.get(x.slot) if type(x) is Live else None
+        return spec_of(x) if found is None else found
+
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor; a new one if its memory was written to since it got the last."""
         if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
@@ -177,7 +189,10 @@ class Tape:
         known = self._bound.get(key)
         if known is not None and known[2] == version:
             return known[0]
-        held = Held(len(self.constants))
+        n = len(self.constants)
+        if n >= len(HELD):
+            HELD.reach(n)
+        held = HELD[n]
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value_of(value)
         if self.copies or version == UNCOUNTED:
@@ -220,7 +235,7 @@ class Tape:
         kind = type(value)
         if kind is Live:
             slots.append(self.slot_of(value))
-            return Slot(slots[-1])
+            return SLOTS[slots[-1]]
         if kind is tuple or kind is list or kind is torch.Size:
             parts = [part if type(part) in _PLAIN else self._code(part, slots, held) for part in value]
             return parts if kind is list else tuple(parts)
@@ -237,10 +252,10 @@ class Tape:
         """Note that a rule was applied in the current module."""
         self.rules_applied[rule, self.path[-1]] += 1
 
-    def note_cast(self, value: Tensor, source: Tensor) -> None:
+    def note_cast(self, value: Tensor, source: torch.dtype) -> None:
         """Note where a model leaves the precision of its states."""
         kind = value.dtype
-        if kind.is_floating_point and kind.itemsize < source.dtype.itemsize:
+        if kind.is_floating_point and kind.itemsize < source.itemsize:
             self.note(f"cast: {str(kind).removeprefix('torch.')}")
 
     def note_mixing(self, what: str) -> None:
@@ -393,6 +408,10 @@ class Tape:
         if Whole in types and name in COUNTS:
             args, kwargs = self._counted(name, args, kwargs)
         rule = RULES.get(name) or find_rule(name)
+        if type(rule) is OfValue:
+            with _guard(), _no_kernels():
+                value = function(*args, **kwargs)
+            return rule.rule(self, name, value, args, kwargs)
         if rule is not None:
             return rule(function, name, args, kwargs)
         if not is_kernel:
