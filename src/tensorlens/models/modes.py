@@ -85,7 +85,10 @@ class _Data:
         """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
         for module, attributes, buffers in self.modules:
             own = module.__dict__
-            for name, value in own.copy().items():
+            now = own.copy()
+            if len(now) == len(attributes) and all(map(is_, now.values(), attributes.values())):
+                now = {}
+            for name, value in now.items():
                 if value is attributes.get(name) or name in _OF_TORCH:
                     continue
                 if not isinstance(value, Tensor) and type(value) not in (int, float):

@@ -84,6 +84,11 @@ class Followed(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.dim(self)
 
+    @property
+    def is_nested(self) -> bool:  # type: ignore[override]
+        """False: such tensors are not followed."""
+        return False
+
     def dim(self) -> int:
         """Its number of axes."""
         with torch._C.DisableTorchFunctionSubclass():

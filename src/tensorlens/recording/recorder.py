@@ -84,9 +84,7 @@ class Recorder:
         self._kinds = {type(block) for block in anatomy.blocks}
         ends = (anatomy.encoder if anatomy.encoder_blocks else None, anatomy.body_end, anatomy.readout)
         self._watched = {
-            id(module)
-            for path, module in places.tree.items()
-            if type(module) in self._kinds or path in ends
+            id(module) for path, module in places.tree.items() if type(module) in self._kinds or path in ends
         } | {id(anatomy.embedding), id(anatomy.unembedding)}
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}

@@ -435,7 +435,9 @@ class Tape:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    def _on_held(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Followed]) -> Any:
+    def _on_held(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Followed]
+    ) -> Any:
         """A function of held tensors, one of which carries a role: the role is handed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])

@@ -311,7 +311,9 @@ def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     specs = [run.spec(part) for part in parts]
     if name == "cat" and any([spec.shape == (0,) for spec in specs]) and value.dim() > 1:
         parts = [part for part, spec in zip(parts, specs, strict=True) if spec.shape != (0,)]  # torch passes over them
-    parts = [part if spec.dtype is value.dtype else part.to(value.dtype) for part, spec in zip(parts, specs, strict=False)]
+    parts = [
+        part if spec.dtype is value.dtype else part.to(value.dtype) for part, spec in zip(parts, specs, strict=False)
+    ]
     return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
 
