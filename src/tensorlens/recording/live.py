@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,6 @@ from typing_extensions import TypeIs
 
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.roles import Role
-
-if TYPE_CHECKING:
-    from tensorlens.recording.tape import Tape
 
 
 class _Thread(threading.local):

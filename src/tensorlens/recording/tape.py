@@ -195,15 +195,17 @@ class Tape:
         held = HELD[n]
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value_of(value)
-        if self.copies or version == UNCOUNTED:
-            # A parameter is bound by reference always; a buffer that the model writes over in its pass is not.
-            if not self.is_weight(value) or self.copies and not isinstance(value, torch.nn.Parameter):
-                constant = raw(Tensor.clone, constant)
-                version = version_of(constant)
+        if (self.copies or version == UNCOUNTED) and not self._is_fixed(value):
+            constant = raw(Tensor.clone, constant)
+            version = version_of(constant)
         self.constants.append(constant)
         self._keys.append(key)
         self._versions.append(version)
         return held
+
+    def _is_fixed(self, value: Tensor) -> bool:
+        """Whether a tensor is bound by reference always: a weight, but no buffer that the model writes over."""
+        return self.is_weight(value) and (not self.copies or isinstance(value, torch.nn.Parameter))
 
     def is_weight(self, value: Tensor) -> bool:
         """Whether a tensor is one of the model's own, or a view of one."""
@@ -408,7 +410,7 @@ class Tape:
         if Whole in types and name in COUNTS:
             args, kwargs = self._counted(name, args, kwargs)
         rule = RULES.get(name) or find_rule(name)
-        if type(rule) is OfValue:
+        if isinstance(rule, OfValue):
             with _guard(), _no_kernels():
                 value = function(*args, **kwargs)
             return rule.rule(self, name, value, args, kwargs)

@@ -266,7 +266,7 @@ def _plain_again(x: Tensor) -> Tensor:
     """
     if type(x) in FOLLOWED:
         for name in ("slot", "role", "of", "stamp", "seen", "behind"):
-            x.__dict__.pop(name, None)
+            vars(x).pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
 

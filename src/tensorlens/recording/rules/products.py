@@ -51,7 +51,7 @@ def _by_constant(run: Tape, x: Live, factor: Any, value: Tensor) -> Live:
     if role_of(factor) is Role.GATE and not is_factor(role, run.rules):
         role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
     if run.spec(x).dtype is not value.dtype:
-        x = x.to(value.dtype)
+        return run.emit("mul", value, x.to(value.dtype), value_of(factor), role=role)
     return run.emit("mul", value, x, value_of(factor), role=role)
 
 
