@@ -23,9 +23,10 @@ from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
+from tensorlens.views.printing import Printed
 
 
-class Lens:
+class Lens(Printed):
     """A model to look through: call it on an input to get the `AttentionTensor` there.
 
     The model stays the user's: the same object, untouched after every call.
@@ -61,6 +62,14 @@ class Lens:
             find_anatomy(model, blocks=blocks)
         known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.specimen = Specimen(model, processor, Rules.of(rules), blocks, known_as)
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Lens:
+        """A lens on a model by name, as in transformers; the same as `load`, with its options.
+
+        >>> Lens.from_pretrained("HuggingFaceTB/SmolLM2-135M", revision="main")  # doctest: +SKIP
+        """
+        return load(name, **options)
 
     def __repr__(self) -> str:
         """One line: the model."""
@@ -253,6 +262,7 @@ def load(
     attention: str | None = None,
     rules: Rules | str | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> Lens:
     """Load a model and look through it.
 
@@ -264,6 +274,8 @@ def load(
         attention: ``"eager"`` or ``"sdpa"``; transformers' own choice if None.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         trust_remote_code: Whether code that comes with the model may run. Never on unless asked for.
+        revision: Which state of it: a branch, tag or commit of the hub (``step3000`` of a model with checkpoints), or
+            the name of a checkpoint folder inside the folder.
     """
     from tensorlens.models.loading import load_pretrained
 
@@ -275,5 +287,6 @@ def load(
         device_map=device_map,
         attention=attention,
         trust_remote_code=trust_remote_code,
+        revision=revision,
     )
     return Lens(loaded.model, loaded.processor, rules=rules, name=loaded.name)

@@ -13,6 +13,7 @@ from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.recording.conventions import Rules
+from tensorlens.views.printing import Printed
 
 OnError = Literal["raise", "skip"]
 EMPTY: dict[str, Any] = {
@@ -26,7 +27,7 @@ EMPTY: dict[str, Any] = {
 """The columns of a row that could not be mapped."""
 
 
-class Mapper:
+class Mapper(Printed):
     """Adds maps to a batch of rows; plain settings until it is called, so that it can be sent to other processes.
 
     The columns added: `tokens` and `scores`, a list each, one entry per input token; `target`, `logit` and `bias_share`

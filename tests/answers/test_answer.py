@@ -214,6 +214,17 @@ def test_pieces_of_one_character_stand_at_one_place():
     assert decoded(lens, ids) == ("aé b", ((0, 1), (1, 2), (1, 2), (2, 3), (3, 4)))
 
 
+def test_places_of_a_long_answer_are_those_of_its_decoded_prefixes():
+    lens, cut = tiny_lens(), tokenizer()
+    ids = cut("Zoë sat. 😀 naïve — 你好! " * 20)["input_ids"]
+    text, offsets = decoded(lens, ids)
+    assert len(ids) > 300 and text == cut.decode(ids)
+    ends = [len(cut.decode(ids[: k + 1]).rstrip("\ufffd")) for k in range(len(ids))]
+    assert [pair[1] for pair in offsets if pair] == [
+        max(end, pair[0] + 1) for end, pair in zip(ends, offsets, strict=True) if pair
+    ]
+
+
 def test_roles_of_a_chat_are_groups():
     backend = tokenizer().backend_tokenizer
     lens = tl.Lens(tiny_lens().model, type(tokenizer())(tokenizer_object=backend, chat_template=CHAT))

@@ -184,7 +184,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
         load_pretrained("someone/minilm")
     assert isinstance(caught.value.__cause__, OSError)
     assert "Did you mean 'minilm'" in str(caught.value)
-    assert asked == [("someone/minilm", {"timeout": resolving.PATIENCE_SECONDS})]
+    assert asked == [("someone/minilm", {"revision": None, "timeout": resolving.PATIENCE_SECONDS})]
 
 
 def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -194,7 +194,7 @@ def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: p
         raise OSError("no route")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file, revision: str(tmp_path / file))
     loaded = load_pretrained("someone/something", device="cpu")
     assert loaded.name == "someone/something" and type(loaded.model) is transformers.BertModel
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import laws
@@ -17,6 +18,7 @@ from tensorlens.recording import calculus
 
 MEMBERS = {
     "attn_lrp": tl.Rules.attn_lrp(),
+    "gim": tl.Rules.gim(),
     "jacobian": tl.Rules.jacobian(),
     "attention half": tl.Rules(attention="half"),
     "attention taylor": tl.Rules(attention="taylor", gate="freeze_up"),
@@ -121,6 +123,7 @@ def test_with_heads_left_out_the_pull_is_still_the_operator_frozen_at_x(attentio
 def test_members_have_names_and_are_data():
     names = [tl.Rules.paper().name, tl.Rules.cp_lrp().name, tl.Rules.attn_lrp().name, tl.Rules.jacobian().name]
     assert names == ["paper", "paper", "attn_lrp", "jacobian"]
+    assert tl.Rules.gim().name == "gim" and tl.Rules.of("gim,softmax_temperature=3").softmax_temperature == 3
     assert tl.Rules(attention="half").name is None
     assert tl.Rules() == tl.Rules.paper() == tl.Rules(**tl.Rules.paper().as_dict())
     assert tl.Rules(**tl.Rules.jacobian().as_dict()) == tl.Rules.jacobian()
@@ -211,6 +214,42 @@ def test_attn_lrp_with_a_class_is_attn_lrp_written_by_hand(tiny):
     expected = by_hand(tiny)
     assert laws.relative(in_class(tiny, tl.Rules.attn_lrp()) - expected, expected) <= laws.TOLERANCE
     assert laws.relative(in_class(tiny, tl.Rules.paper()) - expected, expected) > 1e-2
+
+
+class Softened(torch.autograd.Function):
+    """A softmax whose derivative is that of another temperature."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward((scores / temperature).softmax(-1))
+        return scores.softmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (s,) = ctx.saved_tensors
+        return s * (grads[0] - (s * grads[0]).sum(-1, keepdim=True)), None
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_softmax_has_the_derivative_of_its_temperature(monkeypatch, attention, temperature):
+    """Autograd through a plain GPT-2 whose softmax is `Softened`: nothing else is held or halved."""
+    T = tl.Lens(zoo.build("gpt2", attention), rules=replace(tl.Rules.jacobian(), softmax_temperature=temperature))(
+        zoo.sample("gpt2")
+    )
+    plain = zoo.build("gpt2", "eager")
+    monkeypatch.setattr(F, "softmax", lambda scores, dim=-1, dtype=None: Softened.apply(scores, temperature))
+    leaves, y = states_of(plain, T, zoo.sample("gpt2"))
+    u = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(7))
+    expected = joined(torch.autograd.grad(y, leaves, u))
+    assert laws.relative(T.adjoint(u) - expected, expected) <= laws.TOLERANCE
+    assert laws.adjoint(T) <= laws.TOLERANCE and laws.value(T, T.output) <= laws.TOLERANCE
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), "warm", True, None])
+def test_what_is_not_a_temperature_is_refused(wrong):
+    with pytest.raises(tl.InputError, match="`softmax_temperature` must be a number above 0"):
+        tl.Rules(softmax_temperature=wrong)
 
 
 def test_a_wrong_weight_is_noticed(tiny, monkeypatch):

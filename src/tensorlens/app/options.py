@@ -64,12 +64,14 @@ class LoadOptions:
         dtype: Type of its weights; float32 if None.
         attention: Backend of attention; transformers' choice if None.
         trust_remote_code: Whether code that comes with the model may run.
+        revision: Which state of the model; the current one if None.
     """
 
     device: Annotated[str | None, _option("cpu, cuda:0, mps, … (default: the accelerator if there is one).")] = None
     dtype: Annotated[str | None, _option("float32 (default), float64, bfloat16, float16, auto.")] = None
     attention: Annotated[str | None, _option("eager or sdpa (default: transformers' choice).", "--attention")] = None
     trust_remote_code: Annotated[bool, _option("Run code that comes with the model.", "--trust-remote-code")] = False
+    revision: Annotated[str | None, _option("Branch, tag or commit of the hub, or a checkpoint in the folder.")] = None
 
     def check(self, model: str) -> None:
         """Refuse an unknown model or type before torch is imported or a file is read."""
@@ -77,11 +79,11 @@ class LoadOptions:
 
         if self.dtype is not None:
             check_choice("dtype", self.dtype, DTYPES)
-        check_model_name(model)
+        check_model_name(model, self.revision)
         if is_hub_id(model):
             from tensorlens.models.resolving import ask_hub
 
-            ask_hub(model)
+            ask_hub(model, self.revision)
 
     def lens(self, model: str, *, final_norm: bool = True, device: str | None = None) -> Lens:
         """Load `model`; `device` is where it goes if no other was asked for."""
@@ -99,6 +101,7 @@ class LoadOptions:
             "attention": self.attention,
             "rules": Rules(include_final_norm=final_norm),
             "trust_remote_code": self.trust_remote_code,
+            "revision": self.revision,
         }
 
 

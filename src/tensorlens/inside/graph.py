@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,10 @@ from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
 from tensorlens.records import Index, Record, Writer
-from tensorlens.views.captions import caption_lines
+from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,6 +108,19 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         """One line: how much of what."""
         size = f"{len(self.nodes)} nodes, {len(self.edges)} edges, {self.share:.0%} of what flows into them"
         return f"ComponentGraph({self.target!r} = {self.value:.4g}: {size})"
+
+    @property
+    def headline(self) -> str:
+        """The question that the graph answers, such as ``Why “ Paris”?``."""
+        return headline_of(self.meta, self.target)
+
+    def _table(self) -> Table:
+        """Weights: row t, column s is what node s gave to node t."""
+        names = [self.name(i) for i in range(len(self.nodes))]
+        weights = np.zeros((len(names), len(names)))
+        for edge in self.edges:
+            weights[edge.target, edge.source] += edge.weight
+        return Table(weights, names, names)
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))

@@ -52,6 +52,9 @@ from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_calls import module_tree, own_methods
 from tensorlens.models.stacks import CONTAINERS, ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
+VOCABULARY_SHARE = 0.9
+"""Channels per token of the vocabulary from which a tensor is taken for logits: an embedding may be padded."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
@@ -168,6 +171,8 @@ class Anatomies:
         self._known: dict[Any, Anatomy] = {}
         self.seen: Evidence | None = None
         """The plain pass of the last input that was new, until somebody has compared it with its recording."""
+        self.settled: int | None = None
+        """The block at which the first position no longer depends on its token, once it was measured."""
 
     def at(self, arguments: Mapping[str, Any]) -> Anatomy:
         """The anatomy for a forward pass with these keyword arguments."""
@@ -296,7 +301,9 @@ def _outermost(modules: set[int], evidence: Evidence) -> Chain:
 
 def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     """The anatomy of these calls with all that is before, behind and beside them."""
-    ending = find_ending(chain, evidence, _known_body(anatomy, chain))
+    if anatomy.embedding is None:
+        anatomy = replace(anatomy, embedding=_embedding_before(chain[0], evidence))
+    ending = find_ending(chain, evidence, _known_body(anatomy, chain, evidence))
     head = _head(anatomy, ending, evidence)
     ending = _read_by_head(ending, head.taken, evidence)
     encoder = _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
@@ -360,16 +367,28 @@ def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module
     return sum(type(call.module) in kinds for call in evidence.calls[:end] if call.number not in inside)
 
 
-def _known_body(anatomy: Anatomy, chain: Chain) -> str | None:
-    """The outermost module around the blocks that the head is not part of, for types that name their parts."""
+def _known_body(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> str | None:
+    """The outermost module around the blocks that the head is not part of, for types that name their parts.
+
+    None where the model does not say: one module may do everything and return logits, and then what the unembedding
+    reads shows where the body ends.
+    """
     if not _is_known_type(anatomy.model):
         return None
     if anatomy.body is anatomy.model and anatomy.unembedding is None:
-        return ""
+        return None if _returns_logits(anatomy, chain, evidence) else ""
     for holder in reversed(list(chain[0].holders())):
         if holder.path and all(part is not anatomy.unembedding for part in holder.module.modules()):
             return holder.path
     return ""
+
+
+def _returns_logits(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> bool:
+    """Whether what the model returns has a channel for each token of its vocabulary, unlike its states."""
+    size, output = getattr(anatomy.embedding, "num_embeddings", None), evidence.output
+    if size is None or output is None or output.shape[-1] == entering(chain[-1]).shape[-1]:
+        return False
+    return output.shape[-1] >= VOCABULARY_SHARE * size
 
 
 def _as_unembedding(
@@ -383,7 +402,11 @@ def _as_unembedding(
     is_per_token = len(taken.shape) == len(state.shape) > 2 and (
         taken.shape[:-1] == state.shape[:-1] or evidence.is_same(taken.node, state.node)
     )
-    return linear.module if is_per_token and size is not None and linear.module.out_features >= 0.9 * size else None
+    return (
+        linear.module
+        if is_per_token and size is not None and linear.module.out_features >= VOCABULARY_SHARE * size
+        else None
+    )
 
 
 # Step 2: by the tree --------------------------------------------------------------------------------------------------

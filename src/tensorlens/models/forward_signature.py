@@ -22,7 +22,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:
-    """What a model's forward takes, looked up once per function."""
+    """What a model's forward takes, looked up once per function of a class.
+
+    A wrapper on the instance may show the function of the class, with its `self`.
+    """
+    if "forward" in vars(model):
+        found = inspect.signature(model.forward)
+        names = list(found.parameters.values())
+        return found.replace(parameters=names[1:]) if names and names[0].name == "self" else found
     function = getattr(model.forward, "__func__", None)
     if not inspect.isfunction(function):
         return inspect.signature(model.forward)

@@ -17,6 +17,8 @@ import torch
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
 from tensorlens.models.cache import cache_folder
 from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
+from tensorlens.models.forward_signature import forward_parameters
+from tensorlens.models.remote_code import build, remote_class
 from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def load_pretrained(
     attention: str | None = None,
     trust_remote_code: bool = False,
     head: str = "auto",
+    revision: str | None = None,
 ) -> Loaded:
     """Load a model with its tokenizer or image processor.
 
@@ -86,12 +89,13 @@ def load_pretrained(
         attention: Attention implementation; by default transformers chooses between "eager" and "sdpa".
         trust_remote_code: Allow code that comes with a hub checkpoint.
         head: Output head; by default the checkpoint's own, or none if its weights are not there.
+        revision: Which state of it: a branch, tag or commit of the hub, or a checkpoint folder inside the folder.
 
     Raises:
         LoadError: The model cannot be found or read, or an option is unknown.
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
-    place = _reachable(resolve(name))
+    place = _reachable(resolve(name, revision))
     with _quiet(), _converted(place):
         config = _load_config(name, place, trust_remote_code)
         if attention is None:
@@ -105,7 +109,7 @@ def load_pretrained(
 
 def _reachable(place: Location) -> Location:
     """The place itself, or the copy that an earlier download left where the hub does not answer."""
-    copy = None if place.is_local else ask_hub(place.path)
+    copy = None if place.is_local else ask_hub(place.path, place.revision)
     return place if copy is None else Location(path=str(copy), is_local=True)
 
 
@@ -189,7 +193,7 @@ def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> 
         with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
             return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
     except (OSError, ValueError, KeyError) as error:
         raise not_on_hub(str(name), error) from error
 
@@ -252,23 +256,43 @@ def _read(
     """The model and the weights that were not in the checkpoint."""
     with foreign_reader(lambda said: f"{name}: {model_class.__name__} could not read the checkpoint: {said}"):
         try:
-            model, info = model_class.from_pretrained(place.path, config=config, output_loading_info=True, **options)
+            made = _built(model_class, place, config, options)
+            if made is not None:
+                return made
+            model, info = model_class.from_pretrained(
+                place.path, config=config, output_loading_info=True, **place.options, **options
+            )
         except ImportError as error:
             raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
     missing = [key for key in info["missing_keys"] if not any(part in key for part in _UNUSED_PARTS)]
     return model, sorted(missing)
 
 
+def _built(
+    model_class: Any, place: Location, config: PretrainedConfig, options: dict[str, Any]
+) -> tuple[Any, list[str]] | None:
+    """A model of remote code, built in real memory; None where transformers has to load it."""
+    if not options["trust_remote_code"] or "device_map" in options or getattr(config, "quantization_config", None):
+        return None
+    kind = remote_class(config, model_class.__name__, place.path, place.revision)
+    if "attn_implementation" in options:
+        config._attn_implementation = options["attn_implementation"]
+    dtype = options["dtype"] if options["dtype"] != "auto" else getattr(config, "dtype", None) or torch.float32
+    return None if kind is None else build(kind, config, place.path, place.revision, dtype)
+
+
 def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:
     """The tokenizer or image processor of the checkpoint, the one of the model's main input first."""
-    readers = [(_TOKENIZER_FILES, _read_tokenizer), (_IMAGE_FILES, _read_image_processor)]
+    readers = [((_TOKENIZER_FILES,), _read_tokenizer), ((_IMAGE_FILES,), _read_image_processor)]
     if model.main_input_name == "pixel_values":
         readers.reverse()
-    for files, read in readers:
-        if any(_has_file(place, file) for file in files):
+    elif "pixel_values" in forward_parameters(model):
+        readers.insert(0, ((_TOKENIZER_FILES, _IMAGE_FILES), _read_both))
+    for kinds, read in readers:
+        if all(any(_has_file(place, file) for file in files) for files in kinds):
             with foreign_reader(lambda said: f"{name}: the tokenizer or image processor could not be read: {said}"):
                 try:
-                    return read(place.path, trust_remote_code)
+                    return read(place, trust_remote_code)
                 except ImportError as error:
                     if isinstance(error, LoadError):
                         raise
@@ -276,26 +300,35 @@ def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, t
     return None
 
 
-def _read_tokenizer(path: str, trust_remote_code: bool) -> Any:
+def _read_tokenizer(place: Location, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
 
 
-def _read_image_processor(path: str, trust_remote_code: bool) -> Any:
+def _read_both(place: Location, trust_remote_code: bool) -> Any:
+    """The processor of a model that reads text and images."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
+
+
+def _read_image_processor(place: Location, trust_remote_code: bool) -> Any:
     if importlib.util.find_spec("PIL") is None:
         raise missing_extra("Reading images", "pillow", "demo")
     import transformers
 
     # The PIL variant gives the same pixels with and without torchvision; older versions of `AutoImageProcessor` need
     # torchvision even to name it.
-    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(path)
+    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(place.path, **place.options)
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     kind = kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     pil_class = getattr(transformers, f"{kind}Pil", None)
     if pil_class is not None:
-        return pil_class.from_pretrained(path)
-    return transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
+        return pil_class.from_pretrained(place.path, **place.options)
+    return transformers.AutoImageProcessor.from_pretrained(
+        place.path, backend="pil", trust_remote_code=trust_remote_code, **place.options
+    )
 
 
 def _has_file(place: Location, file: str) -> bool:
@@ -304,7 +337,11 @@ def _has_file(place: Location, file: str) -> bool:
     from transformers.utils.hub import cached_file
 
     found = cached_file(
-        place.path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        place.path,
+        file,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **place.options,
     )
     return found is not None
 

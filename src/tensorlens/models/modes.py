@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
-from operator import is_
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from tensorlens.models.module_calls import module_tree
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -29,7 +27,6 @@ LARGE = 10_000
 _left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
 _callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 _OF_TORCH = frozenset(vars(nn.Module()))
-_PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -41,9 +38,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    modules = list(module_tree(model).values())
+    modules = _modules(model)
     training = [module for module in modules if module.training]
-    before = _Data(modules)
+    kept = _Kept(modules)
     try:
         for module in training:
             module.training = False
@@ -51,69 +48,69 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            before.put_back()
+            kept.put_back()
         for module in training:
             module.training = True
 
 
-class _Data:
-    """The data that modules hold beside their weights, as they were before a pass."""
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """A model and all its parts, each once."""
+    found, waiting = dict[int, nn.Module](), [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())  # type: ignore[arg-type]
+    return list(found.values())
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # `__dict__.copy` at once: another thread may set attributes meanwhile.
-        self.modules = [(module, module.__dict__.copy(), module._buffers.copy()) for module in modules]
-        self.copies: list[tuple[Tensor, int, Tensor]] = []
-        self.containers: list[tuple[Any, Any]] = []
-        for _, attributes, buffers in self.modules:
-            for name, value in attributes.items():
-                if type(value) in _PLAIN or name in _OF_TORCH:
-                    continue
+
+class _Kept:
+    """What modules own before a pass. Every pass begins and ends with this walk, so it is flat."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owned: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._copies: list[tuple[Tensor, int, Tensor]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for module in modules:
+            own, buffers = module.__dict__.copy(), module._buffers.copy()  # at once: another thread may set some
+            names = own.keys() - _OF_TORCH
+            self._owned.append((module, own, buffers))
+            for value in (*[own[name] for name in names], *buffers.values()):
                 if isinstance(value, Tensor):
-                    self._copy(value)
+                    if value.is_leaf and not (isinstance(value, nn.Parameter) or value.is_meta or value.is_inference()):
+                        self._copies.append((value, value._version, value.clone()))
                 elif isinstance(value, (list, dict, set)) and len(value) <= LARGE:
-                    self.containers.append((value, copy(value)))
-            for buffer in buffers.values():
-                self._copy(buffer)
-
-    def _copy(self, value: Any) -> None:
-        """Keep the content of a tensor that a pass may write to."""
-        is_data = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_leaf
-        if is_data and not value.is_meta and not value.is_inference():
-            self.copies.append((value, value._version, value.clone()))
+                    self._containers.append((value, copy(value)))
 
     def put_back(self) -> None:
         """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
-        for module, attributes, buffers in self.modules:
-            own = module.__dict__
-            now = own.copy()
-            if len(now) == len(attributes) and all(map(is_, now.values(), attributes.values())):
-                now = {}
-            for name, value in now.items():
-                if value is attributes.get(name) or name in _OF_TORCH:
+        for module, before, buffers in self._owned:
+            now = module.__dict__
+            for name in now.copy().keys() - _OF_TORCH:
+                value = now[name]
+                if value is before.get(name) or not (isinstance(value, Tensor) or type(value) in (int, float)):
                     continue
-                if not isinstance(value, Tensor) and type(value) not in (int, float):
-                    continue
-                if name in attributes:
-                    own[name] = attributes[name]
+                if name in before:
+                    now[name] = before[name]
                 else:
-                    del own[name]
+                    del now[name]
             for name, buffer in buffers.items():
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
-        for value, before in self.containers:
-            _empty_again(value, before)
-        for value, version, copied in self.copies:
+        for value, held in self._containers:
+            if len(value) != len(held) or not _is_same(value, held):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(held)
+        for value, version, copied in self._copies:
             if value._version != version:
                 value.copy_(copied)
 
 
-def _empty_again(value: Any, before: Any) -> None:
-    """Take out what a pass left in a list or dictionary, and put back what it took."""
-    is_same = len(value) == len(before) and all(map(is_, value, before))
-    if is_same and (not isinstance(value, dict) or all(map(is_, value.values(), before.values()))):
-        return
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(before)
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether a list, dictionary or set holds the very things that it held."""
+    if isinstance(value, dict):
+        value, before = [*value, *value.values()], [*before, *before.values()]
+    return all(map(operator.is_, value, before))
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
+from tensorlens.models.archives import unpack_folder
 from tensorlens.models.bundled import BUNDLED, find_installed, near_names
 from tensorlens.models.gguf import check_magic, convert_gguf
-from tensorlens.models.onnx_dinov2 import convert_dinov2
+from tensorlens.models.onnx_files import convert_onnx
 from tensorlens.models.torch_folders import convert_torch_folder
 
 PATIENCE_SECONDS = 5.0
@@ -28,19 +29,30 @@ class Location:
     Attributes:
         path: What `from_pretrained` takes.
         is_local: Whether `path` is a folder.
+        revision: Which state of a hub's model; None for the current one.
     """
 
     path: str
     is_local: bool
+    revision: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What `from_pretrained` takes beside the path."""
+        return {} if self.revision is None else {"revision": self.revision}
 
 
-def resolve(name: str | Path) -> Location:
+def resolve(name: str | Path, revision: str | None = None) -> Location:
     """Find the checkpoint `name`: bundled name, `.gguf` file, folder or hub id, in this order.
+
+    Args:
+        name: What the user calls it.
+        revision: A branch, tag or commit of the hub; of a folder, the checkpoint folder inside it.
 
     Raises:
         LoadError: It is none of them, or it is incomplete.
     """
-    check_model_name(name)
+    check_model_name(name, revision)
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
@@ -48,8 +60,8 @@ def resolve(name: str | Path) -> Location:
     if path.suffix == ".gguf":
         return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
     if path.is_dir():
-        return Location(path=str(path), is_local=True)
-    return Location(path=text, is_local=False)
+        return Location(path=str(path / (revision or "")), is_local=True)
+    return Location(path=text, is_local=False, revision=revision)
 
 
 def is_hub_id(name: str) -> bool:
@@ -58,24 +70,30 @@ def is_hub_id(name: str) -> bool:
     return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
 
 
-def check_model_name(name: str | Path) -> None:
+def check_model_name(name: str | Path, revision: str | None = None) -> None:
     """Refuse a name that can be no model. Nothing is read, converted, imported or asked for.
+
+    Args:
+        name: What the user calls it.
+        revision: As for `resolve`.
 
     Raises:
         LoadError: It is neither a bundled model that is installed, a `.gguf` file, a folder of weights, nor of the form
-            of a hub id.
+            of a hub id; or it has no such revision.
     """
     text = str(name)
+    if revision is not None and (text in BUNDLED or text.endswith(".gguf")):
+        raise LoadError(f"`revision` is for models of the hub and folders of checkpoints; {text!r} has one state only.")
     if text in BUNDLED:
         find_installed(text)
         return
     try:
-        _check_path(text, is_path=isinstance(name, Path))
+        _check_path(text, revision, is_path=isinstance(name, Path))
     except (OSError, RuntimeError, ValueError) as error:  # too long, a foreign home folder, a null character
         raise LoadError(f"A model's name or path was expected, but {text[:80]!r} is none ({error}).") from error
 
 
-def _check_path(text: str, *, is_path: bool) -> None:
+def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
     path = Path(text).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -83,7 +101,13 @@ def _check_path(text: str, *, is_path: bool) -> None:
         check_magic(path.stem, path)
         return
     if path.is_dir() and text:
-        _check_folder(path)
+        if revision is not None and not (path / revision).is_dir():
+            there = sorted(file.parent.name for file in path.glob("*/config.json"))
+            raise LoadError(
+                f"The checkpoint {revision!r} was expected as a folder in {text!r}, but there is none. "
+                f"Its checkpoints: {', '.join(there) or 'none'}."
+            )
+        _check_folder(path / (revision or ""))
         return
     if path.is_file():
         raise LoadError(f"A folder, a .gguf file or a name was expected, but {text!r} is another kind of file.")
@@ -103,10 +127,14 @@ def _bundled_folder(name: str) -> Path:
     match source.bundled.kind:
         case "folder":
             return source.paths[0]
-        case "gguf" | "gguf parts":
+        case "gguf":
             return convert_gguf(name, source.paths, version=source.version)
+        case "zip" if source.bundled.inside.endswith(".gguf"):
+            return convert_gguf(name, source.paths, version=source.version, inside=source.bundled.inside)
+        case "zip":
+            return unpack_folder(source)
         case "onnx":
-            return convert_dinov2(source)
+            return convert_onnx(source)
         case "torch folder":
             return convert_torch_folder(source)
 
@@ -131,23 +159,32 @@ def _check_folder(folder: Path) -> None:
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
-def ask_hub(name: str) -> Path | None:
+def ask_hub(name: str, revision: str | None = None) -> Path | None:
     """Ask the hub once for the model `name`; the folder of an earlier download if it does not answer.
 
     Raises:
         LoadError: It is not on the hub, or the hub does not answer and there is no copy here.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        HfApi().model_info(name, timeout=PATIENCE_SECONDS)
+        HfApi().model_info(name, revision=revision, timeout=PATIENCE_SECONDS)
+    except RevisionNotFoundError as error:
+        raise LoadError(
+            f"The hub holds {name!r}, but not its revision {revision!r}. Check the branch or tag."
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise not_on_hub(name, error) from error
     except HfHubHTTPError:
         return None  # an answer of another kind, such as that of a proxy; transformers will say what it is
     except Exception as error:  # what says that nobody answers changes with the library behind the hub's
-        copy = try_to_load_from_cache(name, "config.json")
+        copy = try_to_load_from_cache(name, "config.json", revision=revision)
         if not isinstance(copy, str):
             raise not_on_hub(name, error) from error
         return Path(copy).parent

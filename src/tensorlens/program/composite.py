@@ -3,9 +3,11 @@ r"""Operations that are kept whole: norms, softmax, attention. Each is several t
 Where attention is live, let dx = x - x⁰ and w the weights of `Rules.attention` (1 for ``taylor``, ½ for ``half`` where
 both factors of a product are live). Then
 
-    dS = w_s (q⁰ dkᵀ + dq k⁰ᵀ) · scale,   dA = A⁰ ⊙ (dS - Σ A⁰ ⊙ dS),   y = y⁰ + w_v A⁰ dv + w_a dA v⁰.
+    dS = w_s (q⁰ dkᵀ + dq k⁰ᵀ) · scale,   dA = s ⊙ (dS - Σ s ⊙ dS),   y = y⁰ + w_v A⁰ dv + w_a dA v⁰
 
-The transpose of this is the fused kernel's own backward pass at X, with the gradients of q, k and v scaled.
+with s = softmax(S⁰/τ), which is A⁰ at temperature τ = 1. The transpose of this is the fused kernel's own backward
+pass at X, with the gradients of q, k and v scaled; at another temperature a second kernel gives those of q and k,
+since diag s - s sᵀ is the derivative of τ softmax(S/τ).
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from tensorlens.program.operations import operation
 
 CHUNK = 2**24
 """How many scores are formed at a time: heads times queries times keys."""
+
+FORMED = 512
+"""Up to so many keys, attention in full precision is formed: its fused kernels are made for half precision."""
 
 
 @operation(joint=(0, 3), optional=(3,))
@@ -118,8 +123,8 @@ def attention(
 def _(
     u: Tensor, query: Tensor, key: Tensor, value: Spec, mask: Any, causal: bool, scale: float | None, grouped: bool
 ) -> Any:
-    """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
-    if not is_batchedtensor(u):
+    """Aᵀu: by the rows of A, each formed once, or by the kernel's own backward pass where that is faster."""
+    if not is_batchedtensor(u) and (key.shape[-2] > FORMED or query.dtype.itemsize < 4):
 
         def mix(v: Tensor) -> Tensor:
             return attention.run(query, key, v, mask, causal, scale, grouped)
@@ -137,7 +142,7 @@ def _(
         found = found.unflatten(-1, (len(us), -1)).movedim(-2, 0)
         return found.unflatten(-3, (value.shape[-3], -1)).sum(-3) if grouped else found
 
-    return _Several.apply(u, together)
+    return _Several.apply(u, together) if is_batchedtensor(u) else together(u[None])[0]
 
 
 def _backward(function: Callable[..., Tensor], point: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
@@ -191,6 +196,7 @@ def live_attention(
     scale: float | None,
     grouped: bool,
     shares: tuple[float, float, float],
+    temperature: float = 1.0,
 ) -> Tensor:
     """Attention whose matrix is followed by its derivative, a chunk of queries at a time.
 
@@ -205,6 +211,7 @@ def live_attention(
         scale: Factor of the scores; one over the root of their channels if None.
         grouped: Whether several query heads share a key head.
         shares: How much follows the scores' factors, the attention matrix and the values.
+        temperature: Temperature of the softmax's derivative.
     """
     q0, k0, v0 = at
     q, k, v = (_moved(x, x0, given) for x, x0 in zip((query, key, value), at, strict=True))
@@ -216,10 +223,20 @@ def live_attention(
     for rows in _chunks(q0, k0):
         a0 = rows_of_attention(q0, k0, mask, causal, scale, rows)
         moved = of_scores * scale * (_times(q0[..., rows, :], k) + _times(None if q is None else q[..., rows, :], k0))
-        change = of_matrix * (_softmax(moved, a0) @ v0)
+        s = a0 if temperature == 1 else rows_of_attention(*_cooled(q0, k0, mask, causal, scale, temperature), rows)
+        change = of_matrix * (_softmax(moved, s) @ v0)
         parts.append(change if v is None else change + of_values * (a0 @ v))
     found = torch.cat(parts, -2)
     return found if given is None else given + found
+
+
+def _cooled(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None, bool, float]:
+    """What gives softmax(S/τ) instead of softmax(S), as `rows_of_attention` takes it."""
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask / temperature
+    return query, key, mask, causal, scale / temperature
 
 
 def _moved(x: Any, x0: Tensor, given: Tensor | None) -> Tensor | None:
@@ -251,6 +268,7 @@ def _(
     scale: float | None,
     grouped: bool,
     shares: tuple[float, float, float],
+    temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
     of_scores, of_matrix, of_values = shares
     weights = (of_scores * of_matrix, of_scores * of_matrix, of_values)
@@ -259,7 +277,13 @@ def _(
     def attend(*moving: Tensor) -> Tensor:
         given = dict(zip(live, moving, strict=True))
         q, k, v = (given.get(place, x0) for place, x0 in enumerate(at))
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        if temperature == 1:
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        _, _, cooled, _, factor = _cooled(q, k, mask, causal, factor, temperature)
+        moved = F.scaled_dot_product_attention(q, k, at[2], cooled, is_causal=causal, scale=factor, enable_gqa=grouped)
+        mixed = attention.run(*at[:2], v, mask, causal, scale, grouped)
+        return temperature * moved + mixed
 
     point = [at[place] for place in live]
 
@@ -275,12 +299,13 @@ def rows_of_attention(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, rows: slice = slice(None)
 ) -> Tensor:
     """Some rows of the attention matrix; a query that sees nothing mixes nothing."""
-    scores = scale * (query[..., rows, :] @ key.transpose(-1, -2))
+    scores = (query[..., rows, :] * scale) @ key.transpose(-1, -2)
     if causal:
         n_queries, n_keys = query.shape[-2], key.shape[-2]
-        allowed = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril()[rows]
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if mask is not None:
-        mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        hidden = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).triu(1)[rows]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is None:
+        return scores.softmax(-1)
+    mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).nan_to_num(0.0)

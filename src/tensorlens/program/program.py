@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ class Program:
     def __str__(self) -> str:
         """One line for each step."""
         return printed(self)
+
+    def _repr_html_(self) -> str:
+        """As it prints, for a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     # Parts: each is a program again -----------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tensorlens.errors import MethodError
-from tensorlens.recording.conventions import Rules
+from tensorlens.recording.conventions import RULE_SETS, Rules
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
 
-MEMBERS: dict[str, Rules] = {name: getattr(Rules, name)() for name in ("paper", "half_gate", "attn_lrp", "jacobian")}
+MEMBERS: dict[str, Rules] = {name: getattr(Rules, name)() for name in RULE_SETS if name != "cp_lrp"}
 """The members of the family that are compared."""
 
 

@@ -22,14 +22,16 @@ NOT_SAID = frozenset(
         "causal",
         "set_aside",
         "sink",
+        "sink_gives",
         "sums_to",
         "why",
         "answer_parts",
+        "pictures",
     }
 )
 """Keys of `meta` that are drawn, and not said."""
 
-BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")
+BY_OUTPUT = ("target", "logit", "standard_error", "out_positions", "sink_gives")
 """Keys of `meta` that may hold a list with one entry for each output."""
 
 
@@ -60,6 +62,13 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
     if is_answer:
         against = meta.get("against")
         return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
+    target = meta.get("target")
+    has_target = isinstance(meta.get("why"), Mapping) or n_out == 1 and isinstance(target, str)
+    return headline_of(meta, str(target)) if has_target else method
+
+
+def headline_of(meta: Mapping[str, Any], target: str) -> str:
+    """The headline of what explains a target: as an explanation says it, or else by the target's name alone."""
     known = meta.get("why")
     if isinstance(known, Mapping) and isinstance(known.get("target"), str):
         chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
@@ -69,9 +78,6 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
             against if isinstance(against, str) else None,
             where if isinstance(where, str) else "",
         )
-    target = meta.get("target")
-    if n_out != 1 or not isinstance(target, str):
-        return method
     first, _, second = target.partition(" − ")
     return why_headline(first, None, second or None, "")
 

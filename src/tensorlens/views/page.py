@@ -38,11 +38,12 @@ _SCRIPTS = (
     "aside",
     "group_words",
     "shade",
+    "pictures",
     "answer",
     "lens",
 )
 _INSIDE_SCRIPTS = ("labels", "colours", "shade", "graph", "grid", "inside")
-_PAIRS_SCRIPTS = ("labels", "colours", "shade", "grid", "pairs")
+_PAIRS_SCRIPTS = ("labels", "colours", "shade", "grid", "pictures", "pairs")
 _EXACT_UP_TO = 512
 _FALLBACK_TOKENS = 12
 

@@ -7,7 +7,6 @@ what is signed, which limit the colours have, and what the caption says.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,8 +15,7 @@ import numpy as np
 
 from tensorlens.errors import InputError
 from tensorlens.views.answer_text import AnswerText
-
-_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
+from tensorlens.views.placed_pictures import IMAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +138,7 @@ def _check_grid(grid: PatchGrid, n_in: int) -> None:
 
 
 def _check_image(image: str, grid: PatchGrid | None) -> None:
-    if not _IMAGE.fullmatch(image):
+    if not IMAGE.fullmatch(image):
         raise InputError(
             f"Expected an image as a base64 data URI (png, jpeg, gif or webp), got {image[:40]!r}. "
             "Encode the picture as data:image/png;base64,…; addresses are not fetched."

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.live import is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
+from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, rule
 
 
@@ -26,14 +27,15 @@ def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         run.note("attention: softmax")
         return run.held(weights, Role.ATTENTION)
     run.note("attention: softmax, live")
-    scores = args[0]
+    scores, temperature = args[0], run.rules.softmax_temperature
     dim = kwargs["dim"] if "dim" in kwargs else next((a for a in args[1:] if type(a) is int), -1)
 
     def parts() -> tuple[Tensor, Tensor]:
         # What is masked, by zero weight or by the largest number there is, has no derivative.
         s0 = value_of(scores)
         masked = (weights == 0) | (s0.abs() >= torch.finfo(s0.dtype).max / 2)
-        a0 = torch.where(masked, 0, weights)
+        at_temperature = weights if temperature == 1 else (s0.to(weights.dtype) / temperature).softmax(dim)
+        a0 = torch.where(masked, 0, at_temperature)
         moved = a0 * torch.where(masked, 0, s0).to(a0.dtype)
         return a0, weights - (moved - a0 * moved.sum(dim, keepdim=True))
 
@@ -72,6 +74,7 @@ def attention_rule(
         run.note("attention: fused, query and key held")
         if not is_live(value):
             return mixed
+        value = without_sink(value)
         found = run.emit("attention", mixed, q, k, value, mask, is_causal, scale, enable_gqa)
     elif is_live(attn_mask):
         return _spelled_out(query, key, value, attn_mask, is_causal, scale, enable_gqa)
@@ -90,6 +93,7 @@ def attention_rule(
             scale,
             enable_gqa,
             shares,
+            run.rules.softmax_temperature,
         )
     run.note_fused(found, query, key, value, mask, is_causal, scale)
     return found

@@ -14,6 +14,7 @@ from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_pr
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
 from tensorlens.recording.rules.linear import handed_on, role_after
+from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape, spec_of
 
@@ -113,6 +114,7 @@ def matrix_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict
     if name == "rmatmul":
         function, left, right = torch.matmul, right, left
     mixes = role_of(left) is Role.ATTENTION
+    right = without_sink(right) if mixes else right
     found = _matrix_product(function, name, left, right)
     if is_live(found) and mixes:
         tape().note_mixture(found, left, right)
