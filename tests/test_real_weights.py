@@ -46,6 +46,21 @@ def test_large_bundled_models(name):
 
 
 @pytest.mark.large
+def test_the_sink_of_smollm2():
+    lens = tl.load("smollm2-135m", device="cpu")
+    live, held = (
+        lens.with_rules(rules)(LARGE["smollm2-135m"]).map("tensor.in_class", -1, " Paris")
+        for rules in ("paper", "paper,sink=hold")
+    )
+    assert held.meta["rules"]["sink"] == 5
+    assert float(live.scores[0, 0]) == pytest.approx(6.13, abs=0.01) and "sink_gives" not in live.meta
+    assert float(held.scores[0, 0]) == pytest.approx(0.53, abs=0.01)
+    assert held.meta["sink_gives"] == [pytest.approx(5.59, abs=0.01)]
+    assert torch.allclose(held.scores[:, 1:], live.scores[:, 1:], atol=1e-4)
+    assert float(held.scores.sum()) + held.meta["sink_gives"][0] == pytest.approx(held.meta["logit"][0], abs=1e-3)
+
+
+@pytest.mark.large
 def test_dinov2_layout_with_real_weights():
     T = tl.load("dinov2-small-saliency", device="cpu")(
         torch.randn(3, 98, 98, generator=torch.Generator().manual_seed(0))

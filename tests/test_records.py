@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from damage import ALL, BYTES, WORDS, header_words, refusals
+from matplotlib.figure import Figure
+from msgspec.structs import replace
 from rich.console import Console
 from zoo import build, sample
 
@@ -24,6 +27,7 @@ from tensorlens.errors import TensorLensError
 from tensorlens.inside.stream import Component
 from tensorlens.maps.targets import Said
 from tensorlens.records import MOST_NESTED, Record
+from tensorlens.views.labels import visible
 
 SAMPLE = 60
 DRAWN = {".html"}
@@ -245,11 +249,53 @@ def test_meta_may_be_deep_but_not_without_end() -> None:
 
 
 def test_everything_a_user_holds_has_a_form_for_notebooks() -> None:
-    held = [tensor(), tensor().certificate(), *(record(kind) for kind in KINDS)]
-    held.append(tl.Lens(build("gpt2")).answer(list(range(1, 6)), [3, 4]))
+    lens = tl.Lens(build("gpt2"))
+    held = [lens, tensor(), tensor().program, tensor().certificate(), *(record(kind) for kind in KINDS)]
+    held += [lens.answer(list(range(1, 6)), [3, 4]), lens.explain(sample("gpt2")), lens.batch([[1, 2], [3, 4]])]
+    held += [tl.Rules(), tl.recommended("word"), tl.MeanTensor([tensor()]), tensor().estimate("in_out")]
+    held += [tl.spectrum(tensor(), k=2), tl.Mapper("minilm")]
     for one in held:
         html = one._repr_html_()
         assert html.lstrip().startswith("<") and "<html" not in html
+    seen = {type(one) for one in held} | {tl.Prediction}  # a tuple
+    public = {value for value in map(tl.__dict__.get, tl.__all__) if isinstance(value, type)}
+    public = {one for one in public if not issubclass(one, Exception)}
+    without = [one.__name__ for one in public - seen if not hasattr(one, "_repr_html_")]
+    assert without == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_is_a_frame_an_array_and_a_plot(kind: str) -> None:
+    found = record(kind)
+    frame, array = found.to_pandas(), np.asarray(found)
+    assert frame.shape == array.shape and frame.size and found.headline and found.headline == found.headline.strip()
+    is_same = (frame.to_numpy() == array) | ((frame.to_numpy() != frame.to_numpy()) & (array != array))
+    assert is_same.all()
+    if array.dtype == object:
+        with pytest.raises(tl.InputError, match="no numbers"):
+            found.plot()
+        return
+    axes = Figure().add_subplot()
+    assert found.plot(ax=axes) is axes and axes.get_title().split() == visible(found.headline).split()
+    assert len(axes.patches) or len(axes.images)
+
+
+def test_an_array_of_a_record_is_a_copy() -> None:
+    found = token_map()
+    np.asarray(found)[0, 1] = 7.0
+    assert float(found.scores[0, 1]) == -2.0 and np.asarray(found, dtype="float64").dtype == np.float64
+    frame = found.to_pandas()
+    assert list(frame.index) == ["a", "b"] and frame.loc["a", "d"] == -2.0
+    half = replace(found, scores=found.scores.bfloat16())
+    assert np.asarray(half).dtype == np.float32
+
+
+def test_an_explanation_and_an_answer_are_frames_too() -> None:
+    lens = tl.Lens(build("gpt2"))
+    told = lens.explain(sample("gpt2"))
+    assert np.array_equal(np.asarray(told), told.map.scores.numpy()) and told.to_pandas().shape == told.map.shape
+    answer = lens.answer(list(range(1, 6)), [3, 4])
+    assert answer.headline.startswith("Why “") and answer.to_pandas().shape == answer.map().shape
 
 
 def test_other_versions_are_told_apart(tmp_path: Path) -> None:

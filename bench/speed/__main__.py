@@ -26,6 +26,7 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
     ),
     "scaling": (lambda: parts.scaling(256, 1024, 8), lambda: parts.scaling(8, 64, 2)),
     "program": (lambda: parts.program(LARGE, 1024, 8), lambda: parts.program(("tiny",), 8, 2)),
+    "certificates": (lambda: parts.certificates(LARGE, 1024, 8), lambda: parts.certificates(("tiny",), 8, 2)),
     "long": (lambda: parts.long_input("Llama-8B", 8192, 32), lambda: parts.long_input("tiny", 16, 2)),
     "answers": (lambda: parts.answers("Llama-8B", 6000, 200), lambda: parts.answers("tiny", 40, 20)),
     "batches": (lambda: parts.batches("SmolLM2", 2048, 128, 256), lambda: parts.batches("tiny", 4, 8, 2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -169,14 +170,29 @@ def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
 
 def certified(lens: tl.Lens, ids: Sequence[int], forward: Timing) -> dict[str, Any]:
     """What a certificate says, how often it runs the model, and what its laws cost in forward passes."""
-    runs = list[None]()
+    T, runs = lens(list(ids)), list[None]()
     handle = lens.model.register_forward_pre_hook(lambda *_: runs.append(None))
     try:
-        found = lens(list(ids)).certificate()
+        found = T.certificate()
     finally:
         handle.remove()
-    costs = {name: f"{seconds / forward.seconds:.1f}" for name, seconds in found.seconds.items()}
+    warm = [lens(list(ids)).certificate().seconds for _ in range(3)]
+    costs = {law: f"{median(one[law] for one in warm) / forward.seconds:.1f}" for law in found.seconds}
     return {"certified": found.passed, "value": f"{found.errors['value']:.0e}", "runs": len(runs)} | costs
+
+
+def certificates(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
+    """What certificates cost, in forward passes of the model."""
+    rows, ids = [], token_ids(n_tokens)
+    for name in names:
+        model = build(name, half(), num_hidden_layers=n_blocks)
+        lens = tl.Lens(model)
+        forward, _ = passes(model, ids, keep=0)
+        row = {"model": name, "tokens": n_tokens, "blocks": n_blocks, "forward": forward}
+        rows.append(row | certified(lens, ids, forward))
+        del model, lens
+        clear()
+    return rows
 
 
 def long_input(name: str, n_tokens: int, n_blocks: int) -> Rows:

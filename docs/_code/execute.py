@@ -20,18 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[a-z]+)[^\n]*\n(?P<body>.*?)^(?P=indent)``` *$", re.M | re.S)
+FENCE = re.compile(
+    r'^(?P<indent> *)```(?P<language>[a-z]+)(?: title="(?P<title>[^"]*)")?[^\n]*\n(?P<body>.*?)^(?P=indent)``` *$',
+    re.M | re.S,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block: its language, its code, its first line in the page, and where it ends in the text."""
+    """A fenced block: its language, its code, its first line in the page, and where it ends in the text.
+
+    A block with a title runs elsewhere: in the environment of the package that the title names.
+    """
 
     language: str
     source: str
     line: int
     end: int
     indent: str
+    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ def blocks(markdown: str, language: str = "python") -> list[Block]:
             line=markdown.count("\n", 0, found.start("body")) + 1,
             end=found.end(),
             indent=found["indent"],
+            title=found["title"] or "",
         )
         for found in FENCE.finditer(markdown)
         if found["language"] == language

@@ -47,6 +47,7 @@ from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor, Context
 from tensorlens.tolerances import repeated
+from tensorlens.views.printing import Printed
 
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
@@ -121,7 +122,7 @@ class Rows:
 # One batch ------------------------------------------------------------------------------------------------------------
 
 
-class Batch(Sequence[AttentionTensor]):
+class Batch(Sequence[AttentionTensor], Printed):
     """Several inputs whose maps share one recording; and the attention tensor of each. Made by `Lens.batch`.
 
     Args:

@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from jaxtyping import Float
 from msgspec.structs import force_setattr
@@ -27,6 +28,7 @@ from tensorlens.program.program import Program
 from tensorlens.records import Index, Record
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,6 +88,16 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
         """One line: steps and distance."""
         distance = "shapes differ" if self.distance is None else f"distance {self.distance:.2e}"
         return f"Comparison({len(self.steps)} steps differ, {distance})"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return "How do these two tensors differ?"
+
+    def _table(self) -> Table:
+        """By how much the constants of each step differ; NaN for a step that one of the two alone has."""
+        apart = [[math.nan if step.distance is None else step.distance] for step in self.steps]
+        return Table(np.array(apart, dtype=float).reshape(-1, 1), [*map(str, self.steps)], ["distance"])
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))

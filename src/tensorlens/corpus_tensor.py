@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import msgspec
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -31,12 +32,13 @@ from tensorlens.models.samples import check_several
 from tensorlens.operators.operator import check_token
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
-from tensorlens.records import Index, Record
+from tensorlens.records import Index, Record, as_array
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
 from tensorlens.views.captions import caption_lines
 from tensorlens.views.printing import as_html, heading, print_parts, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -75,6 +77,16 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
     def __repr__(self) -> str:
         """One line: sizes."""
         return f"CorpusReading({len(self.corpus)} blocks × {len(self.tokens)} tokens)"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return "What will each state become, in words?"
+
+    def _table(self) -> Table:
+        """The first word of the mean operator, by block and token."""
+        words = np.array([[said[0].name if said else "" for said in row] for row in self.corpus], dtype=object)
+        return Table(words, [f"block {n}" for n in range(len(words))], self.tokens)
 
     def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one token
         self, token: int = -1, console: Console | None = None
@@ -126,6 +138,17 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         """One line: sizes."""
         n, n_out, n_in = self.matrices.shape
         return f"CorpusTensor({self.meta.get('model')}, {n} blocks, {n_out} × {n_in}, {self.n_texts} texts)"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return f"What does each block's state become, in the mean over {self.n_texts} texts?"
+
+    def _table(self) -> Table:
+        """One row per block and output channel, one column per input channel."""
+        n, n_out, n_in = self.matrices.shape
+        rows = [f"block {i}, channel {c}" for i in range(n) for c in range(n_out)]
+        return Table(as_array(self.matrices).reshape(n * n_out, n_in), rows, [*map(str, range(n_in))])
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
-from tensorlens.maps.targets import ReadTarget, no_head, read_target
+from tensorlens.maps.headlines import Headlined, headlined, place_of
+from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.operators.certificate import Certificate, plain_logits
+from tensorlens.operators.certificate import Certificate
 from tensorlens.recommendations import (
     Recommendation,
     default_method,
@@ -24,7 +27,8 @@ from tensorlens.recommendations import (
 )
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor, Prediction
-from tensorlens.views.captions import after, badge, predicted, why_headline, within
+from tensorlens.views.captions import badge, predicted
+from tensorlens.views.table import Table, Tabular
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +38,7 @@ GROUPS = {"passage": "sentences"}
 """What inputs are put together into, by question; words elsewhere."""
 
 
-class Explanation:
+class Explanation(Tabular):
     """Why a model says what it says after an input. Made by `Lens.explain`; shows itself in terminals and notebooks.
 
     The model has run; the map and the certificate are computed when they are first asked for.
@@ -58,23 +62,14 @@ class Explanation:
         self._by_token = tokens
         self._asked = self._read(target, against)
 
-    def _read(self, target: str | int | None, against: str | int | None) -> ReadTarget | None:
-        """What is explained, on logits; None for a model without a head."""
-        classes = self.tensor.context.classes
-        if classes is None or not has_predictions(self.tensor):
-            if target is not None or against is not None or self.recommendation.method == "components":
-                raise no_head(self.tensor.operator.recording.name)
-            return None
-        if isinstance(target, (tuple, list)):
-            raise InputError(f"`target` must be one token or class; got {target!r:.60}. Pass the other as `against`.")
-        first = self._predictions[0].index if target is None else target
-        return read_target(classes, first, against, self._logits)
-
-    @cached_property
-    def _logits(self) -> Any:
-        """(class,): the model's own, at the output that is explained."""
-        recording = self.tensor.operator.recording
-        return plain_logits(recording, [0 if recording.pools else self.out_token])[0]
+    def _read(self, target: str | int | None, against: str | int | None) -> Headlined | None:
+        """What is explained; None for a model without a head."""
+        T = self.tensor
+        if has_predictions(T):
+            return headlined(T.operator.recording, T.context, self.out_token, target, against)
+        if target is not None or against is not None or self.recommendation.method == "components":
+            raise no_head(T.operator.recording.name)
+        return None
 
     @cached_property
     def _predictions(self) -> list[Prediction]:
@@ -102,49 +97,28 @@ class Explanation:
     @property
     def note(self) -> str:
         """What was taken differently from how it was written, such as a leading space; empty if nothing was."""
-        return "" if self._asked is None else self._asked.note
+        return "" if self._asked is None else self._asked.asked.note
 
-    @cached_property
+    def _table(self) -> Table:
+        return self.map._table()
+
+    @property
     def headline(self) -> str:
         """The question in one sentence: Why “ Paris” (70 %) rather than “ London” after “… in the city of”?"""
-        if self._asked is None:
-            return f"Why these outputs{self._where and f' {self._where}'}?"
-        return why_headline(self._asked.target, self._probability, self._asked.against, self._where)
-
-    @property
-    def _probability(self) -> float | None:
-        """The model's for the target; None for a sum of several tokens."""
-        assert self._asked is not None, "asked of a model with a head"
-        added = [index for index, weight in self._asked.weights.items() if weight > 0]
-        return float(self._logits.softmax(-1)[added[0]]) if len(added) == 1 else None
-
-    @property
-    def _where(self) -> str:
-        meta, tokens = self.tensor.context.meta, self.tensor.tokens
-        if meta.get("grid") is not None:
-            return "for this picture"
-        text = meta.get("text")
-        if not meta.get("causal"):
-            return within(text if isinstance(text, str) else " ".join(tokens))
-        is_last = self.out_token % self.tensor.shape[0] == self.tensor.shape[0] - 1
-        return after(text if isinstance(text, str) and is_last else "".join(tokens[: self.out_token + 1]))
+        if self._asked is not None:
+            return self._asked.headline
+        T = self.tensor
+        return f"Why these outputs {place_of(T.context.meta, T.tokens, self.out_token, T.shape[0])}?"
 
     @cached_property
     def map(self) -> TokenMap | ComponentMap:
         """What each word, passage or component gave; its `meta` says what the headline does."""
-        weights = None if self._asked is None else self._asked.weights
+        weights = None if self._asked is None else self._asked.asked.weights
         if self.recommendation.method == "components":
             found = self.tensor.components(self.out_token, weights)
         else:
             found = self._token_map(weights)
-        said: dict[str, Any] = {"because": self.because} | ({"note": self.note} if self.note else {})
-        if self._asked is not None:
-            said["why"] = {
-                "target": self._asked.target,
-                "probability": self._probability,
-                "against": self._asked.against,
-                "where": self._where,
-            }
+        said = {"because": self.because} | ({} if self._asked is None else self._asked.meta)
         return replace(found, meta=found.meta | said | {"certificate": self.tensor.meta()["certificate"]})
 
     def _token_map(self, weights: dict[int, float] | None) -> TokenMap:
@@ -222,8 +196,19 @@ def explain(
     runs twice.
     """
     chosen = recommended(question)
-    T = look(chosen.rules)
+    T = _look(look, chosen.rules)
     if question == "word" and not has_gates(T):
         chosen = recommended(question, gated=False)
-        T = look(chosen.rules)
+        T = _look(look, chosen.rules)
     return Explanation(T, chosen, target, against, tokens=tokens)
+
+
+def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
+    """The operator, with what an attention sink gives in B where it can be told from what the word there gives."""
+    if rules.attention == "hold":
+        with suppress(InputError):  # not causal, or a model of something other than tokens
+            T = look(dataclasses.replace(rules, sink="hold"))
+            since = T.operator.recording.rules.sink
+            if isinstance(since, int) and since < T.operator.recording.n_blocks:
+                return T
+    return look(rules)

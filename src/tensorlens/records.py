@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
+import numpy as np
 import torch
 from msgspec.structs import force_setattr
 from rich.text import Text
@@ -29,6 +30,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.files import write_whole
 from tensorlens.strict_json import from_json, to_json
+from tensorlens.views.table import Tabular
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -42,10 +44,13 @@ MOST_NESTED = 32
 Writer = Callable[[Path], object]
 
 
-class Record(msgspec.Struct, frozen=True, eq=False, weakref=True, tag_field="format", forbid_unknown_fields=True):
+class Record(
+    msgspec.Struct, Tabular, frozen=True, eq=False, weakref=True, tag_field="format", forbid_unknown_fields=True
+):
     """Something that can be shown, saved and loaded.
 
-    A subclass names its format as ``tag="tensorlens.<kind>/<version>"`` and says what is printed of it.
+    A subclass names its format as ``tag="tensorlens.<kind>/<version>"``, its headline, what is printed of it, and its
+    numbers as a table.
     """
 
     loadable: ClassVar[tuple[str, ...]] = (".json",)
@@ -63,7 +68,7 @@ class Record(msgspec.Struct, frozen=True, eq=False, weakref=True, tag_field="for
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         """What `show` prints, `k` lines of whatever there is most of."""
-        yield Text(repr(self), style="bold")
+        yield Text(self.headline, style="bold")
 
     def _writers(self) -> Mapping[str, Writer]:
         """By suffix, what fills a file."""
@@ -128,6 +133,11 @@ class Record(msgspec.Struct, frozen=True, eq=False, weakref=True, tag_field="for
                 f"Could not load {path.name!r}: expected a whole file that `{cls.__name__}.save` wrote, got a damaged "
                 f"one ({type(error).__name__}: {str(error)[:300]}). Save it again."
             ) from error
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A tensor for numpy, which has no bfloat16."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 # Meta -----------------------------------------------------------------------------------------------------------------

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensorlens.errors import NotLinearError, TensorLensError
+from tensorlens.errors import InputError, NotLinearError, TensorLensError
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
-from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal
+from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal, token_ids
 from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
 from tensorlens.models.samples import make_inputs
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.one_pass import record
-from tensorlens.recording.recording import Recording
+from tensorlens.recording.recording import Recording, Span
+from tensorlens.recording.sinks import settled_block, tokens_to_try
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import repeated
 from tensorlens.versions import package_versions
@@ -40,6 +42,7 @@ class Specimen:
     def __init__(self, model: nn.Module, processor: Any, rules: Rules, blocks: str | None, name: str) -> None:
         self.model, self.processor, self.rules, self.name = model, processor, rules, name
         self.anatomies, self.blocks = Anatomies(model, blocks), blocks
+        self._sees_itself_alone = False
 
     def prepare(self, value: Any) -> ModelInput:
         """What the model takes, of anything that a lens takes."""
@@ -62,15 +65,63 @@ class Specimen:
 
     def record(self, arguments: dict[str, Any], *, n_samples: int = 1) -> Recording:
         """Run the model once on some arguments and keep the program it leaves behind."""
+        found = self._record(arguments, self._rules_at(arguments), n_samples)
+        self._refuse_seeing_first(found)
+        return found
+
+    def _record(self, arguments: dict[str, Any], rules: Rules, n_samples: int) -> Recording:
         arguments = self.arguments(arguments)
         anatomy = self.anatomies.at(arguments)
-        found = record(anatomy, arguments, self.rules, n_samples=n_samples)
+        found = record(anatomy, arguments, rules, n_samples=n_samples)
         if found.origin is not None and found.origin.anatomy is not anatomy:
             self.anatomies.learn(arguments, found.origin.anatomy)
         if self.anatomies.seen is not None:
             refuse_other_numbers(found, self.anatomies.seen)
             self.anatomies.seen = None
         return found
+
+    # Held sinks -------------------------------------------------------------------------------------------------------
+
+    def _rules_at(self, arguments: dict[str, Any]) -> Rules:
+        """The rules with the block from which on a sink is held: a token that begins every text says nothing at all."""
+        if self.rules.sink != "hold":
+            return self.rules
+        ids, begins = token_ids(arguments), getattr(getattr(self.model, "config", None), "bos_token_id", None)
+        is_begun = ids is not None and isinstance(begins, int) and bool((ids[:, 0] == begins).all())
+        return replace(self.rules, sink=0 if is_begun else self._settled())
+
+    def _settled(self) -> int:
+        """The first block at which the first position no longer depends on its token, measured on common ones."""
+        if self.anatomies.settled is not None:
+            return self.anatomies.settled
+        try:
+            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+            ids = tokens_to_try(table.num_embeddings).to(table.weight.device)
+            tried = self._record({"input_ids": ids}, Rules(), len(ids))
+        except (TensorLensError, AttributeError) as error:
+            raise InputError(
+                f"Where the sink of `{type(self.model).__name__}` begins is measured on single tokens; it does not "
+                f"take them ({error!s:.200}). Give the block instead, as in Rules(sink=5)."
+            ) from error
+        self.anatomies.settled = settled_block(tried)
+        return self.anatomies.settled
+
+    def _refuse_seeing_first(self, recording: Recording) -> None:
+        """Refuse a held sink in a model whose first position sees others: their columns would change with it."""
+        end = recording.states[-1]
+        if recording.rules.sink == "live" or self._sees_itself_alone or end.shape[1] == 1:
+            return
+        sees = recording.n_encoder_blocks > 0
+        if not sees:
+            u = torch.zeros_like(end)
+            u[:, 0] = 1
+            sees = bool(recording.pull(u, Span(0, recording.n_blocks))[:, 1:].any())
+        if sees:
+            raise InputError(
+                f"`sink` can only be held where the first position sees no other, as in a causal model; that of "
+                f"`{recording.name}` does. Leave it out of the rules."
+            )
+        self._sees_itself_alone = True
 
     def look(self, prepared: ModelInput) -> AttentionTensor:
         """The attention tensor at one input."""
@@ -130,7 +181,9 @@ class Specimen:
         if recording.head is not None:
             return Classes(n_classes=len(recording.head.weight), tokenizer=tokenizer_of(self.processor))
         labels = getattr(getattr(self.model, "config", None), "id2label", None)
-        n_classes = recording.readout.shape[-1]
+        n_classes, tokenizer = recording.readout.shape[-1], tokenizer_of(self.processor)
+        if tokenizer is not None and recording.readout.dim() == 3 and len(labels or ()) != n_classes:
+            return Classes(n_classes=n_classes, tokenizer=tokenizer)  # a vocabulary, behind a head of another form
         return Classes(n_classes=n_classes, labels=labels or {i: str(i) for i in range(n_classes)})
 
 

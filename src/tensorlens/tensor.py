@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from tensorlens import tensor_files
-from tensorlens.errors import InputError, MethodError, check_iterable
+from tensorlens.errors import InputError, MethodError, check_iterable, missing_extra
 from tensorlens.inside.questions import InsideQuestions
-from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row
+from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, OUT_TOKEN, first_output, has_one_row
 from tensorlens.maps.groups import Groups, find_groups
+from tensorlens.maps.headlines import headlined
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
+from tensorlens.maps.positions import check_split, with_positions
 from tensorlens.maps.targets import Context as Context
 from tensorlens.maps.targets import Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
-from tensorlens.operators.certificate import Certificate, certify, plain_logits
+from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.operators.plain import plain_logits
+from tensorlens.operators.subspace import Split, projector
 from tensorlens.program.program import Program
 from tensorlens.recording.recording import Span
 from tensorlens.views.printing import text_as_html
+
+if TYPE_CHECKING:
+    from tensorlens.views.widget import MapWidget
 
 OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
@@ -208,6 +217,25 @@ class AttentionTensor(InsideQuestions):
         """The same with another span, heads or precision."""
         return AttentionTensor(self.operator.but(**changes), self.context)
 
+    @own_modes
+    def split(self, block: int, basis: Tensor) -> Split:
+        r"""What came through a subspace of the state that enters a block, and what did not.
+
+        With Q the projector on the subspace and $T_n$ the operator from block n on, $T_n (Q X^n)$ and
+        $T_n ((1 - Q) X^n)$: together with its bias they are the output.
+
+        Args:
+            block: The block that the state enters.
+            basis: Directions (direction, channel) that span the subspace, or one (channel,); they need not be
+                orthogonal, nor of one length. (channel, direction) is taken too.
+        """
+        block = check_token(block, self.n_blocks, "block")
+        rest = self.blocks(block, self.n_blocks)
+        x = rest.input
+        inside = x @ projector(basis, x)
+        found = rest.apply(torch.stack([inside, x - inside]))
+        return Split(found[0], found[1])
+
     # Questions ----------------------------------------------------------------------------------------------------
 
     @own_modes
@@ -224,6 +252,7 @@ class AttentionTensor(InsideQuestions):
         seed: int = 0,
         raw: bool = False,
         precision: Precision | None = None,
+        positions: bool = False,
     ) -> TokenMap:
         """A token map: how much each input carries of each output.
 
@@ -243,10 +272,15 @@ class AttentionTensor(InsideQuestions):
                 their sums first.
             precision: Precision of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
+            positions: For `tensor.in_class` and `tensor.in_out` of a model that adds positions to its words,
+                $X^0 = E + P$: a column per word, then one per position; a word and its position sum to the column
+                that they are without this.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
         check_question(method, target, norm, probes, seed, raw=raw)
         every = self._outputs(out_token)
+        if positions:
+            check_split(method, groups)
         if groups is not None:  # before the work
             find_groups(groups, self.tokens, self.context.meta)
         operator = self.operator if precision is None else self.with_precision(precision).operator
@@ -271,7 +305,43 @@ class AttentionTensor(InsideQuestions):
             bias_share=found.bias_share,
             meta=self.meta() | {"out_positions": list(every)} | found.meta(),
         )
+        if positions:
+            return with_positions(made, question)
         return made if groups is None else made.group(groups)
+
+    def explore(self, out_token: int | None = None, target: str = "", against: str = "") -> MapWidget:
+        """A map for a notebook in which outputs, targets and inputs can be clicked, and the clicks are in Python.
+
+        >>> widget = T.explore()  # doctest: +SKIP
+        >>> widget.out_token, widget.in_token, widget.map  # what was clicked, and the map shown  # doctest: +SKIP
+
+        Args:
+            out_token: The output to explain first: the last one, or the one that stands for a picture, if None.
+            target: What to explain first, as people write it; the model's top prediction if empty.
+            against: What it is compared with.
+
+        Raises:
+            MissingExtraError: anywidget is not installed.
+        """
+        if find_spec("anywidget") is None:
+            raise missing_extra("`T.explore`", "anywidget", "notebook")
+        from tensorlens.views.widget import MapWidget
+
+        n_out, has_head = self.shape[0], self.context.classes is not None and self.operator.recording.has_head
+        first = first_output(self.context.meta, n_out) if out_token is None else check_token(out_token, n_out)
+        return MapWidget(
+            self._told, self.out_tokens, takes_target=has_head, out_token=first, target=target, against=against
+        )
+
+    @own_modes
+    def _told(self, out_token: int, target: str, against: str) -> TokenMap:
+        """The map of one output with its headline."""
+        recording = self.operator.recording
+        if self.context.classes is None or not recording.has_head:
+            return self.map(METHOD, out_token)
+        asked = headlined(recording, self.context, out_token, target or None, against or None)
+        found = self.map(METHOD_OF_CLASSES, None if recording.pools else out_token, asked.asked.weights)
+        return replace(found, meta=found.meta | asked.meta)
 
     def _outputs(self, out_token: OutTokens) -> tuple[int, ...]:
         n_out = self.shape[0]

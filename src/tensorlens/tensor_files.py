@@ -59,7 +59,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     program: ProgramRecord
     tensors: TensorsRecord
     slots: tuple[tuple[int, ...], ...]
-    rules: dict[str, str | bool | float]
+    rules: dict[str, str | bool | int | float]
     readout_slot: int | None
     n_encoder_blocks: int
     starts_at_embedding: bool

@@ -125,3 +125,23 @@ def test_weights_that_are_no_numbers_are_refused(weights: Any, unchecked: None) 
 def test_inputs_of_two_lengths_are_refused() -> None:
     with pytest.raises(tl.InputError, match="length"):
         tl.patching(tl.Lens(zoo.build("gpt2")), CLEAN, CLEAN[:3], target=4)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+def test_patches_that_share_a_run_are_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = tl.Lens(zoo.build(name, "sdpa"))
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
+    monkeypatch.setattr("tensorlens.inside.seats.is_recorded", lambda run, end: False)  # as if rows touched each other
+    alone = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
+    assert found.true is not None and alone.true is not None
+    torch.testing.assert_close(found.true, alone.true, rtol=1e-9, atol=1e-12)
+
+
+def test_values_by_plain_runs_are_those_of_two_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = tl.Lens(zoo.build("gpt2", "sdpa"), rules="attn_lrp")
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=4)
+    monkeypatch.setattr("tensorlens.inside.patching.seat_of", lambda run, part: None)
+    recorded = tl.patching(lens, CLEAN, CORRUPTED, target=4)
+    torch.testing.assert_close(found.predicted, recorded.predicted, rtol=1e-9, atol=1e-12)
+    with pytest.raises(tl.InputError, match="Two inputs of one length"):
+        tl.patching(lens, CLEAN, CORRUPTED[:-1], target=4)

@@ -16,7 +16,7 @@ from damage import ALL, BYTES, MOST_BYTES, SAMPLE, WORDS, peak, refusals
 from safetensors.torch import load_file
 
 from tensorlens.errors import LoadError
-from tensorlens.models import foreign_files, onnx_dinov2, torch_folders
+from tensorlens.models import foreign_files, onnx_files, torch_folders
 from tensorlens.models.bundled import BUNDLED, Installed
 from tensorlens.models.gguf import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
@@ -114,7 +114,7 @@ def _read_gguf(file: Path) -> None:
 
 
 def _read_onnx(file: Path) -> None:
-    onnx_dinov2.convert_dinov2(Installed(bundled=BUNDLED["dinov2-small-saliency"], paths=(file,)))
+    onnx_files.convert_onnx(Installed(bundled=BUNDLED["dinov2-small-saliency"], paths=(file,)))
 
 
 def _read_bundled(file: Path) -> None:

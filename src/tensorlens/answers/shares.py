@@ -120,6 +120,7 @@ class Shares(NamedTuple):
         values: What each row explains: scores and bias sum to it.
         engine: How it was computed, in words.
         bias_from: How the bias was found.
+        sink: What a held attention sink gives of the bias of each row; None if none is held.
     """
 
     scores: Tensor
@@ -127,6 +128,7 @@ class Shares(NamedTuple):
     values: Tensor
     engine: str
     bias_from: str
+    sink: Tensor | None = None
 
 
 def cheaper(n_rows: int, n_groups: int) -> Engine:
@@ -150,9 +152,9 @@ def shares(
     assert readout is not None, "asked of a model with a head"
     values = rows @ (targets.read(readout[0].detach().to(rows)) + targets.constants).to(rows)
     engine = engine or cheaper(len(rows), len(groups))
-    if engine == "pulls":
-        return _pulled(operator, targets, rows, groups, values)
-    return _pushed(operator, targets, rows, groups, values)
+    found = (_pulled if engine == "pulls" else _pushed)(operator, targets, rows, groups, values)
+    end = operator.recording.bias_of_sinks(operator.span, operator.heads, to_logits=True)
+    return found if end is None else found._replace(sink=rows @ targets.read(end[0]).to(rows))
 
 
 def _pulled(

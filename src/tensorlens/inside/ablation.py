@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.edits import Edit, Editable, edited_logits, logits_of_model, parts, predicted_change
+from tensorlens.inside.edits import parts, predicted_change
+from tensorlens.inside.seats import Edit, Editable, edited_logits, readout_of_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import Said
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.records import Record
+from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,6 +61,15 @@ class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
         numbers = f"{self.value:.4g} → {self.predicted:.4g} predicted, {self.true:.4g} true"
         return f"Ablation({len(self.components)} to {self.to}: {self.target!r} {numbers})"
 
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return f"What becomes of “{visible(self.target)}” without {', '.join(map(str, self.components))}?"
+
+    def _table(self) -> Table:
+        numbers = torch.tensor([[self.value, self.predicted, self.true]], dtype=torch.float64)
+        return Table(numbers.numpy(), [self.target], ["before", "predicted", "true"])
+
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(f"{', '.join(map(str, self.components))} at {self.to}")
         numbers = (f"{one:.4g}" for one in (self.value, self.predicted, self.true))
@@ -83,7 +95,7 @@ def ablation(
     run = Pass(asked.operator, asked.weights, asked.out_token)
     chosen = _chosen(run, components)
     edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, to, over), strict=True)]
-    logits = edited_logits(run, edits)
+    (logits,) = edited_logits(run, [edits])
     if logits is None:
         raise MethodError(
             f"No single module of `{run.recording.name}` gives out all of "
@@ -91,7 +103,7 @@ def ablation(
             "Use `T.components`, which needs no run."
         )
     predicted = predicted_change(run, edits)
-    before = logits_of_model(run.recording, run.out_token)
+    before = run.recording.logits(readout_of_model(run.recording), run.out_token)[0]
     assert asked.classes is not None, "a target has classes"
     return Ablation(
         components=tuple(part.component for part in chosen),

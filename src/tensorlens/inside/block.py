@@ -285,6 +285,11 @@ class StreamPass:
         return self._values[n]
 
     @cached_property
+    def calls_of_modules(self) -> Counter[str]:
+        """How often each module was called."""
+        return Counter(module.path for module in self.recording.modules)
+
+    @cached_property
     def side_channel(self) -> str | None:
         """A module that reads what earlier blocks left for it, beside the state and the encoder's output."""
         states = [set(slots) for slots in self.recording.slots[self.start + 1 : self.stop]]

@@ -16,8 +16,10 @@ from tensorlens.inside.block import Finer
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
-from tensorlens.records import Record
+from tensorlens.records import Record, as_array
+from tensorlens.views.captions import headline_of
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -88,6 +90,14 @@ class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_
             f"ComponentMap({self.effect} effects of {len(self.labels)} components × {len(self.tokens)} tokens on "
             f"{self.target!r} = {self.value:.4g})"
         )
+
+    @property
+    def headline(self) -> str:
+        """The question that the map answers, such as ``Why “ Paris” (70 %)?``."""
+        return headline_of(self.meta, self.target)
+
+    def _table(self) -> Table:
+        return Table(as_array(self.scores), [*map(str, self.labels)], self.tokens)
 
     def flow(self) -> Float[Tensor, "depth token"]:
         """What the state at each depth and token carries of the target; of total effects, row 0 is the In+Class map."""

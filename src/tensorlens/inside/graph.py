@@ -13,23 +13,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.files import write_whole
 from tensorlens.inside.components import from_target
+from tensorlens.inside.interchange import circuit_tracer_json
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
 from tensorlens.records import Index, Record, Writer
-from tensorlens.views.captions import caption_lines
+from tensorlens.strict_json import to_json
+from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,6 +46,8 @@ MOST_EDGES = 8192
 """How many of the edges into one node are remembered, the heaviest; the rest is cut off in any case."""
 
 Key = tuple[Component, int]
+
+GraphFormat = Literal["tensorlens", "circuit-tracer"]
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,6 +114,19 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         size = f"{len(self.nodes)} nodes, {len(self.edges)} edges, {self.share:.0%} of what flows into them"
         return f"ComponentGraph({self.target!r} = {self.value:.4g}: {size})"
 
+    @property
+    def headline(self) -> str:
+        """The question that the graph answers, such as ``Why “ Paris”?``."""
+        return headline_of(self.meta, self.target)
+
+    def _table(self) -> Table:
+        """Weights: row t, column s is what node s gave to node t."""
+        names = [self.name(i) for i in range(len(self.nodes))]
+        weights = np.zeros((len(names), len(names)))
+        for edge in self.edges:
+            weights[edge.target, edge.source] += edge.weight
+        return Table(weights, names, names)
+
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
         edges = sorted(self.edges, key=lambda edge: -abs(edge.weight))[:k]
@@ -122,6 +142,25 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
 
     def _writers(self) -> Mapping[str, Writer]:
         return {**super()._writers(), ".html": page_writer(self.payload, f"Graph of {self.target}")}
+
+    def save(  # pyright: ignore[reportIncompatibleMethodOverride] -- it has another format
+        self, path: str | Path, *, format: GraphFormat = "tensorlens"
+    ) -> Path:
+        """Write a file in the format of its suffix, whole or not at all.
+
+        Args:
+            path: A name that ends in ``.json`` or ``.html``.
+            format: ``"tensorlens"``, which `load` reads, or ``"circuit-tracer"``: the JSON that circuit-tracer's page
+                and Neuronpedia draw.
+        """
+        if format not in get_args(GraphFormat):
+            raise InputError(f"`format` must be one of {', '.join(get_args(GraphFormat))}; got {format!r:.60}.")
+        if format == "tensorlens":
+            return super().save(path)
+        if Path(path).suffix.lower() != ".json":
+            raise InputError(f"A graph for circuit-tracer is a .json file; got {Path(path).name!r}.")
+        text = to_json(circuit_tracer_json(self))
+        return write_whole(Path(path), lambda file: file.write_text(text, encoding="utf-8"))
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values."""

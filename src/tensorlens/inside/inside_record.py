@@ -29,6 +29,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.records import Index, Record, Writer
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,6 +105,15 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
         """One line: what of what."""
         size = f"{len(self.total.labels)} components, {len(self.graph.nodes)} nodes, {len(self.heads)} heads"
         return f"Inside({self.total.target!r} = {self.total.value:.4g}: {size})"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers, such as ``Why “ Paris”?``."""
+        return self.total.headline
+
+    def _table(self) -> Table:
+        """Total effects of all components."""
+        return self.total._table()
 
     @property
     def reads(self) -> dict[Component, Tensor]:

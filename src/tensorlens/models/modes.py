@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    modules = list(model.modules())
+    modules = _modules(model)
     training = [module for module in modules if module.training]
-    kept = [_Kept(module) for module in modules]
+    kept = _Kept(modules)
     try:
         for module in training:
             module.training = False
@@ -47,65 +48,69 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for one in kept:
-                one.put_back()
+            kept.put_back()
         for module in training:
             module.training = True
 
 
-class _Kept:
-    """A module's own data before a pass."""
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """A model and all its parts, each once."""
+    found, waiting = dict[int, nn.Module](), [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())  # type: ignore[arg-type]
+    return list(found.values())
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.attributes, self.buffers = module, _own_attributes(module), dict(module._buffers)
-        data = [value for value in (*self.attributes.values(), *self.buffers.values()) if _may_be_written(value)]
-        self.copies = [(value, value._version, value.clone()) for value in data]
-        lists = [value for value in self.attributes.values() if isinstance(value, (list, dict, set))]
-        self.containers = [(value, copy(value)) for value in lists if len(value) <= LARGE]
+
+class _Kept:
+    """What modules own before a pass. Every pass begins and ends with this walk, so it is flat."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owned: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._copies: list[tuple[Tensor, int, Tensor]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for module in modules:
+            own, buffers = module.__dict__.copy(), module._buffers.copy()  # at once: another thread may set some
+            names = own.keys() - _OF_TORCH
+            self._owned.append((module, own, buffers))
+            for value in (*[own[name] for name in names], *buffers.values()):
+                if isinstance(value, Tensor):
+                    if value.is_leaf and not (isinstance(value, nn.Parameter) or value.is_meta or value.is_inference()):
+                        self._copies.append((value, value._version, value.clone()))
+                elif isinstance(value, (list, dict, set)) and len(value) <= LARGE:
+                    self._containers.append((value, copy(value)))
 
     def put_back(self) -> None:
-        """Undo what the pass wrote or replaced."""
-        self._attributes_back()
-        for value, before in self.containers:
-            _empty_again(value, before)
-        for name, buffer in self.buffers.items():
-            if self.module._buffers.get(name) is not buffer:
-                self.module._buffers[name] = buffer
-        for value, version, copied in self.copies:
+        """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
+        for module, before, buffers in self._owned:
+            now = module.__dict__
+            for name in now.copy().keys() - _OF_TORCH:
+                value = now[name]
+                if value is before.get(name) or not (isinstance(value, Tensor) or type(value) in (int, float)):
+                    continue
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
+            for name, buffer in buffers.items():
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+        for value, held in self._containers:
+            if len(value) != len(held) or not _is_same(value, held):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(held)
+        for value, version, copied in self._copies:
             if value._version != version:
                 value.copy_(copied)
 
-    def _attributes_back(self) -> None:
-        """Undo what a pass made of attributes: numbers that count calls, and tensors left for the next one."""
-        own = self.module.__dict__
-        for key, value in _own_attributes(self.module).items():
-            is_data_or_count = isinstance(value, Tensor) or type(value) in (int, float)
-            if value is self.attributes.get(key) or not is_data_or_count:
-                continue
-            if key in self.attributes:
-                own[key] = self.attributes[key]
-            else:
-                del own[key]
 
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module's own code has set on it, beside all that every module has."""
-    own = module.__dict__.copy()  # at once: another thread may set some meanwhile
-    return {name: own[name] for name in own.keys() - _OF_TORCH}
-
-
-def _may_be_written(value: Any) -> TypeGuard[Tensor]:
-    is_data = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_leaf
-    return is_data and not value.is_meta and not value.is_inference()
-
-
-def _empty_again(value: Any, before: Any) -> None:
-    """Take out what a pass left in a list or dictionary, and put back what it took."""
-    now, then = ([*one, *one.values()] if isinstance(one, dict) else one for one in (value, before))
-    if len(value) == len(before) and all(a is b for a, b in zip(now, then, strict=True)):
-        return
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(before)
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether a list, dictionary or set holds the very things that it held."""
+    if isinstance(value, dict):
+        value, before = [*value, *value.values()], [*before, *before.values()]
+    return all(map(operator.is_, value, before))
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
+from tensorlens.models.archives import unpack_folder
 from tensorlens.models.bundled import BUNDLED, find_installed, near_names
 from tensorlens.models.gguf import check_magic, convert_gguf
-from tensorlens.models.onnx_dinov2 import convert_dinov2
+from tensorlens.models.onnx_files import convert_onnx
 from tensorlens.models.torch_folders import convert_torch_folder
 
 PATIENCE_SECONDS = 5.0
@@ -126,10 +127,14 @@ def _bundled_folder(name: str) -> Path:
     match source.bundled.kind:
         case "folder":
             return source.paths[0]
-        case "gguf" | "gguf parts":
+        case "gguf":
             return convert_gguf(name, source.paths, version=source.version)
+        case "zip" if source.bundled.inside.endswith(".gguf"):
+            return convert_gguf(name, source.paths, version=source.version, inside=source.bundled.inside)
+        case "zip":
+            return unpack_folder(source)
         case "onnx":
-            return convert_dinov2(source)
+            return convert_onnx(source)
         case "torch folder":
             return convert_torch_folder(source)
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 AtBlock = Callable[[int, Tensor], Tensor | None]
 """Is told the number of a block and a state in the model's own layout; may give another state."""
 
+AtCall = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Is told the number of a block, the block, and what it is called with."""
+
 AtModule = Callable[[Any], Any]
 """Is told what a module takes first or gives; may give something else."""
 
@@ -80,6 +83,7 @@ def run(
     n_blocks: int | None = None,
     entering: AtBlock | None = None,
     leaving: AtBlock | None = None,
+    called: AtCall | None = None,
     taken: Mapping[nn.Module, AtModule] | None = None,
     given: Mapping[nn.Module, AtModule] | None = None,
     ending: Callable[[Tensor], None] | None = None,
@@ -95,6 +99,7 @@ def run(
         n_blocks: How many blocks run, counted by call; as many as there are modules if None.
         entering: Told of the state that enters each block.
         leaving: Told of the state that each block gives.
+        called: Told of all that each block takes.
         taken: For some modules, told of the first thing they take.
         given: For some modules, told of what they give.
         ending: Told of $X^N$, in the model's own layout.
@@ -104,7 +109,7 @@ def run(
     Returns:
         What the model returned, or the state where it was stopped, in the model's own layout.
     """
-    route = _Route(anatomy, to, n_blocks, entering, leaving, taken or {}, given or {}, ending)
+    route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {}, ending)
     methods_of = anatomy.blocks if anatomy.by_methods else ()
     with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
         try:
@@ -127,11 +132,12 @@ class _Route:
         n_blocks: int | None,
         entering: AtBlock | None,
         leaving: AtBlock | None,
+        called: AtCall | None,
         taken: Mapping[nn.Module, AtModule],
         given: Mapping[nn.Module, AtModule],
         ending: Callable[[Tensor], None] | None,
     ) -> None:
-        self.anatomy, self.to, self.entering, self.leaving = anatomy, to, entering, leaving
+        self.anatomy, self.to, self.entering, self.leaving, self.called = anatomy, to, entering, leaving, called
         self.taken, self.given, self.ending = taken, given, ending
         self.n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
         self.n_entered, self.is_inside = 0, False
@@ -157,6 +163,8 @@ class _Route:
     def _block(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cancel.check()
         n, self.n_entered, anatomy = self.n_entered, self.n_entered + 1, self.anatomy
+        if self.called is not None:
+            self.called(n, module, args, kwargs)
         if self.entering is not None:
             state = find_state(args, kwargs, place=anatomy.entry_place)
             new = self.entering(n, state)

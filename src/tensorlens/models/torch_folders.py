@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 SMILES_TOKEN = r"\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|%[0-9]{2}|[0-9]"
 AMINO_ACID = "."
 
+REACTION_TOKEN = rf"%\([0-9]{{3}}\)|\||{SMILES_TOKEN}"
+
 # Model class, pattern of one token.
-_RECIPES = {"rxnmapper": ("AlbertForMaskedLM", SMILES_TOKEN), "antiberty": ("BertForMaskedLM", AMINO_ACID)}
+_RECIPES = {
+    "rxnmapper": ("AlbertForMaskedLM", SMILES_TOKEN),
+    "antiberty": ("BertForMaskedLM", AMINO_ACID),
+    "rxnfp": ("BertForSequenceClassification", REACTION_TOKEN),
+}
 
 
 def convert_torch_folder(source: Installed) -> Path:

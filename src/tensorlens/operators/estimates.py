@@ -14,12 +14,13 @@ from tensorlens.models.precision import Precision, matmul_mode
 from tensorlens.operators.operator import ENOUGH_TO_FOLD, MOST_COTANGENTS, FrozenOperator
 from tensorlens.program.folding import FoldedBlocks, folding_pays
 from tensorlens.program.nodes import Held
+from tensorlens.views.printing import Printed
 
 Work = Literal["rows", "dense", "norm", "sketch", "in_out"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(Printed):
     """The cost of a computation.
 
     Attributes:

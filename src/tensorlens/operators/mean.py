@@ -12,9 +12,10 @@ from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.operator import TensorOperator
+from tensorlens.views.printing import Printed
 
 
-class MeanTensor(TensorOperator):
+class MeanTensor(TensorOperator, Printed):
     r"""The mean operator $\frac{1}{m}\sum_i T_{X_i}$ with the mean bias (Eq. 26), for relation decoding.
 
     Matrix-free: it holds the operators and averages what they do. All must have one shape.
@@ -33,6 +34,11 @@ class MeanTensor(TensorOperator):
                 f"`MeanTensor` expected attention tensors of one shape; got {sorted(shapes)}. Use examples with "
                 "the same number of tokens."
             )
+
+    def __repr__(self) -> str:
+        """One line: how many operators, of which size."""
+        n_out, d_out, n_in, d_in = self.shape
+        return f"MeanTensor({len(self.tensors)} operators, {n_out} × {d_out} from {n_in} × {d_in})"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -379,7 +379,7 @@ class FrozenOperator(TensorOperator):
         """
         n_samples, sample = self.recording.n_samples, self.sample
         if n_samples > 1:
-            return torch.cat([one(_beside_zeros(item, sample, n_samples))[sample, None] for item in items])
+            return torch.cat([one(beside_zeros(item, sample, n_samples))[sample, None] for item in items])
         if len(items) > 1 and self.recording.is_streamed:
             return torch.cat(each([item[None] for item in items]))
         if len(items) == 1:
@@ -527,7 +527,7 @@ class FrozenOperator(TensorOperator):
         return torch.cat(pulled).transpose(0, 1), Range(0, self.n_tokens)
 
 
-def _beside_zeros(one: Tensor, sample: int, n_samples: int) -> Tensor:
+def beside_zeros(one: Tensor, sample: int, n_samples: int) -> Tensor:
     """A state or cotangent of one sample, with zeros for the others."""
     together = one.new_zeros(n_samples, *one.shape)
     together[sample] = one

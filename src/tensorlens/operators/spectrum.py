@@ -20,13 +20,14 @@ from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import TensorOperator, check_token
 from tensorlens.program.nodes import at_least_float32
 from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
+from tensorlens.views.printing import Printed
 
 EXTRA = 8
 """Vectors that are carried beside those asked for: the last values converge with the gap to what was left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spectrum:
+class Spectrum(Printed):
     r"""The leading part of a singular value decomposition: $T ≈ \sum_k σ_k\, u_k v_k^\top$.
 
     Attributes:
@@ -40,6 +41,11 @@ class Spectrum:
     out_vectors: Tensor
     in_vectors: Tensor
     total: float
+
+    def __str__(self) -> str:
+        """One line: how many values, and the first of them."""
+        first = ", ".join(f"{value:.4g}" for value in self.values[:5].tolist())
+        return f"Spectrum({len(self.values)} singular values: {first}{', …' if len(self.values) > 5 else ''})"
 
     @property
     def share(self) -> Float[Tensor, " k"]:

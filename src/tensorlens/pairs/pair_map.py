@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
-from tensorlens.records import Index, Record, Writer
+from tensorlens.records import Index, Record, Writer, as_array
 from tensorlens.views.labels import shorten, visible
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,11 +85,14 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         return f"PairMap({self._said_value}: {rows - 1} × {columns - 1} tokens and biases)"
 
     @property
-    def question(self) -> str:
+    def headline(self) -> str:
         """The question that the map answers, with its number."""
         if self.n_against:
             return f"Why is the second text closer to the first than the third is ({self._said_value})?"
         return f"Why are these two texts similar ({self._said_value})?"
+
+    def _table(self) -> Table:
+        return Table(as_array(self.scores), self.out_tokens, self.in_tokens)
 
     @property
     def _said_value(self) -> str:
@@ -110,7 +114,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         return [Pair(i, j, self.out_tokens[i], self.in_tokens[j], float(scores[i, j])) for i, j in places]
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
-        yield heading(self.question)
+        yield heading(self.headline)
         rows = [(f"{one.score:+.4f}", shorten(one.a.strip(), 40), shorten(self._named(one), 40)) for one in self.top(k)]
         yield table(("score", "first text", "second text"), rows, numbers=(0,))
         yield table(("", ""), self._caption())
@@ -129,13 +133,13 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     def _repr_html_(self) -> str:
         from tensorlens.views.page import pairs_fragment
 
-        return pairs_fragment(self.payload(), self.question)
+        return pairs_fragment(self.payload(), self.headline)
 
     def _writers(self) -> Mapping[str, Writer]:
         def page(path: Path) -> None:
             from tensorlens.views.page import pairs_page
 
-            path.write_text(pairs_page(self.payload(), self.question), encoding="utf-8")
+            path.write_text(pairs_page(self.payload(), self.headline), encoding="utf-8")
 
         return {".html": page, **super()._writers()}
 
@@ -143,7 +147,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         """What the page takes, as plain values; a number that is not finite is null."""
         cells = [[one if math.isfinite(one) else None for one in row] for row in self.scores.tolist()]
         return {
-            "title": self.question,
+            "title": self.headline,
             "value": self.value if math.isfinite(self.value) else None,
             "rows": list(self.out_tokens),
             "columns": list(self.in_tokens),

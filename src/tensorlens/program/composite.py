@@ -27,6 +27,9 @@ from tensorlens.program.operations import operation
 CHUNK = 2**24
 """How many scores are formed at a time: heads times queries times keys."""
 
+FORMED = 512
+"""Up to so many keys, attention in full precision is formed: its fused kernels are made for half precision."""
+
 
 @operation(joint=(0, 3), optional=(3,))
 def norm(
@@ -120,8 +123,8 @@ def attention(
 def _(
     u: Tensor, query: Tensor, key: Tensor, value: Spec, mask: Any, causal: bool, scale: float | None, grouped: bool
 ) -> Any:
-    """Aᵀu: by the kernel's own backward pass, or for several u in `vmap` by the rows of A, each formed once."""
-    if not is_batchedtensor(u):
+    """Aᵀu: by the rows of A, each formed once, or by the kernel's own backward pass where that is faster."""
+    if not is_batchedtensor(u) and (key.shape[-2] > FORMED or query.dtype.itemsize < 4):
 
         def mix(v: Tensor) -> Tensor:
             return attention.run(query, key, v, mask, causal, scale, grouped)
@@ -139,7 +142,7 @@ def _(
         found = found.unflatten(-1, (len(us), -1)).movedim(-2, 0)
         return found.unflatten(-3, (value.shape[-3], -1)).sum(-3) if grouped else found
 
-    return _Several.apply(u, together)
+    return _Several.apply(u, together) if is_batchedtensor(u) else together(u[None])[0]
 
 
 def _backward(function: Callable[..., Tensor], point: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
@@ -231,8 +234,9 @@ def _cooled(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None, bool, float]:
     """What gives softmax(S/τ) instead of softmax(S), as `rows_of_attention` takes it."""
-    is_added = mask is not None and mask.dtype != torch.bool
-    return query, key, mask / temperature if is_added else mask, causal, scale / temperature
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask / temperature
+    return query, key, mask, causal, scale / temperature
 
 
 def _moved(x: Any, x0: Tensor, given: Tensor | None) -> Tensor | None:
@@ -295,12 +299,13 @@ def rows_of_attention(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, rows: slice = slice(None)
 ) -> Tensor:
     """Some rows of the attention matrix; a query that sees nothing mixes nothing."""
-    scores = scale * (query[..., rows, :] @ key.transpose(-1, -2))
+    scores = (query[..., rows, :] * scale) @ key.transpose(-1, -2)
     if causal:
         n_queries, n_keys = query.shape[-2], key.shape[-2]
-        allowed = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril()[rows]
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if mask is not None:
-        mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        hidden = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).triu(1)[rows]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is None:
+        return scores.softmax(-1)
+    mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).nan_to_num(0.0)

@@ -6,8 +6,10 @@ knows, its live arguments stand where the table allows them, and it reads nothin
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Held, Slot, Step, leaves, words
+from tensorlens.program.nodes import Slot, Step, leaves, words
 from tensorlens.program.program import Program
 
 TOGETHER = {
@@ -81,21 +83,24 @@ def verify(program: Program) -> None:
 
 def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:
     """What is wrong with a step, or None."""
-    allowed = _PLACES.get(step.operation)
+    allowed, n_live = _PLACES.get(step.operation), len(step.slots)
     if allowed is None:
         return "is not known to be linear in anything"
-    live = [place for place, value in enumerate(step.args) if any(type(leaf) is Slot for leaf in leaves(value))]
-    if not live and step.operation != "constant":
+    if not n_live and step.operation != "constant":
         return "takes nothing live"
-    if any(place not in allowed for place in live):
-        return f"is not linear in its argument {next(place for place in live if place not in allowed)}"
-    if step.operation in EITHER and len(step.slots) > 1:
+    for place, value in enumerate(step.args):
+        if place not in allowed and (type(value) is Slot or type(value) in (tuple, list) and _is_live(value)):
+            return f"is not linear in its argument {place}"
+    if n_live > 1 and step.operation in EITHER:
         return "multiplies two live values"
     if step.operation == "derivative" and step.args[7] and step.args[2].split(".")[1] not in LINEAR_KERNELS:
         return f"takes `{step.args[2]}` for a linear kernel"
-    if any(type(value) is Slot for value in step.options.values()):
+    if Slot in map(type, step.options.values()):
         return "takes something live as an option"
-    if any(slot not in written for slot in step.slots):
+    if not written.issuperset(step.slots):
         return "reads a value that no step before it wrote"
-    held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
-    return "reads a constant that is not there" if any(n >= n_constants for n in held) else None
+    return "reads a constant that is not there" if max(step.held, default=-1) >= n_constants else None
+
+
+def _is_live(value: Any) -> bool:
+    return Slot in map(type, leaves(value))

@@ -6,18 +6,20 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from tensorlens.errors import InputError
+from tensorlens.views.printing import Printed
 
 Attention = Literal["hold", "half", "taylor"]
 Gate = Literal["freeze_gate", "freeze_up", "half", "taylor"]
 Norm = Literal["hold", "taylor"]
 Activation = Literal["gain", "taylor"]
+Sink = Literal["live", "hold"]
 
 RULE_SETS = ("paper", "cp_lrp", "half_gate", "attn_lrp", "gim", "jacobian")
 """The rule sets that have a name, each a constructor of `Rules`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Rules(Printed):
     r"""Choices that exactness alone does not make, because every one of them reproduces F(X).
 
     The frozen model may be any affine function of its input with the value F(X) at X. Each nonlinear step is replaced
@@ -40,6 +42,11 @@ class Rules:
             a live tensor (output gates, routers, the gates of recurrences). ``"half"`` and ``"taylor"`` hold neither.
         norm: Statistics ($1/\sigma$, norms, logarithms) and division by a live tensor.
         activation: Activations, score soft-caps among them. Powers are Taylor's where `norm` or `activation` is.
+        sink: What attention takes from the first position, to which it turns where nothing else matters. ``"live"``
+            leaves it in that token's column. ``"hold"`` holds the values there, from the first block in which they no
+            longer depend on the token (see `recording.sinks`), so the column splits into what the word gave and what
+            the sink gave, which goes into B. A number holds them from that block on. It needs `attention` held and a
+            model in which the first position sees no other; every other column stays as it is.
         softmax_temperature: The temperature τ of the derivative of a softmax, where the attention matrix is live:
             $A = A^0 + (\mathrm{diag}\,s - s s^\top)(S - S^0)$ with $s = \mathrm{softmax}(S^0/τ)$. At 1 it is the
             softmax's own derivative; above 1, a saturated softmax still passes something on.
@@ -50,6 +57,7 @@ class Rules:
     gate: Gate = "freeze_gate"
     norm: Norm = "hold"
     activation: Activation = "gain"
+    sink: Sink | int = "live"
     softmax_temperature: float = 1.0
     include_final_norm: bool = True
 
@@ -57,6 +65,13 @@ class Rules:
         for field, kind in (("attention", Attention), ("gate", Gate), ("norm", Norm), ("activation", Activation)):
             if getattr(self, field) not in get_args(kind):
                 raise InputError(f"`{field}` must be one of {', '.join(get_args(kind))}; got {getattr(self, field)!r}.")
+        if self.sink not in get_args(Sink) and (type(self.sink) is not int or self.sink < 0):
+            raise InputError(f"`sink` must be live, hold or the number of a block; got {self.sink!r:.60}.")
+        if self.sink != "live" and self.attention != "hold":
+            raise InputError(
+                f"`sink` can only be held where attention is; got attention={self.attention!r}, under which the words "
+                "also decide how much goes to the sink. Use rules that hold attention, such as half_gate."
+            )
         object.__setattr__(self, "softmax_temperature", _temperature(self.softmax_temperature))
         if not isinstance(self.include_final_norm, bool):
             raise InputError(f"`include_final_norm` must be True or False; got {self.include_final_norm!r:.60}.")
@@ -112,12 +127,13 @@ class Rules:
 
         Args:
             rules: A name in `RULE_SETS`, pairs such as ``"gate=half,attention=hold"`` that change the default, `Rules`
-                (returned as they are), or None for the default.
+                (returned as they are), a `Recommendation` (its rules), or None for the default.
             include_final_norm: Which output state a name or pairs stand for.
 
         Raises:
             InputError: there is no such rule set, or no such choice in it.
         """
+        rules = getattr(rules, "rules", rules)  # a recommendation's
         if rules is None or isinstance(rules, Rules):
             return rules or cls(include_final_norm=include_final_norm)
         if not isinstance(rules, str):
@@ -134,14 +150,19 @@ class Rules:
         unknown = next((key for key in choices if key not in known), None)
         if unknown is not None:
             raise InputError(f"Rules have no choice {unknown!r}. Choose among {', '.join(known)}, as in gate=half.")
+        choices |= {key: int(value) for key, value in choices.items() if key == "sink" and value.isdecimal()}
         return replace(getattr(cls, name)(include_final_norm=include_final_norm), **choices)
 
     @property
     def name(self) -> str | None:
-        """Name of the rule set in `RULE_SETS`, ``"paper"`` for CP-LRP too; None if it has none."""
+        """Name of the rule set in `RULE_SETS`, ``"paper"`` for CP-LRP too; None if it has none.
+
+        With a held sink, what `of` takes: ``"paper,sink=hold"``.
+        """
+        member = replace(self, sink="live")
         for name in RULE_SETS:
-            if self == getattr(Rules, name)(include_final_norm=self.include_final_norm):
-                return name
+            if member == getattr(Rules, name)(include_final_norm=self.include_final_norm):
+                return name if self.sink == "live" else f"{name},sink={self.sink}"
         return None
 
     @property

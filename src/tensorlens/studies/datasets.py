@@ -68,7 +68,7 @@ def read_dataset(source: Any, *, column: str | None = None, label: str | None = 
             id of a data set of the `datasets` library (``id:configuration`` where it has several).
         column: The column or field with the text or image; found by its usual names if None.
         label: The column or field with the label; found by its usual names if None.
-        split: Of data with several parts: which one.
+        split: Which part of data that have several.
     """
     if not isinstance(source, (str, Path)):
         return _from_list(source, column, label)
@@ -261,10 +261,10 @@ class RowFile:
         files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
         return digest_of(f"{one.name} {_ends(one)}" for one in files if one.is_file())
 
-    def parts(self, size: int, limit: int | None = None) -> Iterator[list[Any]]:
-        """The values of the column, `size` at a time."""
-        values = islice((row.get(self.column) for row in rows_of(self.path)), limit)
-        while some := list(islice(values, size)):
+    def parts(self, size: int, limit: int | None = None) -> Iterator[list[Row]]:
+        """The rows with all their columns, `size` at a time."""
+        rows = islice(iter(rows_of(self.path)), limit)
+        while some := list(islice(rows, size)):
             yield some
 
 

@@ -15,7 +15,7 @@ def resampled_means(values: np.ndarray, seed: int, units: Sequence[Any] | None =
 
     Args:
         values: One per sample.
-        seed: Of the draws.
+        seed: Random seed for the draws.
         units: What each value belongs to, such as an article: all values of a unit are drawn together. Each value is
             its own unit if None.
     """

@@ -22,14 +22,16 @@ NOT_SAID = frozenset(
         "causal",
         "set_aside",
         "sink",
+        "sink_gives",
         "sums_to",
         "why",
         "answer_parts",
+        "pictures",
     }
 )
 """Keys of `meta` that are drawn, and not said."""
 
-BY_OUTPUT = ("target", "logit", "standard_error", "out_positions")
+BY_OUTPUT = ("target", "logit", "standard_error", "out_positions", "sink_gives")
 """Keys of `meta` that may hold a list with one entry for each output."""
 
 
@@ -60,6 +62,13 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
     if is_answer:
         against = meta.get("against")
         return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
+    target = meta.get("target")
+    has_target = isinstance(meta.get("why"), Mapping) or n_out == 1 and isinstance(target, str)
+    return headline_of(meta, str(target)) if has_target else method
+
+
+def headline_of(meta: Mapping[str, Any], target: str) -> str:
+    """The headline of what explains a target: as an explanation says it, or else by the target's name alone."""
     known = meta.get("why")
     if isinstance(known, Mapping) and isinstance(known.get("target"), str):
         chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
@@ -69,9 +78,6 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
             against if isinstance(against, str) else None,
             where if isinstance(where, str) else "",
         )
-    target = meta.get("target")
-    if n_out != 1 or not isinstance(target, str):
-        return method
     first, _, second = target.partition(" − ")
     return why_headline(first, None, second or None, "")
 
@@ -171,24 +177,41 @@ def sum_lines(
         bias = share * logit
         line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; {what} is {_fixed(logit)}"
         is_whole = abs(total + bias - logit) <= 0.005 + 0.001 * abs(logit)
-        if aside and is_whole:
+        sink = sink_given(meta, len(sums))
+        if (aside or sink) and is_whole:
             own = [(label, float(scores[i])) for label, scores in aside]
-            line = _sum_with_aside(float(total), float(bias), float(logit), what, meta, own)
+            line = _sum_with_aside(float(total), float(bias), float(logit), what, meta, own, sink[i] if sink else None)
         lines.append(line if is_whole else f"{line} with all heads, {_fixed(total + bias)} with those kept")
     return tuple(lines)
 
 
+def sink_given(meta: Mapping[str, Any], n_out: int) -> tuple[float, ...]:
+    """What a held attention sink gives of each output; empty where none is held."""
+    given: Any = meta.get("sink_gives")
+    is_known = is_by_output("sink_gives", given, n_out) and all(map(_is_number, given))
+    return tuple(map(float, given)) if is_known else ()
+
+
 def _sum_with_aside(
-    total: float, bias: float, logit: float, what: str, meta: Mapping[str, Any], aside: Sequence[tuple[str, float]]
+    total: float,
+    bias: float,
+    logit: float,
+    what: str,
+    meta: Mapping[str, Any],
+    aside: Sequence[tuple[str, float]],
+    sink: float | None,
 ) -> str:
     """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
     called = "set aside" if "set_aside" in meta else "the first token"
     grouped = meta.get("grouped", "tokens")
     shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
     line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
-    for label, own in aside:
+    named = [(f"“{visible(label).strip()}”, {called},", own) for label, own in aside]
+    named += [] if sink is None else [("an attention sink", sink)]
+    for name, own in named:
         share = f" ({own / logit:.0%})".replace("%", " %") if logit and 0 < own / logit <= 1 else ""
-        line += f"; “{visible(label).strip()}”, {called}, {_fixed(own)}{share}"
+        line += f"; {name} {_fixed(own)}{share}"
+    bias -= sink or 0.0
     return line if _fixed(bias) == "0.00" else f"{line}; the bias {_fixed(bias)}"
 
 

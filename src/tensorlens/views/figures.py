@@ -155,11 +155,18 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _colouring(view: MapView, limit: float) -> _Colouring:
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.colors import Normalize
 
-    stops = palette("signed" if view.is_signed else "unsigned", "light")
-    colours = LinearSegmentedColormap.from_list("tensorlens", list(stops), N=511).with_extremes(bad=_missing())
-    return _Colouring(colours, Normalize(-limit if view.is_signed else 0.0, limit, clip=True))
+    scale = Normalize(-limit if view.is_signed else 0.0, limit, clip=True)
+    return _Colouring(colour_map(is_signed=view.is_signed), scale)
+
+
+def colour_map(*, is_signed: bool) -> Any:
+    """The colours of maps as matplotlib takes them."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    stops = palette("signed" if is_signed else "unsigned", "light")
+    return LinearSegmentedColormap.from_list("tensorlens", list(stops), N=511).with_extremes(bad=_missing())
 
 
 def _finite(scores: np.ndarray, limit: float) -> np.ndarray:
@@ -179,9 +186,14 @@ def _row(view: MapView, out_token: int) -> np.ndarray:
     return view.scores[out_token]
 
 
-def _check(view: MapView) -> None:
+def check_matplotlib() -> None:
+    """Refuse to draw without matplotlib."""
     if find_spec("matplotlib") is None:
-        raise missing_extra("Saving a figure", "matplotlib", "plot")
+        raise missing_extra("A figure", "matplotlib", "plot")
+
+
+def _check(view: MapView) -> None:
+    check_matplotlib()
     if not view.scores.size:
         raise InputError(f"Expected a map with scores to draw, got {view.scores.shape}. Save it as .json instead.")
 

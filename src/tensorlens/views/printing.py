@@ -63,6 +63,15 @@ def as_html(show: Callable[[Console], object]) -> str:
     return console.export_html(inline_styles=True, code_format=_PRE)
 
 
+class Printed:
+    """Shows itself in notebooks as it prints."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
+
+
 def text_as_html(text: str) -> str:
     """Lines of text, for a notebook."""
     from rich.text import Text

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.live import is_live, raw, tape, value_of
 from tensorlens.recording.roles import Role
+from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, rule
 
 
@@ -20,7 +21,7 @@ from tensorlens.recording.table import family, rule
 def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention matrix A (Eq. 7), held or live."""
     run, weights = tape(), raw(function, *args, **kwargs)
-    run.note_cast(weights, args[0])
+    run.note_cast(weights, args[0].dtype)
     run.note_softmax(args[0])
     if run.rules.attention == "hold":
         run.note("attention: softmax")
@@ -73,6 +74,7 @@ def attention_rule(
         run.note("attention: fused, query and key held")
         if not is_live(value):
             return mixed
+        value = without_sink(value)
         found = run.emit("attention", mixed, q, k, value, mask, is_causal, scale, enable_gqa)
     elif is_live(attn_mask):
         return _spelled_out(query, key, value, attn_mask, is_causal, scale, enable_gqa)

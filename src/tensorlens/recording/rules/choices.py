@@ -15,10 +15,10 @@ from tensorlens.recording.table import family
 
 
 @family(
-    "heaviside signbit eq ne lt le gt ge isnan isinf isfinite isclose allclose equal any all logical_not logical_and "
-    "logical_or logical_xor bitwise_not bitwise_and bitwise_or argmax argmin argsort nonzero count_nonzero unique "
-    "bincount histc bucketize searchsorted multinomial one_hot isin isreal linalg_matrix_rank _unique2 unique_dim "
-    "is_nonzero"
+    "heaviside signbit eq ne lt le gt ge isnan isinf isneginf isposinf isfinite isclose allclose equal any all "
+    "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or argmax argmin argsort nonzero "
+    "count_nonzero unique bincount histc bucketize searchsorted multinomial one_hot isin isreal linalg_matrix_rank "
+    "_unique2 unique_dim is_nonzero"
 )
 def frozen(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a decision that the pass arrived at. It is held."""

@@ -85,7 +85,7 @@ class PaperTable:
         model: Folder or id of the model; the paper's if None.
         protocol: Its settings; the paper's if None.
         limit: Samples, or relations of each category; the protocol's if None.
-        seed: Of the draw, the splits and the bootstrap; the protocol's if None.
+        seed: Seed of the draw, the splits and the bootstrap; the protocol's if None.
         device: Where it runs; the accelerator if None.
         trust_remote_code: Whether code that comes with the model may run.
         revision: Which state of the model.

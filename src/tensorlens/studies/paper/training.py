@@ -46,7 +46,7 @@ def trained(
         held_out: Labelled reviews to say its accuracy on.
         folder: Where it goes, whole or not at all.
         options: How.
-        seed: Of the order of reviews and of the head.
+        seed: Random seed for the order of reviews and the head.
         device: Where it runs; the accelerator if None.
 
     Raises:

@@ -46,7 +46,7 @@ def drawn_order(strata: Sequence[Hashable] | None, n: int, seed: int) -> list[in
     Args:
         strata: The label or class of each sample; None if there is none.
         n: How many samples there are.
-        seed: Of the draw.
+        seed: Random seed for the draw.
     """
     shuffled = np.random.default_rng(seed).permutation(n).tolist()
     if strata is None:
@@ -85,7 +85,7 @@ def text_pieces(tokenizer: Any, data: Dataset, room: int, *, cut: str, draw: str
         room: Tokens of a sample without special ones.
         cut: ``each`` text, or ``windows`` of the joined ones.
         draw: ``file`` or ``random``.
-        seed: Of the draw.
+        seed: Random seed for the draw.
     """
     if cut == "windows":
         yield from _windows(tokenizer, data, room, draw, seed)

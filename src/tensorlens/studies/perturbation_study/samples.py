@@ -93,7 +93,7 @@ class Texts:
         cut: ``each`` text is a sample; ``windows`` joins all texts and cuts windows of `n_tokens`.
         limit: How many samples at most.
         draw: In the order of the ``file``, or at ``random``.
-        seed: Of the draw.
+        seed: Random seed for the draw.
     """
 
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
@@ -297,7 +297,7 @@ class Images:
         data: The images.
         limit: How many at most.
         draw: In the order of the ``file``, or at ``random``.
-        seed: Of the draw.
+        seed: Random seed for the draw.
     """
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS

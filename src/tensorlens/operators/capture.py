@@ -1,0 +1,341 @@
+r"""The law of *capture*: does the recording see every path of the input? It shares no code with the rules.
+
+Which operations carry the input is one for all members of the family; only the replacements differ. The Jacobian's
+member has a truth outside: finite differences of the model itself. A path that was lost, to a kernel that torch's
+dispatcher does not see, to numpy, to another thread, is a constant in every other law; here it is a gap,
+
+    ‖(F(X + εv) - F(X - εv)) / 2ε - T_J v‖ / ‖T_J v‖,
+
+of the size of that path. The first tokens of the input are enough.
+
+- `_of_model`: the input is recorded once under the Jacobian's rules, and the model runs at X⁰ + εv and at X⁰ - εv. Each
+  block is given the difference that the model itself had at its entry, and must give the one that it had at the end.
+- `_of_block`: one block from its own state, where the first way found a gap or cannot be gone. In half precision finite
+  differences are noise, and a block is copied to float32. Blocks that take the same steps in the same modules share
+  their code, so one block of each kind is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens import tolerances
+from tensorlens.errors import NotLinearError, TensorLensError
+from tensorlens.models.layouts import find_state, is_plain, state_layout
+from tensorlens.models.precision import in_float64, tf32
+from tensorlens.models.runner import run
+from tensorlens.operators.laws import normal
+from tensorlens.operators.plain import as_tokens, body_end
+from tensorlens.program.nodes import Slot, words
+from tensorlens.program.program import Program
+from tensorlens.recording.block_calls import BlockCall
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.one_pass import record
+from tensorlens.recording.prologue import Reborn
+from tensorlens.recording.recording import Origin, Recording, Span
+from tensorlens.trees import map_tensors, tensors_in
+
+MOST_TOKENS = 32
+"""Tokens of the input that are enough to show which operations carry it."""
+
+STEPS = {torch.float64: (1e-6, 1e-8, 3e-4), torch.float32: (1e-3, 1e-4, 3e-5)}
+"""Sizes of a step, relative to the state: each where those before met a bend, or digits that the model drops."""
+
+HALF = (torch.bfloat16, torch.float16)
+READS = ("held: item", "held: cast")
+"""Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+JUMPS = words(
+    "round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder "
+    "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"
+)
+"""Functions that finite differences may step over a jump of."""
+
+NOT_ALONE = (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+"""What a block, or a model for inputs of one length, may raise when it is asked for less than it is used to."""
+
+
+@dataclass
+class Capture:
+    """What finite differences say.
+
+    Attributes:
+        blocks: The gap of each block that was measured.
+        whole: That of the whole model, where blocks have none but what is around them may.
+        left_out: Blocks that cannot be run on their own, or round to half precision by their own code.
+        by_design: Modules that hold what finite differences move.
+        jumping: Modules of functions with jumps.
+    """
+
+    blocks: dict[int, float] = field(default_factory=dict)
+    whole: float | None = None
+    left_out: list[int] = field(default_factory=list)
+    by_design: tuple[str, ...] = ()
+    jumping: tuple[str, ...] = ()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a gap may have other reasons than a path that was lost."""
+        return bool(self.by_design or self.jumping)
+
+    @property
+    def error(self) -> float | None:
+        """The largest gap; None if nothing could be measured."""
+        return max([*self.blocks.values(), *([] if self.whole is None else [self.whole])], default=None)
+
+    def note(self, recorded: Any) -> None:
+        """Note what a recording, of a block or of all, holds that finite differences move."""
+        for rule, module in sorted(recorded.rules_applied):
+            if rule.startswith(READS) and module not in self.by_design:
+                self.by_design += (module,)
+            if rule.rpartition(": ")[2] in JUMPS and module not in self.jumping:
+                self.jumping += (module,)
+
+
+def capture(recording: Recording, generator: torch.Generator) -> Capture:
+    """Compare the Jacobian's member of a model with finite differences of the model itself."""
+    found, doubtful = Capture(), list(range(recording.n_blocks))
+    recording.from_model("The law of capture")
+    with tf32(False):
+        short = None if recording.states[0].dtype in HALF else _of_jacobian(recording)
+        best: dict[int, float] = {}
+        if short is not None:
+            found.note(short)
+            best, whole = _of_model(short, generator)
+            doubtful = [n for n in doubtful if not best.get(n, float("inf")) <= tolerances.CAPTURE]
+            found.whole = whole if doubtful else None
+        kinds = _kinds(recording) if recording.states[0].dtype in HALF else [[n] for n in doubtful]
+        calls = _calls(recording) if kinds else []
+        for kind in kinds:
+            gap = _of_block(*calls[kind[0]], generator, found) if kind[0] < len(calls) else None
+            gap = best.get(kind[0]) if gap is None else gap
+            if gap is None:
+                found.left_out += kind
+            else:
+                best[kind[0]] = gap
+    found.blocks = dict(sorted(best.items()))
+    return found
+
+
+# The whole model ------------------------------------------------------------------------------------------------------
+
+
+def _of_jacobian(recording: Recording) -> Recording | None:
+    """The first tokens recorded under the Jacobian's rules, all of them where the input cannot be cut.
+
+    None where what other members hold has no derivative.
+    """
+    origin = recording.from_model("The law of capture")
+    rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
+    for inputs in (beginning(origin.inputs, MOST_TOKENS), origin.inputs):
+        try:
+            if inputs is not None:
+                return record(origin.anatomy, inputs, rules)
+        except NotLinearError:
+            break
+        except NOT_ALONE:
+            continue
+    return None
+
+
+def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
+    """The first `n` tokens of a text: every axis over tokens is cut; None where there are no more, or none at all."""
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] <= n or "decoder_input_ids" in inputs:
+        return None
+    length = tokens.shape[1]
+    return {name: _cut(value, length, n) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _cut(value: Tensor, length: int, n: int) -> Tensor:
+    # Of (sample, token, channel) the last axis may be as long as the input by chance.
+    axes = (1,) if value.is_floating_point() and value.dim() == 3 else range(value.dim())
+    for axis in axes:
+        if value.shape[axis] == length:
+            value = value.narrow(axis, 0, n)
+    return value
+
+
+def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, float], float | None]:
+    """The gap of each block and of all of them together, by the best step.
+
+    None where X⁰ cannot be given to the model: the place that makes it was not seen, or there are two of them.
+    """
+    origin = short.from_model("The law of capture")
+    if origin.birth is None or short.starts_at_embedding or short.n_encoder_blocks or _is_half(short.program):
+        return {}, None
+    pieces, x = short.pieces(Span(0, short.n_blocks)).programs, short.states[0]
+    v = _direction(x, generator)
+    states = _States(short, origin)
+    best: dict[int, float] = {}
+    whole = float("inf")
+    for step in _steps(short):
+        after, before = states.at(x + step * v), states.at(x - step * v)
+        moved = [(one - other) / (2 * step) for one, other in zip(after, before, strict=True)]
+        sizes = [_sizes((one + other) / 2, 1e-3) for one, other in zip(after, before, strict=True)]
+        for n, given in _from_each(short, pieces, moved).items():
+            best[n] = min(_gap(moved[n + 1] - given, given, sizes[n + 1]), best.get(n, float("inf")))
+        if max(best.values()) <= tolerances.CAPTURE / 4:
+            return best, None
+        end = in_float64(short.push(v, Span(0, short.n_blocks), linear=True))
+        whole = min(_gap(moved[-1] - end, end, sizes[-1]), whole)
+    return best, whole
+
+
+class _States:
+    """The states of the model itself, as a function of the first."""
+
+    def __init__(self, short: Recording, origin: Origin) -> None:
+        self.short, self.origin = short, origin
+        self._kept = [*origin.model.parameters(), *origin.model.buffers(), *tensors_in(origin.inputs)]
+
+    def at(self, x: Tensor) -> list[Tensor]:
+        origin, states = self.origin, [x]
+        assert origin.birth is not None, "asked where it was seen"
+
+        def note(n: int, state: Tensor) -> None:
+            if n:
+                states.append(as_tokens(origin, state, n=n).clone())
+
+        reborn = Reborn(origin.birth, origin.calls[0].layout.to_native(x), self._kept)
+        n_blocks = self.short.n_blocks
+        end = run(
+            origin.anatomy, origin.inputs, to=body_end(self.short), n_blocks=n_blocks, entering=note, within=reborn
+        )
+        return [in_float64(state) for state in (*states, as_tokens(origin, end))]
+
+
+def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What the linear part of each block makes of the difference at its entry; side channels carry their own.
+
+    A block whose output nothing reads has no entry.
+    """
+    values = dict.fromkeys(short.slots[0], moved[0].to(short.states[0]))
+    found: dict[int, Tensor] = {}
+    for n, piece in enumerate(pieces):
+        (slot,) = short.slots[n + 1]
+        values |= zip(piece.outputs, piece.linear.run(*[values[given] for given in piece.inputs]), strict=True)
+        if slot in values:
+            found[n] = in_float64(values[slot])
+            values[slot] = moved[n + 1].to(values[slot])
+    return found
+
+
+# One block ------------------------------------------------------------------------------------------------------------
+
+
+def _kinds(recording: Recording) -> list[list[int]]:
+    """Blocks that take the same steps in the same modules, whatever the numbers of experts and of blocks."""
+    origin = recording.from_model("The law of capture")
+    taken: dict[int, set[Any]] = {call.n: {type(call.module)} for call in origin.calls}
+    prefixes = [len(call.path) for call in origin.calls]
+    for step in recording.program.steps:
+        if step.block is not None:
+            module = re.sub(r"\d+", "#", step.module[prefixes[step.block] :])
+            live = tuple([place for place, arg in enumerate(step.args) if type(arg) is Slot])
+            taken[step.block].add((step.operation, module, live))
+    kinds: dict[Any, list[int]] = {}
+    for n, steps in taken.items():
+        kinds.setdefault(frozenset(steps), []).append(n)
+    return list(kinds.values())
+
+
+def _calls(recording: Recording) -> list[tuple[BlockCall, Tensor]]:
+    """How blocks are called on the first tokens of the input, and their states: by a plain pass if there are more."""
+    origin = recording.from_model("The law of capture")
+    own = [(call, _own_part(recording, call.n, recording.states[call.n])) for call in origin.calls]
+    inputs = beginning(origin.inputs, MOST_TOKENS)
+    if inputs is None:
+        return own
+    found: list[tuple[BlockCall, Tensor]] = []
+
+    def note(n: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = find_state(args, kwargs, place=origin.anatomy.entry_place)
+        layout = state_layout(state, n, origin.anatomy.channels, inputs)
+        is_repeatable = all(map(is_plain, (*args, *kwargs.values())))
+        call = replace(origin.calls[n], args=args, kwargs=kwargs, layout=layout, is_repeatable=is_repeatable)
+        found.append((call, layout.to_tokens(state).clone()))
+
+    try:
+        run(origin.anatomy, inputs, to="last block", n_blocks=recording.n_blocks, called=note)
+    except NOT_ALONE:
+        return own
+    return found
+
+
+def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
+    """The tokens of a state that a block takes: the encoder's, or the decoder's."""
+    split = recording.split(n)
+    return state[:, :split] if n < recording.n_encoder_blocks else state[:, split:]
+
+
+def _of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Capture) -> float | None:
+    """The gap of one block at its own state; None if it cannot be run on its own."""
+    if not call.is_repeatable:
+        return None
+    try:
+        if x.dtype in HALF:
+            call, x = _in_float32(call), x.float()
+        recorded = call.record(x, Rules.jacobian())
+        found.note(recorded)
+        if _is_half(recorded.program):
+            return None
+        v, best = _direction(x, generator), float("inf")
+        expected = in_float64(recorded.program.linear.run(v)[0])
+        for step in _steps(recorded):
+            after, before = in_float64(call.run(x + step * v)), in_float64(call.run(x - step * v))
+            difference = (after - before) / (2 * step) - expected
+            best = min(_gap(difference, expected, _sizes((after + before) / 2, 1e-3)), best)
+            if best <= tolerances.CAPTURE / 4:
+                break
+        return best
+    except NOT_ALONE:
+        return None
+
+
+def _in_float32(call: BlockCall) -> BlockCall:
+    """The same call of a copy."""
+
+    def wide(x: Tensor) -> Tensor:
+        return x.float() if x.dtype in HALF else x
+
+    args, kwargs = map_tensors(wide, (call.args, call.kwargs))
+    return call.like(copy.deepcopy(call.module).float(), args, kwargs)
+
+
+# Differences ----------------------------------------------------------------------------------------------------------
+
+
+def _is_half(program: Program) -> bool:
+    """Whether parts of a program are in half precision, in which finite differences are noise."""
+    return any(program.specs[step.out].dtype in HALF for step in program.steps)
+
+
+def _steps(recorded: Any) -> tuple[float, ...]:
+    """Sizes of steps for the digits that the model keeps, which may cast its states."""
+    program = recorded.program
+    kinds = {program.specs[slot].dtype for slot in (*program.inputs, *(step.out for step in program.steps))}
+    return STEPS[torch.float32 if torch.float32 in kinds else torch.float64]
+
+
+def _direction(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A random direction: each token is moved by a part of its own size, since one may be a thousand times another."""
+    v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
+    return torch.where(x == 0, 0, v)  # a state that a relu gave lies at the bend of the next
+
+
+def _gap(difference: Tensor, expected: Tensor, sizes: Tensor) -> float:
+    """The relative size of a difference in which each token counts by its own size."""
+    return float((difference / sizes).norm() / (expected / sizes).norm().clamp_min(tolerances.TINY))
+
+
+def _sizes(x: Tensor, least: float) -> Tensor:
+    """The size of the numbers along the last axis, and at least a part of the size of all of them."""
+    squares = torch.maximum(x.square().mean(-1, keepdim=True), least**2 * x.square().mean())
+    return squares.sqrt().clamp_min(tolerances.TINY)

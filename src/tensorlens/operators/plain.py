@@ -1,0 +1,58 @@
+"""The model itself, nothing recorded: what laws compare with, and logits after whatever its code does to them."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import torch
+from torch import Tensor
+
+from tensorlens.models.layouts import state_layout, state_of
+from tensorlens.models.runner import End, run
+from tensorlens.recording.recording import Origin, Recording
+
+
+def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
+    """$X^N$ (sample, token, channel) from the model left to itself: what must be reproduced.
+
+    Args:
+        recording: The recording of the model at the input.
+        is_nudged: Whether every other number that enters the first block is changed in its last digit.
+    """
+    origin = recording.from_model("The value law")
+
+    def nudge(n: int, state: Tensor) -> Tensor | None:
+        return _nudged(state) if is_nudged and n == 0 else None
+
+    state = run(origin.anatomy, origin.inputs, to=body_end(recording), n_blocks=recording.n_blocks, entering=nudge)
+    return as_tokens(origin, state, recording.n_samples)
+
+
+def body_end(recording: Recording) -> End:
+    """Where $X^N$ is: after the final norm, or before it."""
+    return "end" if recording.rules.include_final_norm else "last block"
+
+
+def as_tokens(origin: Origin, state: Tensor, n_samples: int = 1, *, n: int = -1) -> Tensor:
+    """The state that enters block n, or the last one, as (sample, token, channel)."""
+    return state_layout(state, n, origin.anatomy.channels, origin.inputs, n_samples).to_tokens(state)
+
+
+def _nudged(state: Tensor) -> Tensor:
+    steps = torch.arange(state.numel(), device=state.device).view(state.shape) % 2
+    return state + state * steps * torch.finfo(state.dtype).eps
+
+
+def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
+    """Logits (output, class) as the model itself gives them, after whatever its code does behind the unembedding.
+
+    One row for a head that reads the whole input at once. A pass is needed only if something is behind an unembedding.
+    """
+    if recording.head is None or recording.gives_raw_logits:
+        return torch.stack([recording.logits_at(i) for i in out_tokens])
+    origin = recording.from_model("A logit after a soft cap or a scale")
+    places = torch.tensor(out_tokens, device=recording.states[-1].device)
+    keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
+    inputs = {**origin.inputs, **({"logits_to_keep": places} if keeps else {})}
+    logits = state_of(run(origin.anatomy, inputs))[0]
+    return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]

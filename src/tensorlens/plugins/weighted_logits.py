@@ -1,0 +1,51 @@
+r"""What plug-ins ask of T: a weighted sum of logits, $\sum_c w_c\,\mathrm{logit}_c$, by channel of the input state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tensorlens.maps.defaults import one_output
+from tensorlens.maps.targets import no_head
+from tensorlens.tensor import AttentionTensor
+
+
+class LogitParts(NamedTuple):
+    """A weighted sum of logits at one output, in parts.
+
+    Attributes:
+        parts: (token, channel), on the CPU.
+        value: The sum that is explained.
+    """
+
+    parts: Tensor
+    value: float
+
+
+def logits_of(T: AttentionTensor, out_token: int) -> tuple[int, Tensor]:
+    """An output as a position, and the logits (class,) there.
+
+    Raises:
+        MethodError: the model has no head.
+    """
+    recording = T.operator.recording
+    if recording.readout is None:
+        raise no_head(recording.name)
+    place = one_output(recording, out_token)
+    return place, recording.logits_at(place)
+
+
+def logit_parts(T: AttentionTensor, weights: Tensor, out_token: int) -> LogitParts:
+    r"""$(T^\top u) ⊙ X^0$ with u the cotangent of the weighted sum.
+
+    Args:
+        T: The operator.
+        weights: (class,) on the logits.
+        out_token: The output whose logits they are.
+    """
+    place, logits = logits_of(T, out_token)
+    operator = T.operator
+    weights = weights.to(logits)
+    pulled = operator.pull_from_head(operator.recording.head_cotangent(weights, place))[0]
+    return LogitParts((pulled * operator.input).cpu(), float((weights.double() * logits.double()).sum()))
