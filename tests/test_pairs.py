@@ -127,6 +127,22 @@ def test_pulls_give_what_pushes_give(name: str) -> None:
     assert (taken.parts(two)[:-1] - torch.stack([pushed[:9].sum(0), pushed[9:].sum(0)])).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("pooling", [None, "mean", "cls", "max", "late", "dense"])
+@pytest.mark.parametrize("is_short_first", [True, False])
+def test_a_short_text_is_pulled_through_a_long_one(pooling: Any, is_short_first: bool, tmp_path: Path) -> None:
+    dense = {"pooling_mode_mean_tokens": True}
+    lens = encoder_folder(tmp_path, dense) if pooling == "dense" else tl.Lens(build("bert"))
+    pooling = None if pooling == "dense" else pooling
+    sides = similarity_code._Sides(lens, None, pooling, None, "cosine")
+    texts = [[3, 9], [3 + k % 50 for k in range(30)]]
+    a, b = [sides.look(text) for text in (texts if is_short_first else texts[::-1])]
+    found = sides.compare(a, b).scores
+    assert ("parts" in vars(a), "parts" in vars(b)) == (is_short_first, not is_short_first)
+    assert b.parts is not None and a.parts is not None  # with both known, nothing is pulled
+    both = sides.compare(a, b).scores
+    assert (found - both).abs().max() < 1e-12 and both[:-1, :-1].abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("pooling", [None, "mean", "cls", "last", "max"])
 def test_the_other_way_round_is_the_transpose(pooling: str | None) -> None:
     lens = tl.Lens(build("bert"))
