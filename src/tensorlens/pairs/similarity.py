@@ -10,7 +10,7 @@ done; so the words of a short query are pulled through long passages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from tensorlens.errors import InputError, check_iterable
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.models.modes import own_modes
+from tensorlens.models.pictures import cells
 from tensorlens.pairs.pair_map import BIAS, Measure, PairMap
 from tensorlens.pairs.pooling import Pooling, find_pooling, modules_of
 from tensorlens.program.program import Program
@@ -54,7 +55,8 @@ def similarity(
         pooling: ``"mean"``, ``"cls"``, ``"last"``, ``"max"`` (its choice held); ``"late"``: the sum over the tokens of
             a of the largest similarity with a token of b (the choices held); None for the model's own.
         groups: Sum the pairs over groups of tokens: ``"words"``, ``"sentences"``, ``"lines"``, or a list of passages,
-            those that stand in a for the rows and those in b for the columns.
+            those that stand in a for the rows and those in b for the columns; for patches of a picture
+            ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``, with words on a side of text.
         measure: ``"cosine"``, with the norms held, or ``"dot"``.
         against: A third input c for the columns: why is b closer to a than c is? Scores are those of a and b, then
             those of a and c with the sign turned, and sum to the difference of the two similarities.
@@ -123,6 +125,17 @@ class _Side:
         if not self.taken.is_exact:  # the bias is what is left, so that roundings do not add up
             parts[-1] = whole - parts[:-1].sum(0)
         return parts
+
+    def pictures(self) -> list[dict[str, Any]]:
+        """The picture that it is, with the group and the box of each patch; none for a text."""
+        meta = self.taken.tensor.meta()
+        grid = meta.get("grid")
+        if not isinstance(grid, dict):
+            return []
+        group_of = self.members.double().argmax(0).tolist()
+        boxes = cells(grid["rows"], grid["columns"])
+        places = [[group_of[grid["first"] + k], *box] for k, box in enumerate(boxes)]
+        return [{"image": meta.get("image"), "places": places}]
 
     @property
     def n_passes(self) -> int:
@@ -196,6 +209,8 @@ class _Sides:
         if isinstance(chosen, (list, tuple)) and isinstance(text, str):  # a passage stands in one of the two texts
             chosen = [one for one in chosen if not isinstance(one, str) or one in text] or "tokens"
             self.not_found -= set(chosen)
+        if isinstance(chosen, Mapping) and "regions" in chosen and "grid" not in T.context.meta:
+            chosen = "words"  # regions are those of the other side
         found = find_groups("tokens" if chosen is None else chosen, T.tokens, T.context.meta)
         members = torch.zeros(len(found), T.n_tokens, dtype=torch.bool)
         for k, group in enumerate(found):
@@ -238,6 +253,7 @@ class _Sides:
             "versions": first["versions"],
             "a": first.get("text"),
             "b": second.get("text"),
+            **{f"{name}_pictures": side.pictures() for name, side in (("a", a), ("b", b)) if side.pictures()},
         }
 
 
