@@ -89,29 +89,19 @@ def map_(
     stage("Recording one pass of the model")
     T = part.of(lens(text))
     question = MapQuestion.complete(T, method, out_token, wanted)
-    told = question.headlined(T)
-    say = _nothing if json else typer.echo
-    if told is not None and told.asked.note:
-        typer.echo(f"tensorlens: {told.asked.note}", err=True)
     predictions = question.predictions(T, N_PREDICTIONS)
+    say = _nothing if json else typer.echo
     if predictions:
         say(f"{predicted([(one.name, one.probability) for one in predictions])}\n")
     certify = certify and question.method.startswith("tensor.")
     if json and certify:  # which prints all at once
         stage("Measuring the certificate")
         T.certificate()
-    stage(f"Computing {question.method}")
-    weights = question.target if told is None else told.asked.weights
-    found = T.map(question.method, question.out_token, weights, norm=norm)  # type: ignore[arg-type]  # checked above
-    found = replace(found, meta=found.meta | told.meta) if told is not None else found
+    found = _found(T, question, norm)
     found = found if aside else found.set_aside()
     found = found.words() if words else found
     _show(found, say, is_saved=out is not None, as_json=json)
-    if certify:
-        with while_waiting("Measuring the certificate; --no-certify skips it"):
-            certificate = T.certificate()
-        found = replace(found, meta=found.meta | {"certificate": T.meta()["certificate"]})
-        say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
+    found = _certified(T, found, say) if certify else found
     if out is not None:
         say(f"Wrote {found.save(out)}")
     if json:
@@ -215,6 +205,25 @@ class MapQuestion:
     def _place(self, T: AttentionTensor) -> int:
         chosen = default_output(T) if self.out_token is None else self.out_token
         return 0 if T.operator.recording.pools else chosen % T.shape[0]
+
+
+def _found(T: AttentionTensor, question: MapQuestion, norm: str) -> TokenMap:
+    """The map with its headline; what was read differently from how it was written is said."""
+    told = question.headlined(T)
+    if told is not None and told.asked.note:
+        typer.echo(f"tensorlens: {told.asked.note}", err=True)
+    stage(f"Computing {question.method}")
+    weights = question.target if told is None else told.asked.weights
+    found = T.map(question.method, question.out_token, weights, norm=norm)  # type: ignore[arg-type]  # checked above
+    return found if told is None else replace(found, meta=found.meta | told.meta)
+
+
+def _certified(T: AttentionTensor, found: TokenMap, say: Callable[[str], None]) -> TokenMap:
+    """The map with the certificate, which is said in one line."""
+    with while_waiting("Measuring the certificate; --no-certify skips it"):
+        certificate = T.certificate()
+    say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
+    return replace(found, meta=found.meta | {"certificate": T.meta()["certificate"]})
 
 
 # What is printed ------------------------------------------------------------------------------------------------------
