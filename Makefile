@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 # Extras of a visitor, and of a developer.
 DEMO := plot,explore,demo
-DEV := plot,explore,notebook,studies,gguf,demo,dev
+DEV := plot,explore,notebook,studies,gguf,circuits,demo,dev
 WORKERS ?= 2
 # A file of tests stays in one process, so that what it prepares once is prepared once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder

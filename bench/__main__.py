@@ -1,8 +1,7 @@
-"""`python -m bench judge …`, `families …` and `strangers`; the other parts are modules of their own.
+"""`python -m bench judge …`, `passages …`, `keep …`, `tables`, `families …` and `strangers`; others are modules:
 
-    python -m bench.judges.leaderboard   the judges of docs/leaderboard.md
     python -m bench.speed                docs/performance.md
-    python -m bench.studies              docs/results.md and the pages it names
+    python -m bench.studies              the runs behind docs/results.md
 
 No command imports torch before it has said what it does.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,12 @@ from tensorlens.errors import InputError, TensorLensError
 
 SECONDS_BETWEEN = 5.0
 """How often a command that is not in a terminal says how far it is, at most."""
+
+QUICK_ITEMS = 5
+QUICK_METHODS = (
+    "tensor.in_class,tensor.in_class@half_gate,tensor.in_class@attn_lrp,tensor.in_class@jacobian,mean.attn,"
+    "control.recency"
+)
 
 app = typer.Typer(name="bench", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -59,6 +65,7 @@ def judge(
     peer_python: Annotated[str | None, typer.Option(help="Interpreter of the peers' environment.")] = None,
     peer_limit: Annotated[int | None, typer.Option(help="Items of a set that peers are asked about.", min=1)] = None,
     limit: Annotated[int | None, typer.Option(help="Items of each set, at most.", min=1)] = None,
+    quick: Annotated[bool, typer.Option(help="Five items of each set, four rule sets and two controls.")] = False,
     lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt, separated by commas.")] = "512",
     seed: Annotated[int, typer.Option(help="Seed of replaced tokens and of the bootstrap.")] = 0,
     json: Json = False,
@@ -70,6 +77,7 @@ def judge(
     """
     tell = Teller("judge")
     tell(f"{judges} of {data} on {model}, into {out}; loading the model", at_once=True)
+    limit, methods = (limit or QUICK_ITEMS, methods or QUICK_METHODS) if quick else (limit, methods)
     reading.check(model)
     check_data(data)
     chosen = listed(judges)
@@ -100,7 +108,7 @@ def judge(
 
 def _print(result: Any) -> None:
     """A table for each judge, what could not be used, and where the rest is."""
-    from bench.judges.leaderboard import area_table
+    from bench.tables import ranged
     from tensorlens.studies.judge_study import counts_line, judge_table
 
     for name, found in result.summary["judges"].items():
@@ -110,13 +118,102 @@ def _print(result: Any) -> None:
         if found["measures"]:
             print_rows(judge_table(found))
         typer.echo("")
-    if result.summary.get("perturbation"):
-        print_rows(area_table(result.summary["perturbation"]))
+    areas = result.summary.get("perturbation", {})
+    if areas:
+        of = {name: ranged(one["auc"], *one["interval"], ".4g") for name, one in areas.items()}
+        print_rows([{"method": name, "HS-MSE": area, "windows": areas[name]["n"]} for name, area in of.items()])
     for name, about in result.summary["peers"].items():
         parts = [f"{name} {about.get('version', '')}: {about['n']} items"]
         parts += [f"its own example: {about['check']}"] if "check" in about else []
         typer.echo("; ".join([*parts, *([about["error"]] if "error" in about else [])]))
     typer.echo(f"Report: {result.report}")
+
+
+def passages(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Lines of JSON, one per item; the same file is continued.")],
+    judges: Annotated[str, typer.Option(help="Among documents, needles, injections.")] = "documents",
+    data: Annotated[Path | None, typer.Option(help="Folder with needles/ and wikitext-2/, for needles.")] = None,
+    agentdojo: Annotated[Path | None, typer.Option(help="Folder of the package agentdojo, for injections.")] = None,
+    members: Annotated[str, typer.Option(help="Rule sets, separated by commas.")] = "paper,half_gate,attn_lrp,gim",
+    lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt.")] = "512,1024,2048",
+    items: Annotated[int, typer.Option(help="Items of each judge and length, at most.", min=1)] = 50,
+    seconds: Annotated[float, typer.Option(help="Begin no item after this long.")] = 1e9,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Which passage does an answer stand on? Every rule set with every target, beside BM25 and mean attention."""
+    tell = Teller("passages")
+    tell(f"{judges} on {model}, into {out}; loading the model", at_once=True)
+    from bench.passages import items as made
+    from bench.passages.run import run
+    from bench.passages.scores import RULES
+
+    chosen, asked = checked(judges, ("documents", "needles", "injections"), "judges"), []
+    chosen_rules = checked(members, RULES, "members")
+    lens = reading.lens(model)
+    if "documents" in chosen:
+        asked += made.documents(items)
+    if "injections" in chosen:
+        asked += made.injections(needed(agentdojo, "agentdojo"), items)
+    if "needles" in chosen:
+        folder, n_tokens = needed(data, "data"), numbers(lengths, int, "lengths", "numbers such as 512,2048")
+        count = lambda text: len(lens.prepare(text).arguments["input_ids"][0])  # noqa: E731
+        asked += made.needles(folder / "needles", folder / "wikitext-2" / "valid.txt", n_tokens, items, count)
+    tell(f"{len(asked)} items", at_once=True)
+    n = run(lens, asked, out, rules=chosen_rules, seconds=seconds, tell=tell)
+    typer.echo(f"{n} items in {out}")
+
+
+def checked(given: str, known: Sequence[str], name: str) -> tuple[str, ...]:
+    """Names from a list with commas, all of them known."""
+    chosen = tuple(listed(given))
+    wrong = next((one for one in chosen if one not in known), None)
+    if wrong is not None or not chosen:
+        raise InputError(f"`--{name}` must be among {', '.join(known)}; got {wrong or 'none'}.")
+    return chosen
+
+
+def needed(folder: Path | None, name: str) -> Path:
+    """A folder that must be given and be there."""
+    if folder is None or not folder.is_dir():
+        raise InputError(f"These items need a folder: pass --{name} FOLDER; got {str(folder)!r}.")
+    return folder
+
+
+def keep(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs of judges, or files that `passages` wrote.")],
+    model: Annotated[str, typer.Option(help="Short name of the model.")],
+    about: Annotated[str, typer.Option(help="Where it ran, in words.")] = "CPU, float32",
+) -> None:
+    """Put the raw scores of runs into bench/records, one file per judge."""
+    import json
+
+    from bench.records import FOLDER
+    from bench.records import keep as write
+
+    files = [run / "samples.jsonl" if run.is_dir() else run for run in runs]
+    lines = [json.loads(line) for file in files for line in _text(file).splitlines()]
+    for judge_name in sorted({line["judge"] for line in lines}):
+        target = FOLDER / f"{judge_name}-{model}.jsonl.gz"
+        some = sorted((line for line in lines if line["judge"] == judge_name), key=lambda line: line["item"])
+        n = write(some, {"model": model, "ran": about}, target)
+        typer.echo(f"{target.name}: {n} items, {target.stat().st_size // 1024} KiB")
+
+
+def _text(path: Path) -> str:
+    import gzip
+
+    return (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+
+
+def tables(
+    write: Annotated[bool, typer.Option(help="Put the tables into the pages of docs/.")] = False,
+) -> None:
+    """Print every published number of the benchmarks from the records in bench/records; no model is loaded."""
+    Teller("tables")("every table from bench/records", at_once=True)
+    from bench import published
+
+    published.write() if write else typer.echo(published.everything())
 
 
 def families(
@@ -174,6 +271,9 @@ def strangers(
 
 app.command("strangers")(strangers)
 app.command("judge")(with_records(judge))
+app.command("passages")(with_records(passages))
+app.command("keep")(keep)
+app.command("tables")(tables)
 app.command("families")(with_records(families))
 
 

@@ -1,1 +1,1 @@
-"""Which passage of a prompt did an answer stand on? Needles and injected instructions (docs/results-answers.md)."""
+"""Which passage does an answer stand on? Documents, needles and injections, every rule set with every target."""

@@ -1,4 +1,4 @@
-"""The perturbation, relation and fidelity runs of docs/results.md and docs/members.md, as `runs.json` describes them.
+"""The perturbation, relation and fidelity runs of docs/results.md, as `runs.json` describes them.
 
     python -m bench.studies.runs perturbation minilm-imdb dinov2-photographs --data DATA --out RUNS
     python -m bench.studies.runs relations smollm2-135m --data DATA/relations --out RUNS [--member half_gate] [--tf32]

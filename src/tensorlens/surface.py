@@ -20,7 +20,10 @@ from tensorlens.errors import SizeError as SizeError
 from tensorlens.errors import TensorLensError as TensorLensError
 from tensorlens.explanation import Explanation as Explanation
 from tensorlens.inside.ablation import Ablation as Ablation
+from tensorlens.inside.circuit import Circuit as Circuit
+from tensorlens.inside.circuit import circuit as circuit
 from tensorlens.inside.components import ComponentMap as ComponentMap
+from tensorlens.inside.faithfulness import Faithfulness as Faithfulness
 from tensorlens.inside.graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.inside_record import Inside as Inside
 from tensorlens.inside.patching import Patching as Patching

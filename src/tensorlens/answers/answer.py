@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens.answers.pictured import beside, columns_of, picture_places, read_pictured
 from tensorlens.answers.prompts import Continuation, Prompt, Speaker, generated, given, read_prompt
 from tensorlens.answers.served import Agreement, agreement, check_served
 from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
@@ -109,7 +110,8 @@ class Answer(Tabular):
 
         Args:
             groups: Groups of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None,
-                and turns for chat messages.
+                and turns for chat messages. The tokens of pictures are columns of their own, or put together by
+                ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``, left to bottom as parts.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
                 characters of the answer.
             target: ``"centred"``, the logit less the mean over the vocabulary; ``"logit"``; ``"runner_up"``, the logit
@@ -155,16 +157,25 @@ class Answer(Tabular):
         return find_groups(rows, self.tokens, meta)
 
     def _groups(self, groups: Groups | None) -> tuple[Group, ...]:
-        prompt = self.prompt
+        prompt, regions = self.prompt, None
+        if isinstance(groups, Mapping) and "regions" in groups:
+            regions, groups = groups["regions"], None
+            if not prompt.pictures:
+                raise InputError("Regions are those of pictures, and this prompt has none. Pass other groups.")
         groups = (TURNS if prompt.turns else "sentences") if groups is None else groups
         if groups == TURNS:
             if not prompt.turns:
                 raise InputError('"turns" are those of chat messages; this prompt has none. Pass other groups.')
             groups = list(prompt.turns)
+        labels = self.tensor.tokens[: self.n_prompt_tokens]
+        seen = {j for picture in prompt.pictures for j in picture.tokens}
+        said = [j for j in range(len(labels)) if j not in seen]
         meta: dict[str, Any] = {} if prompt.text is None else {"text": prompt.text}
         if prompt.offsets is not None:
-            meta["offsets"] = [pair and list(pair) for pair in prompt.offsets]
-        return find_groups(groups, self.tensor.tokens[: self.n_prompt_tokens], meta)
+            meta["offsets"] = [(pair := prompt.offsets[j]) and list(pair) for j in said]
+        found = find_groups(groups, [labels[j] for j in said], meta)
+        text = [group._replace(tokens=tuple(said[j] for j in group.tokens)) for group in found]
+        return columns_of(prompt, text, labels, regions)
 
     def _apart(self, groups: tuple[Group, ...], aside: Sequence[int]) -> tuple[tuple[Group, ...], int]:
         """The groups without some tokens, these before them as groups of their own, and how many those are."""
@@ -232,6 +243,8 @@ class Answer(Tabular):
     def _meta(self, parts: Sequence[Group], columns: Sequence[Group], asked: _Asked, found: Shares) -> dict[str, Any]:
         meta = grouped_meta(self.tensor.meta(), columns, "answer", ()) | {"set_aside": list(range(asked.n_aside))}
         meta["answer_parts"] = [self._place(part) for part in parts]
+        if self.prompt.pictures:
+            meta["pictures"] = picture_places(self.prompt, columns)
         served = {} if self.agreement is None else {"served": str(self.agreement)}
         return meta | {"answer": self.text, "target": _TITLES[asked.target], "engine": found.engine} | served
 
@@ -264,7 +277,7 @@ def make_answer(
     """See `Lens.answer`."""
     if answer is None and logprobs is not None:
         raise InputError("`logprobs` belong to an answer that was given. Pass it as `answer`.")
-    read = read_prompt(lens, prompt)
+    read = read_pictured(lens, prompt) or read_prompt(lens, prompt)
     if answer is None:
         found = generated(lens, read, max_new_tokens=max_new_tokens, seed=seed, options=options)
         return answer_of(lens, read, found)
@@ -293,8 +306,11 @@ def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
 
 def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
     """Prompt and answer as one input; with an encoder, the answer goes into the decoder."""
-    n = prompt.n_encoder
-    made = make_input(list(prompt.ids[:n] or (*prompt.ids, *found.ids)), lens.model, lens.processor)
+    n, kind = prompt.n_encoder, "processed" if prompt.arguments else "text"
+    if prompt.arguments:
+        made = lens.prepare({"input_ids": [[*prompt.ids, *found.ids]], **beside(prompt, len(found.ids))})
+    else:
+        made = make_input(list(prompt.ids[:n] or (*prompt.ids, *found.ids)), lens.model, lens.processor)
     if n:
         into = make_input((*prompt.decoder_ids, *found.ids), lens.model, lens.processor)  # within its vocabulary
         ids = token_ids(into.arguments)
@@ -304,7 +320,7 @@ def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
     text = prompt.text + "\n" * (n > 0)  # the two together are not a text
     own = tuple([pair and (pair[0] + len(text), pair[1] + len(text)) for pair in found.offsets])
     offsets = None if prompt.offsets is None else prompt.offsets + own
-    return ModelInput(arguments=made.arguments, kind="text", text=text + found.text, offsets=offsets)
+    return ModelInput(arguments=made.arguments, kind=kind, text=text + found.text, offsets=offsets)
 
 
 def _membership(parts: Sequence[Group], n_tokens: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,6 +20,7 @@ from tensorlens.errors import InputError
 from tensorlens.maps.groups import Passage
 from tensorlens.models.forward_signature import token_ids
 from tensorlens.models.inputs import ModelInput, max_tokens, tokenizer_of
+from tensorlens.models.pictures import Picture
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
 
@@ -71,6 +72,8 @@ class Prompt:
         turns: For chat messages, the characters of each, labelled by its role.
         has_special_tokens: Whether the tokenizer adds its own special tokens to such a text.
         n_encoder: How many of the tokens an encoder reads; the others begin its decoder's input, before the answer.
+        arguments: Further arguments of the model, such as the pixels of pictures.
+        pictures: Each with the tokens that stand for it; they are not part of the text.
     """
 
     ids: tuple[int, ...]
@@ -79,6 +82,8 @@ class Prompt:
     turns: tuple[Passage, ...] = ()
     has_special_tokens: bool = True
     n_encoder: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)
 
     @property
     def decoder_ids(self) -> tuple[int, ...]:
@@ -102,7 +107,8 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
     ids = token_ids(made.arguments)
     if made.kind != "ids" or ids is None:
         raise InputError(
-            f"An answer needs a text, chat messages or token ids as its prompt; got {type(prompt).__name__}."
+            f"An answer needs a text, chat messages, token ids or a processor's output as its prompt; got "
+            f"{type(prompt).__name__}."
         )
     return _with_start(lens, Prompt(ids=tuple(ids[0].tolist())))
 
@@ -170,21 +176,27 @@ def _chat(lens: Speaker, messages: Sequence[Any]) -> Prompt:
 
 def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]], text: str) -> tuple[Passage, ...]:
     """The characters of each message with its marks, or of its content alone where a template renders no beginnings."""
-    counts: Counter[str] = Counter()
     spans, end = [], 0
     for k, message in enumerate(messages):
-        role = message["role"]
-        counts[role] += 1
-        label = role if counts[role] == 1 else f"{role} {counts[role]}"
         start, stop = end, _rendered(tokenizer, messages[: k + 1], text)
         if stop is None or stop <= end:
             content = message["content"].strip()
             start = text.find(content, end)
             stop = start + len(content)
         if 0 <= start < stop:
-            spans.append(Passage(label, start, stop))
+            spans.append((message["role"], start, stop))
             end = stop
-    return tuple(spans)
+    return labelled(spans)
+
+
+def labelled(spans: Sequence[tuple[str, int, int]]) -> tuple[Passage, ...]:
+    """Passages by their roles, with a number from the second of a role on."""
+    counts: Counter[str] = Counter()
+    found = []
+    for role, start, stop in spans:
+        counts[role] += 1
+        found.append(Passage(role if counts[role] == 1 else f"{role} {counts[role]}", start, stop))
+    return tuple(found)
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Any], text: str) -> int | None:
@@ -218,7 +230,7 @@ def given(lens: Speaker, prompt: Prompt, answer: Any) -> Continuation:
         return Continuation(ids, *decoded(lens, ids))
     if not answer.strip():
         raise InputError(f"`answer` must be a text or token ids, and not empty; got {answer!r}.")
-    if prompt.text is None or prompt.n_encoder:
+    if prompt.text is None or prompt.n_encoder or prompt.arguments:
         ids, offsets = tokenised(lens, answer, special=False, as_target=prompt.n_encoder > 0)
         return Continuation(ids, answer, offsets) if offsets else Continuation(ids, *decoded(lens, ids))
     ids, offsets = tokenised(lens, prompt.text + answer, special=prompt.has_special_tokens)
@@ -266,7 +278,7 @@ def generated(
         if seed is not None:
             torch.manual_seed(seed)
         settings = {"do_sample": False, "pad_token_id": lens.pad_id} | _start(prompt, device) | options
-        made = _generate(model, ids, max_new_tokens=_room(lens, prompt, max_new_tokens), **settings)
+        made = _generate(model, ids, prompt.arguments, max_new_tokens=_room(lens, prompt, max_new_tokens), **settings)
     new = getattr(made, "sequences", made)[0, len(prompt.decoder_ids) :].tolist()
     found = tuple(_without_end(lens, new))
     if not found:
@@ -278,9 +290,9 @@ def _start(prompt: Prompt, device: torch.device) -> dict[str, Tensor]:
     return {"decoder_input_ids": torch.tensor([prompt.decoder_ids], device=device)} if prompt.n_encoder else {}
 
 
-def _generate(model: Any, ids: Tensor, **settings: Any) -> Any:
+def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: Any) -> Any:
     try:
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        return model.generate(input_ids=ids, **{"attention_mask": torch.ones_like(ids), **further}, **settings)
     except (TypeError, ValueError) as error:
         raise InputError(f"The model's `generate` refused what it was asked for: {error}") from error
 

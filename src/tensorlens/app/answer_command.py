@@ -59,6 +59,10 @@ def answer_(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text, or - for standard input.")],
     answer: Given = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="An image before the prompt, for a model that reads images; several if repeated."),
+    ] = None,
     against: Against = None,
     groups: Columns = "sentences",
     rows: Rows = None,
@@ -85,12 +89,20 @@ def answer_(
     text = options.read_input(prompt, images=False)
     lens = reading.lens(model, final_norm=final_norm)
     stage("Generating the answer" if answer is None else "Recording one pass of the model")
-    found = lens.answer(text, answer, max_new_tokens=max_new_tokens)
+    found = lens.answer(_with_images(text, image or []), answer, max_new_tokens=max_new_tokens)
     if certify:
         stage("Measuring the certificate")
         found.tensor.certificate()
     made = found.map(groups, rows, target, against=against, through=through, set_aside=(0,))  # type: ignore[arg-type]  # checked above
     _deliver(found, made, out, as_json=json)
+
+
+def _with_images(text: str, images: list[Path]) -> Any:
+    """A prompt as it is, or one chat message of images and a text."""
+    if not images:
+        return text
+    parts = [{"type": "image", "image": path} for path in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def _check(

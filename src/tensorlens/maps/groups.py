@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
+from tensorlens.models.pictures import Box, cells
 
 REST = "rest"
 """The group of the tokens that belong to no other."""
@@ -24,8 +25,9 @@ REST = "rest"
 NAMED = ("tokens", "words", "sentences", "lines")
 """Groups that are found in the text."""
 
-Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, str]
-"""A name in `NAMED`; groups as (label, start, stop), or as passages to look for; or ``{"separator": "###"}``."""
+Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, Any]
+"""A name in `NAMED`; groups as (label, start, stop), or as passages to look for; ``{"separator": "###"}``; or, for the
+patches of a picture, ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (left, top, right, bottom)}}``."""
 
 _BYTES = re.compile(r"(?:⟨[0-9A-F]{2}⟩)+")
 _INSIDE = "'’_"
@@ -65,6 +67,8 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     Raises:
         InputError: Groups overlap, are empty, lie outside of the text, or are not found in it.
     """
+    if isinstance(groups, Mapping) and "regions" in groups:
+        return _by_region(groups["regions"], labels, meta)
     if groups == "tokens":
         return tuple(Group(label, (k,)) for k, label in enumerate(labels))
     if groups == "words":
@@ -140,6 +144,60 @@ def sentences(text: str) -> list[Passage]:
 def lines(text: str) -> list[Passage]:
     """The lines of a text; empty ones belong to the line before."""
     return _between(text, [found.end() for found in re.finditer(r"\n+", text)])
+
+
+# Regions of pictures --------------------------------------------------------------------------------------------------
+
+
+def _by_region(regions: Any, labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Group, ...]:
+    """Patches by region; a token beside them is a group of its own."""
+    grid = meta.get("grid")
+    if not isinstance(grid, Mapping):
+        raise InputError("Regions are those of a picture with a grid of patches, and this input has none.")
+    rows, columns, first = (grid[key] for key in ("rows", "columns", "first"))
+    boxes = cells(rows, columns)
+    beside = [Group(label, (k,)) for k, label in enumerate(labels) if not first <= k < first + len(boxes)]
+    found = [Group(one.label, tuple(first + k for k in one.tokens)) for one in find_regions(regions, boxes)]
+    return tuple(sorted([*beside, *found], key=lambda group: group.tokens[0]))
+
+
+def find_regions(regions: Any, boxes: Sequence[Box | None]) -> tuple[Group, ...]:
+    """Patches by the region that the middle of each lies in; those in none are the rest.
+
+    Args:
+        regions: (rows, columns) of equal regions, or a box for each label.
+        boxes: What each patch looks at; None for one that looks nowhere.
+
+    Raises:
+        InputError: Regions are neither, or overlap on a patch.
+    """
+    if isinstance(regions, (tuple, list)) and len(regions) == 2 and all(type(n) is int and n > 0 for n in regions):
+        places = [f"region {r},{c}" for r in range(regions[0]) for c in range(regions[1])]
+        named = dict(zip(places, cells(*regions), strict=True))
+    elif isinstance(regions, Mapping) and regions and all(_is_box(box) for box in regions.values()):
+        named = {str(label): tuple(map(float, box)) for label, box in regions.items()}
+    else:
+        raise InputError(
+            "Regions are (rows, columns), or by label (left, top, right, bottom) as parts of the picture, such as "
+            f'{{"sky": (0, 0, 1, 0.5)}}; got {regions!r:.60}.'
+        )
+    members: dict[str, list[int]] = {label: [] for label in (*named, REST)}
+    for k, box in enumerate(boxes):
+        inside = [label for label, region in named.items() if box is not None and _holds(region, box)]
+        if len(inside) > 1:
+            raise InputError(f"Regions must not overlap; {inside[0]!r} and {inside[1]!r} do.")
+        members[inside[0] if inside else REST].append(k)
+    return tuple(Group(label, tuple(some)) for label, some in members.items() if some)
+
+
+def _is_box(box: Any) -> bool:
+    is_box = isinstance(box, (tuple, list)) and len(box) == 4 and all(isinstance(edge, (int, float)) for edge in box)
+    return is_box and 0 <= box[0] < box[2] <= 1 and 0 <= box[1] < box[3] <= 1
+
+
+def _holds(region: Sequence[float], box: Sequence[float]) -> bool:
+    x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    return region[0] <= x < region[2] and region[1] <= y < region[3]
 
 
 def _separated(text: str, groups: Mapping[str, str]) -> list[Passage]:

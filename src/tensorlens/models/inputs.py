@@ -6,8 +6,6 @@ arguments of one forward pass on one sample, and what is known of its tokens.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, missing_extra
+from tensorlens.errors import InputError
 from tensorlens.models.forward_signature import (
     begins_with_pixels,
     device_of,
@@ -32,6 +30,7 @@ from tensorlens.models.forward_signature import (
 from tensorlens.models.forward_signature import forward_parameters as forward_parameters
 from tensorlens.models.forward_signature import max_tokens as max_tokens
 from tensorlens.models.labels import patch_labels, token_labels, with_patches
+from tensorlens.models.pictures import data_uri, is_picture, open_picture
 from tensorlens.models.plain_text import check_unicode, names_image
 
 
@@ -109,10 +108,10 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
     if isinstance(value, Mapping):
         return _from_mapping(value, model)
     if isinstance(value, (str, Path)) and names_image(str(value)):
-        return _from_image(_open_image(Path(value)), model, processor)
+        return _from_image(open_picture(Path(value)), model, processor)
     if isinstance(value, str):
         return _from_text(value, model, processor)
-    if _is_image(value):
+    if is_picture(value):
         return _from_image(value, model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
         return _from_array(_checked(torch.as_tensor(value), "input"), model)
@@ -331,26 +330,6 @@ def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
 # Images --------------------------------------------------------------------------------------------------------------
 
 
-def _is_image(value: Any) -> bool:
-    return type(value).__module__.startswith("PIL.")
-
-
-def _open_image(path: Path) -> Any:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise missing_extra("Reading an image", "pillow", "explore") from None
-    try:
-        with Image.open(path) as opened:
-            return opened.convert("RGB")
-    except FileNotFoundError:
-        raise InputError(f"There is no image at {str(path)!r}. To map that text itself, pass token ids.") from None
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise InputError(
-            f"{str(path)!r} cannot be read as an image: {error}. Expected a PNG, JPEG or similar file."
-        ) from error
-
-
 def _from_image(image: Any, model: nn.Module, processor: Any) -> ModelInput:
     if "pixel_values" not in forward_parameters(model):
         raise InputError(f"Got an image, but `{type(model).__name__}` takes no pixels. Pass a text or token ids.")
@@ -362,16 +341,8 @@ def _from_image(image: Any, model: nn.Module, processor: Any) -> ModelInput:
     image = image.convert("RGB")
     pixels = processor(images=image, return_tensors="pt")["pixel_values"]
     return ModelInput(
-        arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))}, kind="image", image=_data_uri(image)
+        arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))}, kind="image", image=data_uri(image)
     )
-
-
-def _data_uri(image: Any, longest: int = 448) -> str:
-    small = image.copy()
-    small.thumbnail((longest, longest))
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _id_labels(ids: Sequence[int], processor: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import torch
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
 from tensorlens.models.cache import cache_folder
 from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
+from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.remote_code import build, remote_class
 from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
 
@@ -282,11 +283,13 @@ def _built(
 
 def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:
     """The tokenizer or image processor of the checkpoint, the one of the model's main input first."""
-    readers = [(_TOKENIZER_FILES, _read_tokenizer), (_IMAGE_FILES, _read_image_processor)]
+    readers = [((_TOKENIZER_FILES,), _read_tokenizer), ((_IMAGE_FILES,), _read_image_processor)]
     if model.main_input_name == "pixel_values":
         readers.reverse()
-    for files, read in readers:
-        if any(_has_file(place, file) for file in files):
+    elif "pixel_values" in forward_parameters(model):
+        readers.insert(0, ((_TOKENIZER_FILES, _IMAGE_FILES), _read_both))
+    for kinds, read in readers:
+        if all(any(_has_file(place, file) for file in files) for files in kinds):
             with foreign_reader(lambda said: f"{name}: the tokenizer or image processor could not be read: {said}"):
                 try:
                     return read(place, trust_remote_code)
@@ -301,6 +304,13 @@ def _read_tokenizer(place: Location, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
+
+
+def _read_both(place: Location, trust_remote_code: bool) -> Any:
+    """The processor of a model that reads text and images."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
 
 
 def _read_image_processor(place: Location, trust_remote_code: bool) -> Any:

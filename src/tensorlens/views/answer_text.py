@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.views.placed_pictures import PlacedPicture, placed_pictures
+
 Spans = Sequence[tuple[int, int] | None]
 
 _LARGEST = 1e300
@@ -25,6 +27,7 @@ class AnswerText:
         values: What each output's row explains, or None where rows sum to nothing exact.
         bias: What the biases give of each, or None.
         against: The other answer of a contrast, or None.
+        pictures: Those of the prompt, with the inputs that stand for them.
     """
 
     prompt: tuple[tuple[str, int | None], ...]
@@ -32,6 +35,7 @@ class AnswerText:
     values: tuple[float, ...] | None
     bias: tuple[float, ...] | None
     against: str | None
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.ndarray) -> AnswerText | None:
@@ -61,6 +65,7 @@ def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.n
         values=values,
         bias=tuple(float(b * v) for b, v in zip(bias_share, values, strict=True)) if values and is_known else None,
         against=against if isinstance(against, str) else None,
+        pictures=placed_pictures(meta.get("pictures"), n_in),
     )
 
 

@@ -7,7 +7,6 @@ what is signed, which limit the colours have, and what the caption says.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,8 +15,7 @@ import numpy as np
 
 from tensorlens.errors import InputError
 from tensorlens.views.answer_text import AnswerText
-
-_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*")
+from tensorlens.views.placed_pictures import IMAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,8 @@ class MapView:
     `signed` says whether the method's scores may be below zero; None leaves it to the scores.
     `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
     word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
-    `answer` holds prompt and answer as text, for a map of an answer.
+    `answer` holds prompt and answer as text, for a map of an answer. `sink` is what a held attention sink gives of each
+    output, beside the inputs.
     """
 
     scores: np.ndarray
@@ -63,6 +62,7 @@ class MapView:
     words: tuple[tuple[str, int, int], ...] = ()
     sums: tuple[str, ...] = ()
     answer: AnswerText | None = None
+    sink: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that numbers, labels, grid and image fit together."""
@@ -140,7 +140,7 @@ def _check_grid(grid: PatchGrid, n_in: int) -> None:
 
 
 def _check_image(image: str, grid: PatchGrid | None) -> None:
-    if not _IMAGE.fullmatch(image):
+    if not IMAGE.fullmatch(image):
         raise InputError(
             f"Expected an image as a base64 data URI (png, jpeg, gif or webp), got {image[:40]!r}. "
             "Encode the picture as data:image/png;base64,…; addresses are not fetched."

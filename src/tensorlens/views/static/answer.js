@@ -14,7 +14,9 @@ class AnswerText {
     this.answer = this.text("Answer", this.data.answer.map(([text, i, j]) => ({ text, i, j })));
     this.table = element("table", { class: "passages" });
     const against = this.data.against === null ? [] : [element("p", { class: "against" }, ["Rather than ", element("bdi", { text: `“${visible(this.data.against.trim())}”` })])];
-    const texts = element("div", { class: "answer-texts" }, [element("h3", { text: "Prompt" }), this.prompt.node, element("h3", { text: "Answer" }), this.answer.node, ...against]);
+    this.pictures = new Pictures(this.data.pictures, (column) => this.toggle({ column }));
+    const seen = this.data.pictures.length ? [this.pictures.node] : [];
+    const texts = element("div", { class: "answer-texts" }, [element("h3", { text: "Prompt" }), ...seen, this.prompt.node, element("h3", { text: "Answer" }), this.answer.node, ...against]);
     const side = element("div", { class: "answer-side" }, [element("div", { class: "answer-head" }, [this.says, this.whole]), this.table]);
     this.node = element("section", { class: "answer", "aria-label": "Prompt and answer" }, [texts, side]);
   }
@@ -82,6 +84,7 @@ class AnswerText {
       return j === null || aside.has(j) ? NaN : scores[j] / limit;
     };
     for (const piece of [...this.prompt.spans, ...this.answer.spans]) this.colour(piece, shareOf(piece), aside);
+    this.pictures.paint((j) => (this.column === null ? scores[j] : j === this.column ? scores[j] : 0), lens.colours, this.column);
     this.say();
     this.fill(columns, scores, aside);
   }
@@ -129,8 +132,12 @@ class AnswerText {
       this.table.replaceChildren(element("thead", {}, [head("part of the answer")]), element("tbody", {}, rows));
       return;
     }
-    const order = columns.filter((j) => !aside.has(j)).sort((a, b) => Math.abs(scores[b]) - Math.abs(scores[a]) || a - b);
+    const order = columns.filter((j) => !aside.has(j) && this.pictures.holds(j) < 0).sort((a, b) => Math.abs(scores[b]) - Math.abs(scores[a]) || a - b);
     const rows = order.map((j) => line(inTokens[j], scores[j], "", () => this.choose({ column: j })));
+    this.pictures.pictures.forEach(({ columns: parts }, k) => {
+      const sum = [...parts].reduce((total, j) => total + scores[j], 0);
+      rows.push(line(`Image ${this.pictures.pictures.length > 1 ? k + 1 : ""} (${parts.size} parts)`, sum, "image"));
+    });
     rows.push(...[...aside].map((j) => line(`Set aside: ${visible(inTokens[j])}`, scores[j], "set-aside")));
     if (bias !== null) rows.push(line("Bias", bias, "bias"));
     const value = this.total(this.data.values);

@@ -1,0 +1,228 @@
+"""Raw records of the benchmarks, and every number that the documentation prints from them.
+
+`bench/records/NAME.jsonl.gz` holds one run: a line about it, then one line per item with its `judge`, `set`, `item`,
+`truth` (one number per unit that is ranked) and `scores` (by method, one number per unit). Nothing is published that is
+not computed from these files; ``python -m bench tables`` does it on any machine.
+
+**Halves.** What to use is chosen on one half and reported on the other: sets of sentences by their order in the
+alphabet, documents and prompts by their number. No item, and no document, is in both.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tensorlens.recording.conventions import RULE_SETS
+
+FOLDER = Path(__file__).parent / "records"
+DRAWS = 2000
+"""Bootstrap resamples of an interval."""
+
+Line = dict[str, Any]
+
+
+# Measures -------------------------------------------------------------------------------------------------------------
+
+
+def first(scores: np.ndarray, truth: np.ndarray) -> float:
+    """The chance that a right unit is ranked first, ties in random order."""
+    best = scores == scores.max()
+    return float((truth[best] > 0).mean())
+
+
+def reciprocal_rank(scores: np.ndarray, truth: np.ndarray) -> float:
+    """One over the rank of the first right unit; a tie counts as the mean over its orders."""
+    top = scores[truth > 0].max()
+    above, level = int((scores > top).sum()), int((scores == top).sum())
+    right = int(((scores == top) & (truth > 0)).sum())
+    # The chance that the first right unit of those on a level stands k-th among them.
+    chance, left, value = 1.0, level, 0.0
+    for k in range(level - right + 1):
+        here = chance * right / left
+        value += here / (above + k + 1)
+        chance, left = chance - here, left - 1
+    return value
+
+
+def correlation(scores: np.ndarray, truth: np.ndarray) -> float:
+    """Pearson's correlation of predicted and true effects; 0 where one of them does not vary."""
+    a, b = scores - scores.mean(), truth - truth.mean()
+    size = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum() / size) if size else 0.0
+
+
+class Kind(NamedTuple):
+    """What a judge asks, and how it measures."""
+
+    question: str
+    measure: Callable[[np.ndarray, np.ndarray], float]
+    says: str
+    by_set: bool
+
+
+KINDS = {
+    "evidence": Kind("word", reciprocal_rank, "reciprocal rank of the word that decides", True),
+    "documents": Kind("passage", first, "right sentence first", False),
+    "needles": Kind("passage", first, "needle first", False),
+    "injections": Kind("passage", first, "injected passage first", False),
+    "patching": Kind("component", correlation, "correlation with patching the model", False),
+}
+"""By judge: the question, the measure, and whether halves are made of sets."""
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Records:
+    """One run.
+
+    Attributes:
+        name: The file's name.
+        about: Model, device, versions and command.
+        lines: One per item.
+    """
+
+    name: str
+    about: dict[str, Any]
+    lines: tuple[Line, ...]
+
+    @property
+    def judge(self) -> str:
+        """The judge of all of its items."""
+        return self.lines[0]["judge"]
+
+    @property
+    def model(self) -> str:
+        """Short name of the model."""
+        return self.about["model"]
+
+    def half(self, line: Line) -> int:
+        """0 for the half on which is chosen, 1 for the half that is reported."""
+        if KINDS[self.judge].by_set:
+            return sorted({one["set"] for one in self.lines}).index(line["set"]) % 2
+        return _number(line["item"]) % 2
+
+
+def _number(item: str) -> int:
+    """The number of a document or prompt: `documents:7:` and `ioi:7` are both 7."""
+    return int(next(part for part in item.split(":")[1:] if part))
+
+
+def read(folder: Path = FOLDER) -> list[Records]:
+    """Every run in a folder, by name."""
+    return [_read(path) for path in sorted(folder.glob("*.jsonl.gz"))]
+
+
+@cache
+def _read(path: Path) -> Records:
+    about, *lines = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
+    return Records(path.name.removesuffix(".jsonl.gz"), about, tuple(lines))
+
+
+def keep(lines: Iterable[Line], about: dict[str, Any], path: Path) -> int:
+    """Write the lines of a run as records, scores to five digits; the same lines give the same bytes."""
+    kept = [json.dumps(about, sort_keys=True, allow_nan=False)]
+    for line in lines:
+        if line.get("truth") is None or not line.get("scores"):
+            continue  # the model was wrong about it, and nothing was explained
+        scores = {name: [_short(one) for one in some] for name, some in line["scores"].items()}
+        truth = [_short(one) for one in line["truth"]]
+        made = {"judge": line["judge"], "set": line["set"], "item": line["item"], "truth": truth, "scores": scores}
+        kept.append(json.dumps(made, allow_nan=False))
+    path.write_bytes(gzip.compress(("\n".join(kept) + "\n").encode(), 9, mtime=0))
+    return len(kept) - 1
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One method in one run.
+
+    Attributes:
+        method: Its name.
+        chosen: The mean over the half on which is chosen.
+        value: The mean over the half that is reported.
+        low: Lower end of its 95 % interval.
+        high: Upper end.
+        n: Items of that half.
+        values: The measure of each item of that half, by item.
+    """
+
+    method: str
+    chosen: float
+    value: float
+    low: float
+    high: float
+    n: int
+    values: dict[str, float]
+
+
+def rows(run: Records) -> list[Row]:
+    """Every method of a run, the best on the first half first."""
+    kind, by_method = KINDS[run.judge], dict[str, tuple[dict[str, dict[str, float]], ...]]()
+    for line in run.lines:
+        truth, half = np.array(line["truth"], float), run.half(line)
+        for method, given in line["scores"].items():
+            scores = np.array([-np.inf if one is None else one for one in given], float)
+            sets = by_method.setdefault(method, ({}, {}))[half]
+            sets.setdefault(line["set"], {})[line["item"]] = kind.measure(scores, truth)
+    found = []
+    for method, (first_half, second) in by_method.items():
+        values = {item: value for some in second.values() for item, value in some.items()}
+        low, high = interval([list(some.values()) for some in second.values()])
+        found.append(Row(method, of_sets(first_half), of_sets(second), low, high, len(values), values))
+    return sorted(found, key=lambda row: -row.chosen)
+
+
+def of_sets(sets: dict[str, dict[str, float]]) -> float:
+    """The mean of the means of sets, so that a large set counts as one."""
+    return float(np.mean([np.mean(list(some.values())) for some in sets.values()])) if sets else float("nan")
+
+
+def interval(sets: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean of means, items drawn within their sets."""
+    draw = np.random.default_rng(0)
+    means = [np.array(some)[draw.integers(len(some), size=(DRAWS, len(some)))].mean(1) for some in sets if len(some)]
+    low, high = np.percentile(np.mean(means, 0), [2.5, 97.5]) if means else (float("nan"),) * 2
+    return float(low), float(high)
+
+
+def less(run: Records, a: Row, b: Row) -> tuple[float, float, float]:
+    """How much a method is above another on the reported half: the mean paired difference, and its interval."""
+    sets: dict[str, list[float]] = {}
+    for line in run.lines:
+        item = line["item"]
+        if item in a.values and item in b.values:
+            sets.setdefault(line["set"], []).append(a.values[item] - b.values[item])
+    mean = float(np.mean([np.mean(some) for some in sets.values()]))
+    return mean, *interval(list(sets.values()))
+
+
+def is_ours(method: str) -> bool:
+    """Whether a method is a map of T; what is not is a baseline or a control."""
+    return method.startswith(("tensor.", "patching@")) or method.partition(", ")[0] in RULE_SETS
+
+
+def chance(run: Records) -> float:
+    """What a random order gets on the reported half."""
+    kind, sets = KINDS[run.judge], dict[str, dict[str, float]]()
+    for line in run.lines:
+        if run.half(line):
+            truth = np.array(line["truth"], float)
+            value = 0.0 if kind.measure is correlation else kind.measure(np.zeros(len(truth)), truth)
+            sets.setdefault(line["set"], {})[line["item"]] = value
+    return of_sets(sets)

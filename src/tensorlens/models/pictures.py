@@ -1,0 +1,228 @@
+"""Pictures: how they are opened and shown, and where in one each of its tokens looks.
+
+A vision–language model reads a picture as tokens among those of the text. Behind each is a rectangle of the picture:
+one cell of a grid, after patches were merged, the picture was cut into tiles, or a border was cropped off.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tensorlens.errors import InputError, missing_extra
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, as parts of the width and height of a picture."""
+
+WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
+
+_TILE = re.compile(r"row_(\d+)_col_(\d+)")
+
+
+class Picture(NamedTuple):
+    """A picture among tokens.
+
+    Attributes:
+        image: A data URI to show it by; None if only its pixels are known.
+        tokens: Which tokens stand for it, in order.
+        boxes: What each of them looks at; None for one that looks nowhere, or if that is not known.
+    """
+
+    image: str | None
+    tokens: tuple[int, ...]
+    boxes: tuple[Box | None, ...]
+
+
+def is_picture(value: Any) -> bool:
+    """Whether something is a picture of Pillow's."""
+    return type(value).__module__.startswith("PIL.")
+
+
+def open_picture(path: Path) -> Any:
+    """The picture in a file.
+
+    Raises:
+        InputError: There is none.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise missing_extra("Reading an image", "pillow", "explore") from None
+    try:
+        with Image.open(path) as opened:
+            return opened.convert("RGB")
+    except FileNotFoundError:
+        raise InputError(f"There is no image at {str(path)!r}. To map that text itself, pass token ids.") from None
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise InputError(
+            f"{str(path)!r} cannot be read as an image: {error}. Expected a PNG, JPEG or similar file."
+        ) from error
+
+
+def data_uri(image: Any, longest: int = 448) -> str:
+    """A small copy of a picture that a page can hold."""
+    small = image.copy()
+    small.thumbnail((longest, longest))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# Where tokens look ---------------------------------------------------------------------------------------------------
+
+
+def cells(rows: int, columns: int, within: Box = WHOLE) -> list[Box]:
+    """The boxes of a grid, row by row."""
+    left, top, right, bottom = within
+    width, height = (right - left) / columns, (bottom - top) / rows
+    return [
+        (left + c * width, top + r * height, left + (c + 1) * width, top + (r + 1) * height)
+        for r in range(rows)
+        for c in range(columns)
+    ]
+
+
+class Looking(NamedTuple):
+    """What is known of the pictures in an input.
+
+    Attributes:
+        pictures: Those that were given, in order; none where only pixels are known.
+        positions: Tokens that stand for pictures.
+        between: The text of the tokens from one position to another.
+        arguments: What the model is called with.
+        config: That of the model.
+        image_processor: What made pixels of the pictures.
+    """
+
+    pictures: Sequence[Any]
+    positions: Sequence[int]
+    between: Callable[[int, int], str]
+    arguments: Mapping[str, Any]
+    config: Any
+    image_processor: Any
+
+
+def find_pictures(looking: Looking) -> tuple[Picture, ...]:
+    """Each picture with its tokens and what each of them looks at."""
+    n = len(looking.pictures)
+    if not looking.positions:
+        return ()
+    found = _by_sizes(looking) or _by_runs(looking) or [(tuple(looking.positions), None)]
+    uris = (
+        [data_uri(picture.convert("RGB")) for picture in looking.pictures] if len(found) == n else [None] * len(found)
+    )
+    return tuple(
+        Picture(uri, tokens, tuple(boxes) if boxes is not None and len(boxes) == len(tokens) else (None,) * len(tokens))
+        for uri, (tokens, boxes) in zip(uris, found, strict=True)
+    )
+
+
+Placed = list[tuple[tuple[int, ...], Sequence[Box | None] | None]]
+"""Tokens and boxes of each picture."""
+
+
+def _by_sizes(looking: Looking) -> Placed | None:
+    """From the height and width in patches that come with the pixels, as with Qwen-VL, whose patches are merged."""
+    sizes = looking.arguments.get("image_grid_thw")
+    if sizes is None:
+        return None
+    merge = getattr(looking.image_processor, "merge_size", None)
+    merge = merge or getattr(getattr(looking.config, "vision_config", None), "spatial_merge_size", 1)
+    found: Placed = []
+    start = 0
+    for time, height, width in sizes.tolist():
+        boxes = cells(height // merge, width // merge) * time
+        found.append((tuple(looking.positions[start : start + len(boxes)]), boxes))
+        start += len(boxes)
+    return found if start == len(looking.positions) else None
+
+
+def _by_runs(looking: Looking) -> Placed | None:
+    """From tokens that stand side by side: a picture, or a tile of one that is named in the text before it."""
+    positions = looking.positions
+    steps = groupby(enumerate(positions), lambda pair: pair[1] - pair[0])
+    runs = [tuple(position for _, position in run) for _, run in steps]
+    n = len(looking.pictures) or len(runs)
+    if len(runs) < n and len(positions) % n == 0:  # pictures that follow each other
+        size = len(positions) // n
+        runs = [tuple(positions[k * size : (k + 1) * size]) for k in range(n)]
+    if len(runs) == n:
+        return [(run, _grid(len(run), k, looking)) for k, run in enumerate(runs)]
+    found = _by_tiles(runs, looking.between)
+    return found if len(found) == n else [(tuple(positions), None)] if n == 1 else None
+
+
+def _by_tiles(runs: Sequence[tuple[int, ...]], between: Callable[[int, int], str]) -> Placed:
+    """As with Idefics3 and SmolVLM: tiles named by row and column, and then the whole picture once more."""
+    found: Placed = []
+    tiles: list[tuple[int, int, tuple[int, ...]]] = []
+    end = 0
+    for run in runs:
+        named = _TILE.findall(between(end, run[0]))
+        end = run[-1] + 1
+        if named:
+            tiles.append((int(named[-1][0]) - 1, int(named[-1][1]) - 1, run))
+            continue
+        rows = max((row for row, _, _ in tiles), default=0) + 1
+        columns = max((column for _, column, _ in tiles), default=0) + 1
+        places = cells(rows, columns)
+        boxes: list[Box | None] = []
+        for row, column, tile in tiles:
+            boxes += _square(len(tile), places[row * columns + column])
+        tokens = tuple(position for *_, tile in tiles for position in tile) + run
+        found.append((tokens, [*boxes, *_square(len(run))]))
+        tiles = []
+    return found
+
+
+def _square(n_tokens: int, within: Box = WHOLE) -> list[Box | None]:
+    """The cells of a square grid; of a token more than that, the first looks at the picture as a whole."""
+    side = math.isqrt(n_tokens)
+    if side * side not in (n_tokens, n_tokens - 1):
+        return [None] * n_tokens
+    return [*([None] * (n_tokens - side * side)), *cells(side, side, within)]
+
+
+def _grid(n_tokens: int, k: int, looking: Looking) -> Sequence[Box | None]:
+    sizes = looking.arguments.get("image_sizes")
+    lines = [] if sizes is None else _with_newlines(n_tokens, sizes[k].tolist(), looking.config)
+    if lines:
+        return lines
+    shown = _cropped(looking.pictures[k].size, looking.image_processor) if looking.pictures else WHOLE
+    return _square(n_tokens, shown)
+
+
+def _with_newlines(n_tokens: int, size: Sequence[int], config: Any) -> list[Box | None]:
+    """As with LLaVA-NeXT: the whole picture as a square, then its tiles as one grid with a token that ends each row."""
+    height, width = size
+    vision: Any = getattr(config, "vision_config", None)
+    side = getattr(vision, "image_size", 0) // max(getattr(vision, "patch_size", 1), 1)
+    for high, wide in getattr(config, "image_grid_pinpoints", None) or ():
+        rows, columns = side * high // vision.image_size, side * wide // vision.image_size
+        if width / height > columns / rows:  # what was padded above and below is cut off again
+            rows -= 2 * ((rows - int(round(height * columns / width, 7))) // 2)
+        else:
+            columns -= 2 * ((columns - int(round(width * rows / height, 7))) // 2)
+        if side * side + rows * (columns + 1) == n_tokens:
+            grid: list[Box | None] = list(cells(rows, columns))
+            lines = [[*grid[r * columns : (r + 1) * columns], None] for r in range(rows)]
+            return [*cells(side, side), *(box for line in lines for box in line)]
+    return []
+
+
+def _cropped(size: tuple[int, int], processor: Any) -> Box:
+    """What is left of a picture whose border is cropped off around the centre, after its shorter edge was scaled."""
+    crop, scaled = getattr(processor, "crop_size", None), getattr(processor, "size", None)
+    edge = scaled["shortest_edge"] if scaled and "shortest_edge" in scaled else None
+    if not getattr(processor, "do_center_crop", False) or not crop or not edge:
+        return WHOLE
+    width, height = (side * edge / min(size) for side in size)
+    x, y = (min(1.0, crop["width"] / width), min(1.0, crop["height"] / height))
+    return ((1 - x) / 2, (1 - y) / 2, (1 + x) / 2, (1 + y) / 2)

@@ -1,0 +1,111 @@
+"""Every published number, computed again from the raw records by code that shares nothing with the project."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {name: (ROOT / "docs" / name).read_text("utf-8") for name in ("leaderboard.md", "what-to-use.md")}
+FILES = sorted((ROOT / "bench" / "records").glob("*.jsonl.gz"))
+
+
+def lines_of(path):
+    about, *lines = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
+    return about, lines
+
+
+def expected(judge, scores, truth):
+    """Top 1, reciprocal rank or correlation, by enumeration of ties where there are few, else by formula."""
+    scores = [float("-inf") if one is None else one for one in scores]
+    n = len(scores)
+    if judge == "patching":
+        a, b = [x - sum(scores) / n for x in scores], [y - sum(truth) / n for y in truth]
+        size = (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
+        return sum(x * y for x, y in zip(a, b, strict=True)) / size if size else 0.0
+    if judge != "evidence":
+        best = [k for k in range(n) if scores[k] == max(scores)]
+        return sum(truth[k] > 0 for k in best) / len(best)
+    top = max(scores[k] for k in range(n) if truth[k] > 0)
+    before = sum(one > top for one in scores)
+    tied = [truth[k] > 0 for k in range(n) if scores[k] == top]
+    return mean_over_orders(tied, before)
+
+
+def mean_over_orders(tied, before):
+    """Mean of 1/rank of the first right one, over all orders of those on a level, one place after the other."""
+    right, total, place, alive, value = sum(tied), len(tied), before + 1, 1.0, 0.0
+    while alive > 1e-15:
+        value += alive * right / total / place
+        alive *= 1 - right / total
+        total, place = total - 1, place + 1
+        if total < right or total == 0:
+            break
+    return value
+
+
+def halves(judge, lines):
+    names = sorted({line["set"] for line in lines})
+    found = ({}, {})
+    for line in lines:
+        numbers = [part for part in line["item"].split(":")[1:] if part]
+        half = names.index(line["set"]) % 2 if judge == "evidence" else int(numbers[0]) % 2
+        for method, scores in line["scores"].items():
+            value = expected(judge, scores, line["truth"])
+            found[half].setdefault(method, {}).setdefault(line["set"], []).append(value)
+    return found
+
+
+def mean_of_means(sets):
+    return sum(sum(some) / len(some) for some in sets.values()) / len(sets)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.partition(".")[0])
+def test_every_cell_of_the_leaderboard(path):
+    about, lines = lines_of(path)
+    judge = lines[0]["judge"]
+    page = PAGES["leaderboard.md"]
+    start = page.index(f"**{judge}, {about['model']}**")
+    table = page[start : page.find("<!-- /records -->", start)]
+    following = table.find("\n**", 3)
+    table = table[:following] if following > 0 else table
+    cells = dict(re.findall(r"^\| \*{0,2}(.+?)\*{0,2} \| (.* \| .*) \|$", table, re.MULTILINE))
+    chosen, reported = halves(judge, lines)
+    for method in chosen:
+        first, second = cells[method].split(" | ")
+        value, low, high = map(float, re.findall(r"-?\d\.\d+", second))
+        assert float(first) == pytest.approx(mean_of_means(chosen[method]), abs=6e-4)
+        assert value == pytest.approx(mean_of_means(reported[method]), abs=6e-4)
+        # The interval of a mean of means of sets, by the normal approximation.
+        sets = list(reported[method].values())
+        error = sum(_variance(some) / len(some) for some in sets) ** 0.5 / len(sets)
+        assert low <= value <= high and high - low == pytest.approx(2 * 1.96 * error, rel=0.25, abs=0.03)
+    assert len(chosen) == len(cells) - len([name for name in cells if name in ("method", "---", "chance")])
+
+
+def _variance(some):
+    mean = sum(some) / len(some)
+    return sum((one - mean) ** 2 for one in some) / len(some)
+
+
+def test_nothing_is_published_without_records():
+    known = {(lines_of(path)[1][0]["judge"], lines_of(path)[0]["model"]) for path in FILES}
+    for page in PAGES.values():
+        assert {tuple(one.split(", ")) for one in re.findall(r"^\*\*(\w+, [\w.-]+)\*\*", page, re.MULTILINE)} <= known
+    used = re.findall(r"^\| (\w+), ([\w.-]+) \|", PAGES["what-to-use.md"], re.MULTILINE)
+    assert set(used) == known
+    outside = re.sub(r"<!-- records: .*?<!-- /records -->", "", PAGES["leaderboard.md"], flags=re.DOTALL)
+    assert not re.search(r"\d\.\d\d", outside)
+
+
+def test_pages_hold_what_the_command_prints():
+    from bench.published import block
+
+    for page in PAGES.values():
+        for key, there in re.findall(r"<!-- records: (.+?) -->\n(.*?)<!-- /records -->", page, re.DOTALL):
+            made = block(key)
+            assert there.strip() == (made or "").strip(), f"run python -m bench tables --write ({key})"
