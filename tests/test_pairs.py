@@ -69,7 +69,8 @@ def test_real_weights_sum_to_the_cosine(pair: tuple[str, str], groups: str | Non
 
 FIRSTS = (
     "A man is playing a guitar.|How do I reset my password?|The cat sat on the mat.|It rains.|Who wrote Faust?|"
-    "The bank raised its rates. Shares fell.|She sings well.|Dogs bark at night.|He bought a red car.|Snow fell. Roads closed."
+    "The bank raised its rates. Shares fell.|She sings well.|Dogs bark at night.|He bought a red car.|"
+    "Snow fell. Roads closed."
 )
 SECONDS = (
     "Someone plays an instrument.|Open settings. Choose a new password.|A kitten rests on a rug.|Heavy precipitation!|"
