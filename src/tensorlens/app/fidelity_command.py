@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, RunFolder
+from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, RunFolder, listed
 from tensorlens.app.printing import print_json, print_rows
+from tensorlens.errors import InputError
 
 
 def fidelity_(
@@ -23,6 +25,9 @@ def fidelity_(
     ] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of directions and probes.")] = 0,
+    revisions: Annotated[
+        str | None, typer.Option(help="Checkpoints to compare, separated by commas: a run in a folder for each.")
+    ] = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -31,20 +36,38 @@ def fidelity_(
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """
-    reading.check(model)
+    states = {name: replace(reading, revision=name) for name in listed(revisions)}
+    if revisions is not None and not states:
+        raise InputError("`--revisions` must name at least one checkpoint, such as step1000,step143000.")
+    for one in states.values() or [reading]:
+        one.check(model)
     text = options.read_input(input)
-    from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
+    from tensorlens.studies.fidelity_study.report import (
+        alternative_table,
+        dynamics,
+        error_table,
+        norm_table,
+        property_table,
+    )
     from tensorlens.studies.fidelity_study.run import FidelityOptions
     from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
 
-    lens = reading.lens(model, final_norm=final_norm)
     chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
+    if revisions is not None:
+        every = {}
+        for name, of in states.items():
+            lens = of.lens(model, final_norm=final_norm)
+            every[name] = run_fidelity(lens, text, out / name.replace("/", "-"), options=chosen).summary
+        print_json(every) if json else print_rows([{"revision": name} | dynamics(one) for name, one in every.items()])
+        return
+    lens = reading.lens(model, final_norm=final_norm)
     result = run_fidelity(lens, text, out, options=chosen)
     summary = result.summary
     if json:
         print_json(summary)
         return
     print_rows(norm_table(summary))
+    print_rows(alternative_table(summary))
     typer.echo("\nmedian errors relative to F(X)")
     print_rows(error_table(summary))
     if summary["properties"]:
