@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
 from tensorlens.maps.headlines import Headlined, headlined, place_of
 from tensorlens.maps.targets import no_head
@@ -197,4 +200,15 @@ def explain(
 ) -> Explanation:
     """An explanation, from what gives the operator under some rules."""
     chosen = recommended(question)
-    return Explanation(look(chosen.rules), chosen, target, against, tokens=tokens)
+    return Explanation(_look(look, chosen.rules), chosen, target, against, tokens=tokens)
+
+
+def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
+    """The operator, with what an attention sink gives in B where it can be told from what the word there gives."""
+    if rules.attention == "hold":
+        with suppress(InputError):  # not causal, or a model of something other than tokens
+            T = look(dataclasses.replace(rules, sink="hold"))
+            since = T.operator.recording.rules.sink
+            if isinstance(since, int) and since < T.operator.recording.n_blocks:
+                return T
+    return look(rules)

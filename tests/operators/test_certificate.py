@@ -100,6 +100,40 @@ def test_a_block_is_measured_from_its_own_state_and_not_from_what_the_one_before
     assert certificate.passed and min(certificate.passing) > 0.1 and len(certificate.passing) == 3
 
 
+class Parallel(Plain):
+    """Hands one stream on as it is and works on another."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return x, super().forward(y, False)
+
+
+class Streams(nn.Module):
+    """Two stages in a row, whose ends then go side by side through further blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 16)
+        self.first, self.second = (nn.ModuleList([Plain(), Plain()]) for _ in range(2))
+        self.both = nn.ModuleList([Parallel(), Parallel()])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.first:
+            x = block(x, False)
+        y = 2 * x[:, ::2]
+        for block in self.second:
+            y = block(y, False)
+        for block in self.both:
+            x, y = block(x, y)
+        return y
+
+
+def test_a_block_that_gives_to_another_stream_than_the_next_state_is_not_silent() -> None:
+    T = tl.Lens(Streams().double().eval())([3, 5, 7, 2])
+    certificate = T.certificate()
+    assert certificate.passed and min(certificate.passing) > 0.1 and len(certificate.passing) == 6
+
+
 def test_a_large_state_before_a_norm_is_not_silence() -> None:
     model: Any = zoo.build("gpt2")
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import build, sample
 
 import tensorlens as tl
-from tensorlens.operators.certificate import plain_output
+from tensorlens.operators.plain import plain_output
 
 
 @pytest.mark.parametrize("training", [False, True])

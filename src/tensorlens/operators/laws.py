@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -147,9 +148,29 @@ class Evidence:
         return tuple(found)
 
     def _passing_alone(self, n: int) -> float:
-        state = self.recording.states[n]
-        v = state.square().mean().sqrt() * normal(state.shape, state, self.generator)
-        return relative(self.recording.push_alone(v, n, self.operator.heads), self.recording.states[n + 1])
+        """What a block passes on to whatever reads it: of its state, or of its streams if it reads others."""
+        recording, program = self.recording, self.recording.scaled(self.operator.heads)
+        steps = tuple([step for step in program.steps if step.block == n])
+        made = {step.out for step in steps}
+        read = {slot for step in steps for slot in step.slots} - made
+        following = set(recording.slots[n + 1])
+        if not following.isdisjoint(recording.slots[n]):
+            return 1.0  # the state is handed on as it is
+        outputs = [
+            slot for slot in made if slot in following or any(r.block != n for r in program.readers.get(slot, ()))
+        ]
+        at_x = recording.values(n, read.union(outputs))
+        entering = read.intersection(recording.slots[n]) or read
+        inputs = tuple(read)
+        given = [
+            at_x[slot].square().mean().sqrt() * normal(at_x[slot].shape, at_x[slot], self.generator)
+            if slot in entering
+            else torch.zeros_like(at_x[slot])
+            for slot in inputs
+        ]
+        block = replace(program, steps=steps, inputs=inputs, outputs=tuple(outputs))
+        pushed = zip(outputs, block.linear.run(*given), strict=True)
+        return max([relative(y, at_x[slot]) for slot, y in pushed], default=0.0)
 
     @cached_property
     def of_v(self) -> Tensor:

@@ -6,9 +6,10 @@ of blocks composes with the next.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -233,7 +234,7 @@ class Recording:
         outputs = self.slots[span.stop]
         if to_logits:
             outputs = (-1,) if self.readout_slot is None else (self.readout_slot,)
-        program = self.program.scaled(self._factors(heads)) if heads else self.program
+        program = self.scaled(heads)
         try:
             return program.part(self.slots[span.start], outputs)
         except SideChannelError as error:
@@ -270,10 +271,8 @@ class Recording:
         """
         program = self.part(span, heads, to_logits=to_logits)
         if also:
-            whole = self.program.scaled(self._factors(heads)) if heads else self.program
-            program = whole.part(program.inputs, program.outputs, also)
-        places = {step.out: place + 1 for place, step in enumerate(program.steps)}
-        ends = [max(places.get(slot, 0) for slot in self.slots[n]) for n in range(span.start + 1, span.stop)]
+            program = self.scaled(heads or {}).part(program.inputs, program.outputs, also)
+        ends = self._ends(program, range(span.start, span.stop - 1))
         if to_logits:
             last = [place for place, step in enumerate(program.steps) if step.block == span.stop - 1]
             ends.append(max(last, default=len(program.steps) - 1) + 1)
@@ -299,12 +298,24 @@ class Recording:
         """Values at X of some slots of a block."""
         return self._whole.values(block, slots)
 
+    def scaled(self, heads: Heads) -> Program:
+        """All of the program, with multipliers of heads."""
+        return self.program.scaled(self._factors(heads)) if heads else self.program
+
     @cached_property
     def _whole(self) -> Pieces:
-        """All of the program, nothing dropped, cut where states enter blocks."""
-        places = {step.out: place + 1 for place, step in enumerate(self.program.steps)}
-        ends = [max(places.get(slot, 0) for slot in slots) for slots in self.slots[1:-1]]
-        return Pieces(self.program, ends, self._values_of_states)
+        """All of the program, nothing dropped, cut where blocks end."""
+        return Pieces(self.program, self._ends(self.program, range(self.n_blocks - 1)), self._values_of_states)
+
+    def _ends(self, program: Program, blocks: Iterable[int]) -> list[int]:
+        """How many steps there are up to the end of each block, where it has ended and the next state is made.
+
+        The next state may have been made long before, where blocks hand on several streams; ends stay in order.
+        """
+        made = {step.out: place for place, step in enumerate(program.steps, 1)}
+        last = {step.block: place for place, step in enumerate(program.steps, 1)}
+        ends = [max(last.get(n, 0), *[made.get(slot, 0) for slot in self.slots[n + 1]]) for n in blocks]
+        return list(accumulate(ends, max))
 
     # Forwards and backwards -------------------------------------------------------------------------------------------
 
@@ -323,17 +334,6 @@ class Recording:
             return None
         return self._joined(held.run(*held.zeros())) - self._joined(live.run(*held.zeros()))
 
-    def push_alone(self, x: Tensor, n: int, heads: Heads | None = None) -> Tensor:
-        r"""$T_n x$ of block n, with zero for whatever else it reads of earlier blocks."""
-        program = self.program.scaled(self._factors(heads)) if heads else self.program
-        inputs, outputs = self.slots[n], self.slots[n + 1]
-        try:
-            part = program.part(inputs, outputs)
-        except SideChannelError as error:
-            part = program.part((*inputs, *error.slots), outputs)
-        zeros = part.zeros()[len(inputs) :]
-        return self._joined(part.linear.run(*self._divided(inputs, x), *zeros))
-
     def push_each(
         self,
         states: Sequence[Tensor],
@@ -350,14 +350,14 @@ class Recording:
 
     def pull(self, u: Tensor, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor:
         r"""$T^\top u$ of one cotangent of the output, or of what the head reads: (sample, token, channel)."""
-        program = self.part(span, heads, to_logits=to_logits).linear
+        program = self.part(span, heads, to_logits=to_logits)  # what is added has no transpose
         return self._joined(program.pull(*self._divided(program.outputs, u)))
 
     def pull_each(
         self, cotangents: Sequence[Tensor], span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> list[Tensor]:
         """The same for several cotangents, block by block: for a long input, whose blocks are recorded again."""
-        program = self.part(span, heads, to_logits=to_logits).linear
+        program = self.part(span, heads, to_logits=to_logits)
         found = program.pull_each([self._divided(program.outputs, u) for u in cotangents])
         return [self._joined(parts) for parts in found]
 
