@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
+from tensorlens.maps.defaults import has_one_row
 from tensorlens.maps.headlines import Headlined, headlined, place_of
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
@@ -131,7 +132,8 @@ class Explanation(Tabular):
 
     def _token_map(self, weights: dict[int, float] | None) -> TokenMap:
         method = default_method(self.tensor, weights)
-        out_token = None if weights is None or self.tensor.operator.recording.pools else self.out_token
+        is_every = weights is None and self.tensor.context.meta.get("grid") is None
+        out_token = None if is_every or has_one_row(self.tensor.operator.recording, method) else self.out_token
         found = self.tensor.map(method, out_token, weights)
         if self._by_token or found.meta.get("grid") is not None:
             return found

@@ -204,7 +204,7 @@ def _norms(tensors: list[Tensor]) -> list[float]:
     if not tensors:
         return []
     found = [torch.linalg.vector_norm(x, dtype=torch.float32 if x.dtype.itemsize < 4 else None) for x in tensors]
-    return torch.stack([norm.double().to(found[0].device) for norm in found]).tolist()
+    return torch.stack([in_float64(norm).to(found[0].device) for norm in found]).tolist()
 
 
 # The laws -------------------------------------------------------------------------------------------------------------
