@@ -110,7 +110,7 @@ _add("Inspect", "circuit", circuit_, "Which edges carry the difference of two in
 _add("Inspect", "check", check_, "Is the operator exact for this model?")
 _add("Inspect", "models", models, "List the bundled models, and how to install them.")
 _add("Inspect", "methods", methods, "List the available map methods.")
-_add("Data sets", "maps", maps, "Map every row of a data set, as parquet.", continues=True)
+_add("Data sets", "maps", maps, "Map every row of a data set, as a table.", continues=True)
 _add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
 _add("Studies", "relations", relations_, "Relations decoded by the mean tensor.", continues=True)
 _add("Studies", "fidelity", fidelity_, "How far from the input does T hold?", continues=True)
