@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.files import write_whole
+from tensorlens.strict_json import to_json
 
 Reads = Literal["output", "input", "stream"]
 """What features read: what the component gives, what it takes (behind its norm), or the stream before the norm."""
@@ -226,7 +227,7 @@ class Dictionary:
             },
         }
         write_whole(folder / "sae_weights.safetensors", lambda path: save_file(plain, path))
-        text = json.dumps(config, indent=2)
+        text = to_json(config, indent=2)
         write_whole(folder / "cfg.json", lambda path: path.write_text(text, encoding="utf-8"))
         return folder
 
