@@ -45,6 +45,9 @@ __all__ = [
     "ComponentMap",
     "patching",
     "Patching",
+    "circuit",
+    "Circuit",
+    "Faithfulness",
     "Prediction",
     "Mapper",
     "Certificate",
@@ -55,10 +58,16 @@ __all__ = [
     "Spectrum",
     "spectral_norm",
     "studies",
-    # teaching it a module or a torch function of your own
+    # teaching it a module, a torch function or a map of your own
     "adapter",
     "activate",
+    "quotient",
+    "value_of",
+    "kernel",
     "rules_for",
+    "method",
+    "Question",
+    "Scored",
     # what can go wrong
     "TensorLensError",
     "AnatomyError",

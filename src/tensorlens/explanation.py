@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
+from tensorlens.maps.defaults import has_one_row
 from tensorlens.maps.headlines import Headlined, headlined, place_of
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
@@ -120,7 +124,8 @@ class Explanation(Tabular):
 
     def _token_map(self, weights: dict[int, float] | None) -> TokenMap:
         method = default_method(self.tensor, weights)
-        out_token = None if weights is None or self.tensor.operator.recording.pools else self.out_token
+        is_every = weights is None and self.tensor.context.meta.get("grid") is None
+        out_token = None if is_every or has_one_row(self.tensor.operator.recording, method) else self.out_token
         found = self.tensor.map(method, out_token, weights)
         if self._by_token or found.meta.get("grid") is not None:
             return found
@@ -193,8 +198,19 @@ def explain(
     runs twice.
     """
     chosen = recommended(question)
-    T = look(chosen.rules)
+    T = _look(look, chosen.rules)
     if question == "word" and not has_gates(T):
         chosen = recommended(question, gated=False)
-        T = look(chosen.rules)
+        T = _look(look, chosen.rules)
     return Explanation(T, chosen, target, against, tokens=tokens)
+
+
+def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
+    """The operator, with what an attention sink gives in B where it can be told from what the word there gives."""
+    if rules.attention == "hold":
+        with suppress(InputError):  # not causal, or a model of something other than tokens
+            T = look(dataclasses.replace(rules, sink="hold"))
+            since = T.operator.recording.rules.sink
+            if isinstance(since, int) and since < T.operator.recording.n_blocks:
+                return T
+    return look(rules)

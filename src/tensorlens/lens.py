@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
+from tensorlens.models.plain_tokenizer import known_processor
 from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.recording.conventions import Rules
@@ -33,10 +34,12 @@ class Lens(Printed):
 
     Args:
         model: A model in memory, in any state; it is looked at as it would run at inference.
-        processor: Its tokenizer, image processor or processor, if inputs are to be text or images.
+        processor: Its tokenizer, image processor or processor, if inputs are to be text or images. Any object with
+            `encode` and `decode` is a tokenizer: tiktoken's, one of characters, one of your own.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         blocks: Path of the list of blocks, for a model where the guess is wrong.
         name: What maps should call the model.
+        labels: From a token id to its label, for a model without a tokenizer.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Lens(Printed):
         rules: Rules | str | None = None,
         blocks: str | None = None,
         name: str | None = None,
+        labels: Callable[[int], str] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(
@@ -61,6 +65,7 @@ class Lens(Printed):
         if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
         known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        processor = known_processor(processor, labels)
         self.specimen = Specimen(model, processor, Rules.of(rules), blocks, known_as)
 
     @classmethod

@@ -106,12 +106,15 @@ def has_predictions(T: AttentionTensor) -> bool:
 def default_method(T: AttentionTensor, target: Any = None) -> str:
     """The method for the first question that people have: why did the model say this?
 
-    That is In+Class if the blocks asked for reach the head, or if a target is named; In+Out otherwise.
+    That is In+Class if the blocks asked for reach the head, or if a target is named. Otherwise it is In+Out, and for a
+    picture the length of what each patch contributes, since no direction of its output has a name.
     """
-    from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES
+    from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, METHOD_OF_PICTURES
 
     reaches_head = has_predictions(T) and T.operator.span.stop == T.operator.recording.n_blocks
-    return METHOD_OF_CLASSES if reaches_head or target is not None else METHOD
+    if reaches_head or target is not None:
+        return METHOD_OF_CLASSES
+    return METHOD if T.context.meta.get("grid") is None else METHOD_OF_PICTURES
 
 
 def default_output(T: AttentionTensor) -> int:

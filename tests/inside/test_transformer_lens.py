@@ -28,17 +28,21 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_lens().model.save_pretrained(folder)
+def asked(script: str, lens: tl.Lens, folder: Path, *arguments: str) -> Any:
+    """What a script says of a model, in a process of its own."""
+    lens.model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    script = Path(__file__).with_name("transformer_lens_says.py")
-    command = [sys.executable, str(script), str(folder), TEXT, str(POSITIVE), str(NEGATIVE)]
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder), *arguments]
     environment = os.environ | {"PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return asked("transformer_lens_says.py", tiny_lens(), folder, TEXT, str(POSITIVE), str(NEGATIVE))
 
 
 def test_direct_effects_are_its_direct_logit_attribution(said: dict[str, Any]) -> None:
@@ -90,3 +94,32 @@ def test_as_a_peer_it_judges_components_as_the_jacobians_member_does(
     theirs, ours = by_method["transformer_lens"], by_method["patching@jacobian"]
     assert theirs["n"] == ours["n"] and theirs["mean"] == pytest.approx(ours["mean"], abs=1e-4)
     assert by_method["patching@paper"]["mean"] != pytest.approx(ours["mean"], abs=1e-3)
+
+
+def test_circuits_recover_what_its_faithfulness_says(tmp_path: Path) -> None:
+    """On the same edges and weights; `neox` has a key head for each head, which the package asks for."""
+    lens = tiny_lens("neox")
+    clean, corrupted = ([5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11])
+    circuit = tl.circuit(lens, clean, corrupted, (POSITIVE, NEGATIVE), progress=False)
+    chosen = [circuit.select(share=share) for share in (0.1, 0.3, 0.6)]
+
+    def name(component: Any) -> list[Any]:
+        if component.block is None:
+            return [component.kind]
+        return ["mlp", component.block] if component.head is None else ["head", component.block, component.head]
+
+    question = {
+        "clean": clean,
+        "corrupted": corrupted,
+        "target": [POSITIVE, NEGATIVE],
+        "circuits": [
+            [[name(one.writers[b]), name(one.readers[r])] for r, b in one.kept.nonzero().tolist()]
+            for one in chosen
+            if one.kept is not None
+        ],
+    }
+    (tmp_path / "question.json").write_text(json.dumps(question))
+    theirs = asked("transformer_lens_judges.py", lens, tmp_path, str(tmp_path / "question.json"))
+    ours = [found.selected[1] for one in chosen if (found := one.faithfulness((), progress=False)).selected]
+    assert ours == pytest.approx(theirs, abs=1e-3)
+    assert max(abs(one - 1) for one in ours) > 1e-2

@@ -20,6 +20,7 @@ import typer
 from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_
 from tensorlens.app.check_command import check_
+from tensorlens.app.circuit_command import circuit_
 from tensorlens.app.explain_command import explain_
 from tensorlens.app.explore_command import explore
 from tensorlens.app.fidelity_command import fidelity_
@@ -105,10 +106,11 @@ _add("Explain", "answer", answer_, "Which parts of the prompt made this answer?"
 _add("Explain", "similar", similar, "Which pairs of words make two texts similar?")
 _add("Explain", "explore", explore, "Ask in the browser, click by click.")
 _add("Inspect", "inside", inside, "Where in the model? Heads, flow and graph.")
+_add("Inspect", "circuit", circuit_, "Which edges carry the difference of two inputs?")
 _add("Inspect", "check", check_, "Is the operator exact for this model?")
 _add("Inspect", "models", models, "List the bundled models, and how to install them.")
 _add("Inspect", "methods", methods, "List the available map methods.")
-_add("Data sets", "maps", maps, "Map every row of a data set, as parquet.", continues=True)
+_add("Data sets", "maps", maps, "Map every row of a data set, as a table.", continues=True)
 _add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
 _add("Studies", "relations", relations_, "Relations decoded by the mean tensor.", continues=True)
 _add("Studies", "fidelity", fidelity_, "How far from the input does T hold?", continues=True)

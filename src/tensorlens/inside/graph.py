@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -22,12 +22,15 @@ from torch import Tensor
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.files import write_whole
 from tensorlens.inside.components import from_target
+from tensorlens.inside.interchange import circuit_tracer_json
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
 from tensorlens.records import Index, Record, Writer
+from tensorlens.strict_json import to_json
 from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table
@@ -43,6 +46,8 @@ MOST_EDGES = 8192
 """How many of the edges into one node are remembered, the heaviest; the rest is cut off in any case."""
 
 Key = tuple[Component, int]
+
+GraphFormat = Literal["tensorlens", "circuit-tracer"]
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +142,25 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
 
     def _writers(self) -> Mapping[str, Writer]:
         return {**super()._writers(), ".html": page_writer(self.payload, f"Graph of {self.target}")}
+
+    def save(  # pyright: ignore[reportIncompatibleMethodOverride] -- it has another format
+        self, path: str | Path, *, format: GraphFormat = "tensorlens"
+    ) -> Path:
+        """Write a file in the format of its suffix, whole or not at all.
+
+        Args:
+            path: A name that ends in ``.json`` or ``.html``.
+            format: ``"tensorlens"``, which `load` reads, or ``"circuit-tracer"``: the JSON that circuit-tracer's page
+                and Neuronpedia draw.
+        """
+        if format not in get_args(GraphFormat):
+            raise InputError(f"`format` must be one of {', '.join(get_args(GraphFormat))}; got {format!r:.60}.")
+        if format == "tensorlens":
+            return super().save(path)
+        if Path(path).suffix.lower() != ".json":
+            raise InputError(f"A graph for circuit-tracer is a .json file; got {Path(path).name!r}.")
+        text = to_json(circuit_tracer_json(self))
+        return write_whole(Path(path), lambda file: file.write_text(text, encoding="utf-8"))
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values."""

@@ -49,7 +49,7 @@ from tensorlens.models.chains import (
 from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED
-from tensorlens.models.module_calls import own_methods
+from tensorlens.models.module_calls import module_tree, own_methods
 from tensorlens.models.stacks import CONTAINERS, ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 VOCABULARY_SHARE = 0.9
@@ -189,8 +189,10 @@ class Anatomies:
         """Which modules the model has, and whether hooks or a forward of their own change what they do."""
         every = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
         return every + tuple(
-            (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
-            for module in self._model.modules()
+            [
+                (id(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in module.__dict__)
+                for module in module_tree(self._model).values()
+            ]
         )
 
     def __getstate__(self) -> dict[str, Any]:

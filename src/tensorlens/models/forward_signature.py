@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,23 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:
-    """What a model's forward takes; a wrapper on the instance may show the function of the class, with its `self`."""
-    found = inspect.signature(model.forward)
-    names = list(found.parameters.values())
-    is_wrapped = "forward" in vars(model) and names and names[0].name == "self"
-    return found.replace(parameters=names[1:]) if is_wrapped else found
+    """What a model's forward takes, looked up once per function of a class.
+
+    A wrapper on the instance may show the function of the class, with its `self`.
+    """
+    if "forward" in vars(model):
+        found = inspect.signature(model.forward)
+        names = list(found.parameters.values())
+        return found.replace(parameters=names[1:]) if names and names[0].name == "self" else found
+    function = getattr(model.forward, "__func__", None)
+    if not inspect.isfunction(function):
+        return inspect.signature(model.forward)
+    if function not in _SIGNATURES:
+        _SIGNATURES[function] = inspect.signature(model.forward)
+    return _SIGNATURES[function]
+
+
+_SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 def forward_parameters(model: nn.Module) -> set[str]:

@@ -121,6 +121,8 @@ NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings"
 
 def main_tensor(output: Any) -> Tensor | None:
     """The state or the logits in what a module returned: a loss and a missing loss are passed over."""
+    if isinstance(output, Tensor):
+        return output if is_state(output) else None
     for name in NAMES:
         named = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(named, Tensor):
@@ -130,12 +132,14 @@ def main_tensor(output: Any) -> Tensor | None:
 
 def is_state(tensor: Tensor) -> bool:
     """Whether a tensor may be a state: of floats, with tokens and channels."""
-    return tensor.is_floating_point() and tensor.dim() >= 2 and not tensor.is_nested
+    return tensor.dtype.is_floating_point and tensor.dim() >= 2 and not tensor.is_nested
 
 
 def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", place: int = 0) -> Tensor:
     """The hidden state among a block's arguments: `hidden_states`, or a tensor of floats, the first if `place` is 0."""
     candidates = [kwargs["hidden_states"]] if "hidden_states" in kwargs else [*args, *kwargs.values()]
+    if place == 0 and candidates and isinstance(candidates[0], Tensor) and is_state(candidates[0]):
+        return candidates[0]
     found = [one for one in tensors_in(candidates) if is_state(one)]
     if found:
         return found[place if place < len(found) else 0]
@@ -184,4 +188,4 @@ def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
 def is_plain(value: Any) -> bool:
     """Whether an argument is made of tensors and plain values: no object that a call may change, such as a cache."""
     plain = (Tensor, int, float, str, slice, torch.dtype, torch.device, type, NoneType)
-    return all(isinstance(leaf, plain) for leaf in tree_leaves(value))
+    return isinstance(value, plain) or all([isinstance(leaf, plain) for leaf in tree_leaves(value)])

@@ -20,7 +20,14 @@ Call = Callable[..., Any]
 Observer = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
 """Is told of a module, how to call it, and the arguments; gives what the call is to give."""
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """Who looks on in a thread."""
+
+    observer: Observer | None = None
+
+
+_thread = _Thread()
 _lock = threading.Lock()
 _original = nn.Module.__call__
 _n_inside = 0
@@ -35,7 +42,7 @@ def observing(observer: Observer, methods_of: Sequence[nn.Module] = ()) -> Itera
         methods_of: Modules whose methods count as calls too, for code that does not call the modules themselves.
     """
     global _n_inside
-    before = getattr(_thread, "observer", None)
+    before = _thread.observer
     with _lock:
         _n_inside += 1
         nn.Module.__call__ = _observed  # type: ignore[method-assign]
@@ -56,8 +63,23 @@ def observing(observer: Observer, methods_of: Sequence[nn.Module] = ()) -> Itera
 
 
 def _observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(_thread, "observer", None)
+    observer = _thread.observer
     return _original(module, *args, **kwargs) if observer is None else observer(module, _original, args, kwargs)
+
+
+def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
+    """The modules of a model by their paths, as `named_modules` gives them, each once; asked for in every pass."""
+    found, met, waiting = dict[str, nn.Module](), set[int](), [(path, model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
+        found[path] = module
+        for name, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((f"{path}.{name}" if path else name, child))
+    return found
 
 
 def own_methods(module: nn.Module) -> list[str]:
@@ -73,7 +95,7 @@ def _observed_method(module: nn.Module, method: Call) -> Call:
 
     @functools.wraps(method)
     def report(*args: Any, **kwargs: Any) -> Any:
-        observer = getattr(_thread, "observer", None)
+        observer = _thread.observer
         given = (*args, *kwargs.values())
         takes_state = any(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in given)
         return method(*args, **kwargs) if observer is None or not takes_state else observer(module, call, args, kwargs)

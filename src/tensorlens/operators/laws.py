@@ -201,13 +201,13 @@ class Evidence:
 
 def _norms(tensors: list[Tensor]) -> list[float]:
     """Norms of several tensors, computed and read from a device together."""
-    found: dict[int, Tensor] = {}
+    found: dict[int, float] = {}
     for kind in {(x.device, x.dtype) for x in tensors}:
         places = [n for n, x in enumerate(tensors) if (x.device, x.dtype) == kind]
         wide = torch.float32 if kind[1].itemsize < 4 else kind[1].to_real()
         norms = torch._foreach_norm([tensors[n] for n in places], 2, dtype=wide)
         found |= zip(places, torch.stack(norms).tolist(), strict=True)
-    return [float(found[n]) for n in range(len(tensors))]
+    return [found[n] for n in range(len(tensors))]
 
 
 # The laws -------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.defaults import own_prediction
 from tensorlens.models.forward_signature import signature_of
+from tensorlens.models.precision import in_float64
 from tensorlens.plugins.weighted_logits import logit_parts, logits_of
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor
@@ -58,7 +59,7 @@ class TensorAttribution(Attribution):
         parts = [_padded(part, sample) for (part, _), sample in zip(found, samples, strict=True)]
         if len({part.shape for part in parts}) > 1:
             raise InputError("The samples have different numbers of tokens. Pass a padded batch with its mask.")
-        delta = torch.tensor([float(part.double().sum()) - rest for part, rest in found])
+        delta = torch.tensor([float(in_float64(part).sum()) - rest for part, rest in found])
         attributions = torch.stack(parts)
         return (attributions, delta) if return_convergence_delta else attributions
 

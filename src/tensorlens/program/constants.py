@@ -48,6 +48,11 @@ class Constants(Sequence[Tensor]):
         """Whether nothing has to be made again."""
         return not self._block_of
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The same for whoever reads many: a list, where nothing has to be made again."""
+        return self.values if self.is_complete else self  # type: ignore[return-value]
+
     def let_go(self, places: Mapping[int, Iterable[int]], remake: Remake) -> None:
         """Let go of the constants of some blocks, given by block."""
         self._remake = remake

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +25,25 @@ class Held:
     index: int
 
 
+class Interned(list[Any]):
+    """The `Slot`s, or `Held`s, of all numbers so far: programs share them, for to make one takes longer than to look.
+
+    Args:
+        kind: Which of the two.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind, self._lock = kind, threading.Lock()
+        self.reach(1000)
+
+    def reach(self, n: int) -> None:
+        """Have one for the number n."""
+        with self._lock:
+            self.extend([self._kind(index) for index in range(len(self), 2 * n)])
+
+
+SLOTS, HELD = Interned(Slot), Interned(Held)
 Axes: TypeAlias = tuple[int, ...]
 """Numbers of axes, or sizes along them."""
 
@@ -36,7 +56,7 @@ class Spec(NamedTuple):
     device: torch.device
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Step:
     """One operation: `out = operation(*args, **options)`.
 
@@ -48,6 +68,8 @@ class Step:
         module: Path of the module that ran.
         block: The block it belongs to, or None outside of blocks.
         note: A convention that decided which factor of a product is held, where the calculus leaves it open.
+        slots: The live values it takes, in order; one that it takes twice comes twice.
+        held: The constants it takes, in order.
     """
 
     out: int
@@ -57,24 +79,13 @@ class Step:
     module: str = ""
     block: int | None = None
     note: str | None = None
-    _slots: Sequence[int] | None = field(default=None, init=False, repr=False)
-    _held: Sequence[int] | None = field(default=None, init=False, repr=False)
+    slots: list[int] = field(init=False, repr=False)
+    held: list[int] = field(init=False, repr=False)
 
-    # Looked up once: every walk over a program asks for them.
-
-    @property
-    def slots(self) -> Sequence[int]:
-        """The live values it takes, in order; one that it takes twice comes twice."""
-        if self._slots is None:
-            self._slots = [leaf.index for leaf in leaves(self.args) if type(leaf) is Slot]
-        return self._slots
-
-    @property
-    def held(self) -> Sequence[int]:
-        """The constants it takes, in order."""
-        if self._held is None:
-            self._held = [leaf.index for leaf in leaves(self.args) if type(leaf) is Held]
-        return self._held
+    def __post_init__(self) -> None:
+        found = leaves(self.args)
+        self.slots = [leaf.index for leaf in found if type(leaf) is Slot]
+        self.held = [leaf.index for leaf in found if type(leaf) is Held]
 
 
 def leaves(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,25 +51,28 @@ class Operation:
         self._transpose = function
         return function
 
-    def pull(self, args: tuple[Any, ...], options: dict[str, Any]) -> Pull:
+    def pull(self, args: Sequence[Any], options: dict[str, Any]) -> Pull:
         """The transpose at some arguments: from a cotangent u to cotangents of the live ones, in order."""
-        live, transpose = [leaf for leaf in leaves(args) if type(leaf) is Spec], self._transpose
+        live, transpose = [arg for arg in args if type(arg) is Spec], self._transpose
+        if any([type(arg) is tuple or type(arg) is list for arg in args]):
+            live = [leaf for leaf in leaves(list(args)) if type(leaf) is Spec]
 
         def pulled(u: Tensor) -> tuple[Tensor, ...]:
             found = NotImplemented if transpose is None or u.is_complex() else transpose(u, *args, **options)
             if found is NotImplemented:
                 found = self._differentiate(u, live, args, options)
-            found = found if type(found) is tuple else (found,)
+            if len(live) == 1:
+                return (fit(found[0] if type(found) is tuple else found, live[0]),)
             return tuple([fit(g, spec) for g, spec in zip(found, live, strict=True)])
 
         return pulled
 
-    def _differentiate(self, u: Tensor, live: list[Spec], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _differentiate(self, u: Tensor, live: Sequence[Spec], args: Sequence[Any], options: dict[str, Any]) -> Any:
         """By autograd through this one step, at zero; it is affine, so any point gives the same."""
 
         def of_live(*values: Tensor) -> Tensor:
             given = iter(values)
-            return self.run(*mapped(args, lambda leaf: next(given) if type(leaf) is Spec else leaf), **options)
+            return self.run(*mapped(list(args), lambda leaf: next(given) if type(leaf) is Spec else leaf), **options)
 
         zeros = [torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for spec in live]
         return torch.func.vjp(of_live, *zeros)[1](u)
@@ -96,11 +99,12 @@ def operation(
 
 def fit(u: Tensor, spec: Spec) -> Tensor:
     """A cotangent as large as its slot: summed over what was broadcast, in the slot's own type and place."""
-    if u.shape != spec.shape:
-        u = u.sum_to_size(spec.shape)
-    if u.is_complex() and not spec.dtype.is_complex:
+    shape, dtype, device = spec
+    if u.shape != shape:
+        u = u.sum_to_size(shape)
+    if u.dtype is not dtype and u.is_complex() and not dtype.is_complex:
         u = u.real
-    return u if u.dtype == spec.dtype and u.device == spec.device else u.to(dtype=spec.dtype, device=spec.device)
+    return u if u.dtype is dtype and u.device == device else u.to(dtype=dtype, device=device)
 
 
 def zeros(spec: Spec, u: Tensor) -> Tensor:

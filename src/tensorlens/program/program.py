@@ -157,7 +157,7 @@ class Program:
     @cached_property
     def used(self) -> frozenset[int]:
         """The constants that its steps read."""
-        return frozenset(n for step in self.steps for n in step.held)
+        return frozenset().union(*[step.held for step in self.steps])
 
     def load(self) -> None:
         """Fetch all dropped constants now: inside a `vmap` their blocks cannot be recorded again."""
@@ -190,12 +190,18 @@ class Program:
 
     def _forwards(self, values: dict[int, Any], places: range, kept: set[int]) -> None:
         """Run some steps, and drop values that no later step reads."""
+        steps, tensors, last = self.steps, self._tensors, self._last_uses
         for n in places:
-            step = self.steps[n]
-            values[step.out] = OPERATIONS[step.operation].run(*self._given(step, values), **step.options)
-            for slot in self._last_uses[n]:
+            step = steps[n]
+            values[step.out] = OPERATIONS[step.operation].run(*filled(step.args, values, tensors), **step.options)
+            for slot in last[n]:
                 if slot not in kept:
                     del values[slot]
+
+    @cached_property
+    def _tensors(self) -> Sequence[Tensor]:
+        """The constants as steps read them: where none was let go, without asking each time."""
+        return getattr(self.constants, "tensors", self.constants)
 
     @cached_property
     def by_block(self) -> list[range]:
@@ -218,19 +224,6 @@ class Program:
             last.append([slot for slot in slots if slot not in later])
             later.update(slots)
         return last[::-1]
-
-    def _given(self, step: Step, values: Mapping[int, Any]) -> tuple[Any, ...]:
-        """The arguments of a step: tensors for constants, entries of `values` (tensors, or specs) for slots."""
-        constants, given = self.constants, list[Any]()
-
-        def value(leaf: Any) -> Any:
-            kind = type(leaf)
-            return values[leaf.index] if kind is Slot else constants[leaf.index] if kind is Held else leaf
-
-        for arg in step.args:
-            kind = type(arg)
-            given.append(mapped(arg, value) if kind is tuple or kind is list else value(arg))
-        return tuple(given)
 
     # Backwards --------------------------------------------------------------------------------------------------------
 
@@ -289,15 +282,16 @@ class Program:
         ends: Collection[int],
     ) -> None:
         """Take the cotangents that wait at some steps through them, and note those that are wanted."""
-        pulls = self._pulls
+        steps, pulls = self.steps, self._pulls
         for n in reversed(places):
-            step = self.steps[n]
-            u = waiting.pop(step.out, None)
+            step = steps[n]
+            out = step.out
+            u = waiting.pop(out, None)
             if u is None:
                 continue
-            if step.out in wanted:
-                found[step.out] = u
-            if step.out in ends:
+            if out in wanted:
+                found[out] = u
+            if out in ends:
                 continue
             pull = pulls[n] or self._pull(n)
             for slot, g in zip(step.slots, pull(u), strict=True):
@@ -306,7 +300,8 @@ class Program:
     def _pull(self, n: int) -> Pull:
         """The transpose of a step with its constants; kept for the next pull, unless a block has let them go."""
         step = self.steps[n]
-        found = OPERATIONS[step.operation].pull(self._given(step, self.specs), step.options)
+        args = filled(step.args, self.specs, self._tensors)
+        found = OPERATIONS[step.operation].pull(args, step.options)
         if getattr(self.constants, "is_complete", True):
             self._pulls[n] = found
         return found
@@ -314,6 +309,22 @@ class Program:
     @cached_property
     def _pulls(self) -> list[Pull | None]:
         return [None] * len(self.steps)
+
+
+def filled(args: Sequence[Any], values: Mapping[int, Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """The arguments of a step: tensors for constants, entries of `values` (tensors, or specs) for slots."""
+    given = list[Any]()
+    for arg in args:
+        kind = type(arg)
+        if kind is Slot:
+            given.append(values[arg.index])
+        elif kind is Held:
+            given.append(tensors[arg.index])
+        elif kind is tuple or kind is list:
+            given.append(kind(filled(arg, values, tensors)))
+        else:
+            given.append(arg)
+    return given
 
 
 class _LinearPart:
@@ -376,6 +387,10 @@ class _Growing(Sequence[Tensor]):
     @property
     def is_complete(self) -> bool:
         return getattr(self.first, "is_complete", True)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return [*getattr(self.first, "tensors", self.first), *self.more] if self.is_complete else self
 
     def bind(self, value: Tensor) -> Held:
         self.more.append(value)

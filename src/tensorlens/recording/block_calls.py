@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError
-from tensorlens.memory import SHARE_OF_RECORDING, free_bytes
+from tensorlens.memory import ALWAYS_FITS, SHARE_OF_RECORDING, free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
 from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import running
@@ -23,7 +23,7 @@ from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import is_live, raw
-from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces, straight
+from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
 from tensorlens.recording.tape import Tape, recording_on, spec_of
 from tensorlens.tolerances import CERTIFICATE, TINY
 
@@ -77,7 +77,7 @@ class BlockCall:
         return self._record(x, copying, places)
 
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
-        calls = ModuleCalls(places, run, straight)
+        calls = ModuleCalls(places, run)
         try:
             with running(self.module, observer=calls), recording_on(run):
                 slot = run.new_slot(spec_of(x))
@@ -143,7 +143,7 @@ class KeptBlocks:
     def __init__(self, weights: Iterable[Tensor]) -> None:
         parameters = [one for one in weights if isinstance(one, nn.Parameter)]
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-        self._budget = SHARE_OF_RECORDING * free_bytes(device)
+        self._device, self._spent, self._budget = device, 0, 0.0
         self._has_other_weights = any([p.is_meta for p in parameters])
         self.calls: list[BlockCall] = []
         self._blocks: list[_Kept] = []
@@ -162,13 +162,19 @@ class KeptBlocks:
             for n in range(self._first, len(run.constants))
             if run.constants[n] is not None and not run.is_weight_constant(n)
         ]
-        self._budget -= sum(run.constants[n].nbytes for n in held)  # type: ignore[union-attr]
-        is_dropped = call.is_closed and (self._budget < 0 or self._has_other_weights)
+        self._spent += sum([run.constants[n].nbytes for n in held])  # type: ignore[union-attr]
+        is_dropped = call.is_closed and (self._has_other_weights or not self._has_room())
         output = raw(Tensor.clone, output) if is_dropped else None
         self._blocks.append(_Kept(run.steps[self._since :], places, held, output))
         if is_dropped:
             for n in held:
                 run.forget_constant(n)
+
+    def _has_room(self) -> bool:
+        """Whether the constants so far are within their share; a device is asked what is free when there are many."""
+        if self._spent > SHARE_OF_RECORDING * ALWAYS_FITS and not self._budget:
+            self._budget = SHARE_OF_RECORDING * (free_bytes(self._device) + self._spent)
+        return self._spent <= max(self._budget, SHARE_OF_RECORDING * ALWAYS_FITS)
 
     def make_fetchable(self, constants: Constants, states: Sequence[Tensor], rules: Rules) -> None:
         """Tell `constants` how to fetch those that were dropped: by recording their block again from its state."""

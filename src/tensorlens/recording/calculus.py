@@ -82,7 +82,7 @@ def slope_of(function: Elementwise, x: Tensor) -> Tensor:
 
 
 def product(
-    multiply: Callable[[Tensor, Tensor], Tensor],
+    value: Tensor,
     operation: str,
     a: Live,
     b: Live,
@@ -95,7 +95,7 @@ def product(
     r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
 
     Args:
-        multiply: The bilinear function.
+        value: What the bilinear function gave.
         operation: Its name in programs; it takes the two factors, then `options`.
         a: The first factor.
         b: The second factor.
@@ -104,7 +104,7 @@ def product(
         note: The convention it rests on.
         options: Further arguments of the operation.
     """
-    run, value = tape(), raw(multiply, a, b)
+    run = tape()
     of_a, of_b = WEIGHTS[how]
     if not of_a:
         return run.emit(operation, value, value_of(a), b, *options, role=role, note=note)

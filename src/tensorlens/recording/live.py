@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from typing_extensions import TypeIs
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.roles import Role
 
-if TYPE_CHECKING:
-    from tensorlens.recording.tape import Tape
-
 
 class _Thread(threading.local):
     """What belongs to a thread."""
@@ -22,17 +19,13 @@ class _Thread(threading.local):
     tape: Any = None
 
 
-_thread = _Thread()
+now = _Thread()
+"""`now.tape` is the recording of this thread, or None."""
 
 
 def tape() -> Any:
     """The recording of this thread, or None."""
-    return _thread.tape
-
-
-def set_tape(new: Tape | None) -> None:
-    """Put a recording in charge of this thread."""
-    _thread.tape = new
+    return now.tape
 
 
 def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,36 +34,28 @@ def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-class Live(Tensor):
-    """A tensor that depends on the program's input, or a held one with a role.
+class Followed(Tensor):
+    """A tensor of a recording: it takes the rules along wherever the model's code carries it.
 
-    `slot`: its place on the tape; None for a held tensor that carries a role.
     `role`: what it came from, as far as a product needs to know.
-    `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `of`: the tape it belongs to.
-    `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
-    `behind`: for whole numbers that live ones were cast to these, cut to whole ones, where they are known.
 
     Being a subclass, it works under any mode of the model's own, and other threads see nothing of it. Sizes and types
     are asked for all the time, and are answered without a detour.
     """
 
-    slot: int | None
-    role: Role | None
-    stamp: int
+    role: Role | None = None
     of: Any
-    behind: Live | None = None
-    seen: int | None = None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        now = _thread.tape
-        if now is None:
+        run = now.tape
+        if run is None:
             _refuse_elsewhere(func, args, kwargs or {})
             return raw(func, *args, **(kwargs or {}))
-        return now.call(func, args, {} if kwargs is None else kwargs)
+        return run.call(func, types, args, kwargs or {})
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -96,6 +81,11 @@ class Live(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.dim(self)
 
+    @property
+    def is_nested(self) -> bool:  # type: ignore[override]
+        """False: such tensors are not followed."""
+        return False
+
     def dim(self) -> int:
         """Its number of axes."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -120,10 +110,36 @@ class Live(Tensor):
         return self
 
 
+class Live(Followed):
+    """A tensor that depends on the program's input.
+
+    `slot`: its place on the tape.
+    `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
+    `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
+    """
+
+    slot: int
+    stamp: int
+    seen: int | None = None
+
+
+class WithRole(Followed):
+    """A held tensor that carries a role: attention, a gate, a decision."""
+
+
+class Whole(WithRole):
+    """Whole numbers that live ones were cast to; `behind`: these, cut to whole ones, where they are known."""
+
+    behind: Live | None = None
+
+
+FOLLOWED = frozenset([Live, WithRole, Whole])
+
+
 def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a live tensor of a recording in another thread: what is computed from it here would be lost."""
     for tensor in found_in(args, kwargs):
-        if tensor.slot is not None and tensor.of.is_running:
+        if type(tensor) is Live and tensor.of.is_running:
             name = getattr(function, "__name__", str(function))
             tensor.of.refused = NotLinearError(
                 f"`{name}` was called on a live tensor in another thread than the one that runs the model, where no "
@@ -134,12 +150,12 @@ def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def is_live(value: Any) -> TypeIs[Live]:
     """Whether a value is a tensor that depends on the program's input."""
-    return type(value) is Live and value.slot is not None
+    return type(value) is Live
 
 
 def role_of(value: Any) -> Role | None:
     """What a tensor came from."""
-    return value.role if type(value) is Live else None
+    return value.role if type(value) in FOLLOWED else None
 
 
 def value_of(value: Any) -> Any:
@@ -155,23 +171,22 @@ _SIMPLE = frozenset(
 """Types of most arguments that hold no live tensor: one look instead of three."""
 
 
-def found_in(*values: Any) -> list[Live]:
+def found_in(*values: Any) -> list[Followed]:
     """All live tensors, and held ones with a role, in nested tuples, lists and dictionaries."""
-    found: list[Live] = []
-    collect_live(values, found)
+    found: list[Followed] = []
+    _collect(values, found)
     return found
 
 
-def collect_live(values: Any, found: list[Live]) -> None:
-    """Add to a list what `found_in` gives."""
-    # A list that is filled, not nested generators: this runs for every function of a pass.
+def _collect(values: Any, found: list[Followed]) -> None:
+    # A list that is filled, not nested generators: this runs for every kernel of a pass.
     for value in values:
         kind = type(value)
-        if kind is Live:
-            found.append(value)
-        elif kind in _SIMPLE:
+        if kind in _SIMPLE:
             continue
+        if kind in FOLLOWED:
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            collect_live(value, found)
+            _collect(value, found)
         elif isinstance(value, dict):
-            collect_live(value.values(), found)
+            _collect(value.values(), found)

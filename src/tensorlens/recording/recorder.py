@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensorlens import cancel
 from tensorlens.errors import AnatomyError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.layouts import (
@@ -81,6 +82,10 @@ class Recorder:
         self.n_entered, self.n_alike = 0, 0
         self._n_most = self.n_calls if anatomy.runs_again else float("inf")
         self._kinds = {type(block) for block in anatomy.blocks}
+        ends = (anatomy.encoder if anatomy.encoder_blocks else None, anatomy.body_end, anatomy.readout)
+        self._watched = {
+            id(module) for path, module in places.tree.items() if type(module) in self._kinds or path in ends
+        } | {id(anatomy.embedding), id(anatomy.unembedding)}
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.places = places
@@ -92,7 +97,7 @@ class Recorder:
         try:
             with ExitStack() as stack:
                 methods_of = anatomy.blocks if anatomy.by_methods else ()
-                calls = ModuleCalls(self.places, run, self._at)
+                calls = ModuleCalls(self.places, run, self._at, self._watched, self._after)
                 stack.enter_context(running(anatomy.model, observer=calls, methods_of=methods_of))
                 stack.enter_context(recording_on(run))
                 readout = self._run_model()
@@ -175,6 +180,7 @@ class Recorder:
     def _at(self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module; at blocks, encoder, body, embeddings and unembedding also note what the recording needs."""
         run, anatomy = self.run, self.anatomy
+        cancel.check()
         self.n_alike += run.block is None and type(module) in self._kinds
         if id(module) in self._blocks and run.block is None and self.n_entered < self._n_most:
             return self._run_block(module, name, forward, args, kwargs)
@@ -184,8 +190,7 @@ class Recorder:
                 self._leave_body(readout)
             raise Reached(readout)
         output = forward(*args, **kwargs)
-        if self.n_entered:
-            self._note_output(name, args, kwargs, output)
+        self._after(name, args, kwargs, output)
         if module is anatomy.embedding and not self.n_entered and isinstance(output, Tensor):
             return self._embed(output)
         if self._encoder and name == anatomy.encoder and run.block is None:
@@ -197,7 +202,10 @@ class Recorder:
                 raise Reached(state_of(output))
         return output
 
-    def _note_output(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Note what a module gave, and the experts that it was told to take."""
+        if not self.n_entered:
+            return
         state = output[0] if type(output) is tuple and output else output
         state = state if is_live(state) else raw(main_tensor, output)
         if is_live(state):
@@ -227,7 +235,7 @@ class Recorder:
         finally:
             run.block = None
         self.last_output = output
-        self._note_output(name, args, kwargs, output)
+        self._after(name, args, kwargs, output)
         self.blocks.end(run, call, state_of(output, self.anatomy.state_place))
         if self.n_entered == self.n_calls and self.anatomy.body_end is None:
             self._leave_body(state_of(output, self.anatomy.state_place))
@@ -239,7 +247,7 @@ class Recorder:
         """How a block is called, with values in the place of live tensors."""
         is_repeatable = all(map(is_plain, (*args, *kwargs.values())))
         is_closed = is_repeatable and not self._encoder and not self.starts_at_embedding
-        is_closed &= all(x is state or x.slot is None for x in found_in(args, kwargs))
+        is_closed &= all(x is state or not is_live(x) for x in found_in(args, kwargs))
         stands_in = value_of(state)
         args, kwargs = map_tensors(lambda x: stands_in if x is state else value_of(x), (args, kwargs))
         return BlockCall(

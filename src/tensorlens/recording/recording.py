@@ -350,14 +350,14 @@ class Recording:
 
     def pull(self, u: Tensor, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor:
         r"""$T^\top u$ of one cotangent of the output, or of what the head reads: (sample, token, channel)."""
-        program = self.part(span, heads, to_logits=to_logits).linear
+        program = self.part(span, heads, to_logits=to_logits)  # what is added has no transpose
         return self._joined(program.pull(*self._divided(program.outputs, u)))
 
     def pull_each(
         self, cotangents: Sequence[Tensor], span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> list[Tensor]:
         """The same for several cotangents, block by block: for a long input, whose blocks are recorded again."""
-        program = self.part(span, heads, to_logits=to_logits).linear
+        program = self.part(span, heads, to_logits=to_logits)
         found = program.pull_each([self._divided(program.outputs, u) for u in cotangents])
         return [self._joined(parts) for parts in found]
 

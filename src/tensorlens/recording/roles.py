@@ -35,8 +35,6 @@ class Role(Enum):
     """A sign."""
     CHOICE = "choice"
     """Decided by values of the input: places, comparisons. Held."""
-    ROUNDED = "rounded"
-    """Whole numbers that live ones were cast to: decisions, as long as nobody counts with them. Held."""
 
 
 FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.STEP])

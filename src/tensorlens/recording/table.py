@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tensorlens.program.nodes import words
+from tensorlens.recording.live import now, raw
 from tensorlens.recording.names import name_of
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
@@ -44,6 +45,31 @@ def family(names: str) -> Callable[[AnyRule], AnyRule]:
     return register
 
 
+class OfValue:
+    """A rule that begins with what the function itself gives, as most do; those of the hot path are spelled so.
+
+    Args:
+        rule: Takes the recording, the function's name, its value, and its arguments.
+    """
+
+    def __init__(self, rule: Callable[..., Any]) -> None:
+        self.rule = rule
+
+    def __call__(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As any other rule is called."""
+        return self.rule(now.tape, name, raw(function, *args, **kwargs), args, kwargs)
+
+
+def of_value(names: str) -> Callable[[AnyRule], AnyRule]:
+    """Register a rule that takes (run, name, value, args, kwargs), `value` being what the function itself gave."""
+
+    def register(rule: AnyRule) -> AnyRule:
+        RULES.update(dict.fromkeys(names.split(), OfValue(rule)))
+        return rule
+
+    return register
+
+
 def rule(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule that takes the function's own arguments."""
 
@@ -65,10 +91,8 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     """
 
     def register(own: AnyRule) -> AnyRule:
-        from tensorlens.recording.live import tape
-
         def apply(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return own(tape(), function, args, kwargs)
+            return own(now.tape, function, args, kwargs)
 
         RULES.update(dict.fromkeys(names.split(), apply))
         return own

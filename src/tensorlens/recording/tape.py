@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
+from tensorlens.program.nodes import HELD, SLOTS, Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Live, collect_live, found_in, is_live, raw, role_of, set_tape, tape, value_of
+from tensorlens.recording.live import Followed, Live, Whole, WithRole, found_in, is_live, now, raw, value_of
 from tensorlens.recording.names import spelled_alike
 from tensorlens.recording.roles import KEEPS_ROLE, Role
-from tensorlens.recording.table import KNOWN, RULES, find_rule, known
+from tensorlens.recording.table import KNOWN, RULES, OfValue, find_rule, known
 from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
@@ -45,6 +45,9 @@ LOOKS_UP = words("getitem index index_select gather take take_along_dim embeddin
 """Functions that take of a tensor what stands at places."""
 
 _PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
+_guard = torch._C.DisableTorchFunctionSubclass
+_no_kernels = torch._C._DisableTorchDispatch
+_tuple: Any = tuple.__new__
 
 
 class Tape:
@@ -107,65 +110,102 @@ class Tape:
             note: A convention that the step rests on.
             **options: Options of the operation.
         """
-        slot = self.append(operation, args, options, spec_of(value), note)
-        return self.live(value, slot, role)
+        # What `live` does, spelled out: most of the calls of a pass end here.
+        if type(value) is not Tensor:
+            value = raw(Tensor.detach, value)
+        spec = _tuple(Spec, (tuple(value.shape), value.dtype, value.device))
+        stamp = UNCOUNTED if value.is_inference() else value._version
+        slot = self.append(operation, args, options, spec, note)
+        value.__class__ = Live
+        value.slot, value.of, value.stamp = slot, self, stamp  # type: ignore[attr-defined]
+        if role is not None:
+            value.role = role  # type: ignore[attr-defined]
+        self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
+        return value  # type: ignore[return-value]
 
     def append(
         self, operation: str, args: tuple[Any, ...], options: dict[str, Any], spec: Spec, note: str | None = None
     ) -> int:
         """Append a step without a live tensor for its value, and return its slot."""
         coded, slots, held = list[Any](), list[int](), list[int]()
-        with torch._C.DisableTorchFunctionSubclass():
+        with _guard():
             for arg in args:
-                coded.append(arg if type(arg) in _PLAIN else self._code(arg, slots, held))
-        slot, self._n_slots = self._n_slots, self._n_slots + 1
+                kind = type(arg)
+                if kind is Live:
+                    index = arg.slot if arg.stamp >= 0 and arg.stamp == arg._version else self.slot_of(arg)
+                    slots.append(index)
+                    coded.append(SLOTS[index])
+                elif kind in _PLAIN:
+                    coded.append(arg)
+                else:
+                    coded.append(self._code(arg, slots, held))
+        slot = self.new_slot(spec) if self._n_slots >= len(SLOTS) else self._n_slots
+        self._n_slots = slot + 1
         self.specs[slot] = spec
-        step = Step(slot, operation, tuple(coded), options, self.path[-1], self.block, note)
-        step._slots, step._held = slots, held
+        step = Step.__new__(Step)  # what it takes is known, and `Step(…)` would look for it
+        step.out, step.operation, step.args, step.options = slot, operation, tuple(coded), options
+        step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
         self.steps.append(step)
         return slot
 
     def new_slot(self, spec: Spec) -> int:
         """A slot that no step has filled yet: an input."""
         slot, self._n_slots = self._n_slots, self._n_slots + 1
+        if slot >= len(SLOTS):
+            SLOTS.reach(slot)
         self.specs[slot] = spec
         return slot
 
-    def live(self, value: Tensor, slot: int | None, role: Role | None = None) -> Live:
+    def live(self, value: Tensor, slot: int, role: Role | None = None) -> Live:
         """Make a tensor the live value of a slot, in place; of a parameter or a subclass, an alias."""
-        if type(value) is not Tensor:
-            value = raw(Tensor.detach, value)
-        stamp = UNCOUNTED if value.is_inference() else value._version
-        value.__class__ = Live
-        value.slot, value.role, value.of, value.stamp = slot, role, self, stamp  # type: ignore[attr-defined]
-        self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
-        return value  # type: ignore[return-value]
+        found: Any = self._followed(value, Live, role)
+        found.slot = slot
+        with _guard():
+            found.stamp = UNCOUNTED if found.is_inference() else found._version
+        return found
+
+    def _followed(self, value: Tensor, kind: type, role: Role | None) -> Any:
+        """Make a tensor one of this recording."""
+        found: Any = value if type(value) is Tensor else raw(Tensor.detach, value)
+        found.__class__ = kind
+        found.of, found.role = self, role
+        self.alive.append(weakref.ref(found))
+        return found
+
+    def spec(self, x: Tensor) -> Spec:
+        """What kind of tensor a live one is, without asking it, or any other."""
+        found = self.specs.get(x.slot) if type(x) is Live else None
+        return spec_of(x) if found is None else found
 
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor; a new one if its memory was written to since it got the last."""
         if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
             self.writes.refresh(x)
-        assert x.slot is not None, "asked of a live tensor"
         return x.slot
 
     def bind(self, value: Tensor) -> Held:
         """Bind a tensor as a constant: by reference, and once per tensor and version of its memory."""
-        known, version = self._bound.get(id(value)), version_of(value)
+        key, version = id(value), version_of(value)
+        known = self._bound.get(key)
         if known is not None and known[2] == version:
             return known[0]
-        held = Held(len(self.constants))
-        self._bound[id(value)] = held, value, version  # the value stays alive, and with it the identity
+        n = len(self.constants)
+        if n >= len(HELD):
+            HELD.reach(n)
+        held = HELD[n]
+        self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value_of(value)
-        # A parameter is bound by reference always; a buffer that the model writes over in its pass is not.
-        is_fixed = self.is_weight(value) and (not self.copies or isinstance(value, torch.nn.Parameter))
-        if (self.copies or version == UNCOUNTED) and not is_fixed:
+        if (self.copies or version == UNCOUNTED) and not self._is_fixed(value):
             constant = raw(Tensor.clone, constant)
             version = version_of(constant)
         self.constants.append(constant)
-        self._keys.append(id(value))
+        self._keys.append(key)
         self._versions.append(version)
-        self.writes.note_constant(held.index, constant)
         return held
+
+    def _is_fixed(self, value: Tensor) -> bool:
+        """Whether a tensor is bound by reference always: a weight, but no buffer that the model writes over."""
+        return self.is_weight(value) and (not self.copies or isinstance(value, torch.nn.Parameter))
 
     def is_weight(self, value: Tensor) -> bool:
         """Whether a tensor is one of the model's own, or a view of one."""
@@ -195,10 +235,9 @@ class Tape:
     def _code(self, value: Any, slots: list[int], held: list[int]) -> Any:
         """An argument as it stands in a step; what it reads is added to the lists."""
         kind = type(value)
-        if kind is Live and value.slot is not None:
-            is_fresh = value.stamp >= 0 and value.stamp == value._version
-            slots.append(value.slot if is_fresh else self.slot_of(value))
-            return Slot(slots[-1])
+        if kind is Live:
+            slots.append(self.slot_of(value))
+            return SLOTS[slots[-1]]
         if kind is tuple or kind is list or kind is torch.Size:
             parts = [part if type(part) in _PLAIN else self._code(part, slots, held) for part in value]
             return parts if kind is list else tuple(parts)
@@ -215,10 +254,10 @@ class Tape:
         """Note that a rule was applied in the current module."""
         self.rules_applied[rule, self.path[-1]] += 1
 
-    def note_cast(self, value: Tensor, source: Tensor) -> None:
+    def note_cast(self, value: Tensor, source: torch.dtype) -> None:
         """Note where a model leaves the precision of its states."""
         kind = value.dtype
-        if kind.is_floating_point and kind.itemsize < source.dtype.itemsize:
+        if kind.is_floating_point and kind.itemsize < source.itemsize:
             self.note(f"cast: {str(kind).removeprefix('torch.')}")
 
     def note_mixing(self, what: str) -> None:
@@ -308,7 +347,7 @@ class Tape:
         """
         met = [ref() for ref in self.alive]
         self.alive = [ref for ref, x in zip(self.alive, met, strict=True) if x is not None]
-        needed = {x.slot for x in met if x is not None} | {cell.slot for cell in self.writes.cells.values()}
+        needed = {x.slot for x in met if type(x) is Live} | {cell.slot for cell in self.writes.cells.values()}
         needed |= {mixture.slot for mixture in self.mixtures}
         needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key, meeting.end)}
         kept, places, held = list[Step](), list[int](), set[int]()
@@ -346,18 +385,14 @@ class Tape:
 
     # Functions --------------------------------------------------------------------------------------------------------
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, or a kernel, that met a live tensor, by its rule."""
+    def call(self, function: Any, types: Collection[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, or a kernel, that met tensors of this recording of some types, by its rule."""
         name, describes, is_kernel = KNOWN.get(function) or known(function)
         if describes:
             return raw(function, *args, **kwargs)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.call(function, args, kwargs)
-        met: list[Live] = []
-        collect_live(args, met)
-        if kwargs:
-            collect_live(kwargs.values(), met)
+                return self.call(function, types, args, kwargs)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
         if kwargs:
@@ -369,19 +404,16 @@ class Tape:
                 return self.writes.out(function, args, kwargs)
             if kwargs.get("inplace"):
                 rest = {key: value for key, value in kwargs.items() if key != "inplace"}
-                return self.writes.write(args[0], self.call(function, args, rest))
-        is_live, is_rounded = False, False
-        for x in met:
-            is_live |= x.slot is not None
-            is_rounded |= x.role is Role.ROUNDED
-        if not is_live:
+                return self.writes.write(args[0], function(*args, **rest))
+        if Live not in types and not any(map(is_live, met := found_in(args, kwargs))):
             return self._on_held(name, function, args, kwargs, met)
-        if is_rounded and name in COUNTS:
-            packed = mapped((args, tuple(kwargs.items())), _number_behind)
-            args, kwargs = packed[0], dict(packed[1])
-            if any(x.role is Role.ROUNDED for x in found_in(args, kwargs)):
-                raise self.refusal(f"{name} of whole numbers that live values were cast to")
+        if Whole in types and name in COUNTS:
+            args, kwargs = self._counted(name, args, kwargs)
         rule = RULES.get(name) or find_rule(name)
+        if isinstance(rule, OfValue):
+            with _guard(), _no_kernels():
+                value = function(*args, **kwargs)
+            return rule.rule(self, name, value, args, kwargs)
         if rule is not None:
             return rule(function, name, args, kwargs)
         if not is_kernel:
@@ -392,19 +424,29 @@ class Tape:
             return by_derivative(function, name, args, kwargs)
         raise self.refusal(name)
 
+    def _counted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of a live function, with the live numbers behind whole ones in their place."""
+        packed = mapped((args, tuple(kwargs.items())), _number_behind)
+        args, kwargs = packed[0], dict(packed[1])
+        if any(type(x) is Whole for x in found_in(args, kwargs)):
+            raise self.refusal(f"{name} of whole numbers that live values were cast to")
+        return args, kwargs
+
     def by_kernels(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that has no rule of its own: the kernels it calls have theirs."""
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    def _on_held(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Live]) -> Any:
+    def _on_held(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Followed]
+    ) -> Any:
         """A function of held tensors, one of which carries a role: the role is handed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
         # torch writes numbers of its own class alone into strings: of others it writes how they look.
         result = raw(function, *args, **kwargs) if name != "format" else format(value_of(args[0]), *args[1:])
         roles = [x.role for x in met]
-        if Role.ROUNDED in roles:
+        if any(type(x) is Whole for x in met):
             return self._of_whole_numbers(name, function, args, kwargs, result)
         if Role.CHOICE in roles:
             return self._of_choices(name, result, args, kwargs)
@@ -428,7 +470,13 @@ class Tape:
         """Held tensors with a role."""
         if type(value) is tuple or type(value) is list:
             return type(value)([self.held(part, role) for part in value])
-        return self.live(value, None, role) if type(value) is Tensor and role is not None else value
+        return self._followed(value, WithRole, role) if type(value) is Tensor and role is not None else value
+
+    def whole(self, value: Tensor, behind: Live | None) -> Whole:
+        """Whole numbers that live ones were cast to, with these behind them."""
+        found = self._followed(value, Whole, None)
+        found.behind = behind
+        return found
 
     def _of_choices(self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is computed from decisions is a decision. In a batch those of one sample must not depend on another."""
@@ -440,7 +488,7 @@ class Tape:
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         """Places and comparisons of them are decisions; whoever counts with them counts with live numbers."""
-        is_place = name in LOOKS_UP and role_of(args[0]) is not Role.ROUNDED
+        is_place = name in LOOKS_UP and type(args[0]) is not Whole
         if is_place or not isinstance(result, Tensor) or result.dtype is torch.bool:
             if name in LEAVES and args[0].numel() > 1:
                 raise self.refusal(f"{name} of whole numbers that live values were cast to")
@@ -451,11 +499,9 @@ class Tape:
             if name == "_int_mm":
                 function, kind = torch.matmul, next(leaf.dtype for leaf in leaves(counted) if is_live(leaf))
                 counted = mapped(counted, lambda leaf: leaf.to(kind) if isinstance(leaf, Tensor) else leaf)
-            live = self.call(function, counted[0], dict(counted[1]))
+            live = function(*counted[0], **dict(counted[1]))
         if not result.is_floating_point():
-            result = self.held(result, Role.ROUNDED)
-            result.behind = live
-            return result
+            return self.whole(result, live)
         if live is None:
             raise self.refusal(f"{name} of whole numbers that live values were cast to")
         return live
@@ -463,16 +509,12 @@ class Tape:
 
 def _number_behind(leaf: Any) -> Any:
     """For whole numbers that live ones were cast to these, cut to whole ones."""
-    return leaf if role_of(leaf) is not Role.ROUNDED or leaf.behind is None else leaf.behind
+    return leaf.behind if type(leaf) is Whole and leaf.behind is not None else leaf
 
 
 def spec_of(value: Tensor) -> Spec:
     """What kind of tensor a value is."""
-    if type(value) is Tensor:
-        return Spec(tuple(value.shape), value.dtype, value.device)
-    shape, dtype, device = Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
-    with torch._C.DisableTorchFunctionSubclass():
-        return Spec(tuple(shape(value)), dtype(value), device(value))
+    return Spec(tuple(value.shape), value.dtype, value.device)
 
 
 class Kernels(TorchDispatchMode):
@@ -487,21 +529,22 @@ class Kernels(TorchDispatchMode):
         of = self.of
         if of.writes.cells:
             of.writes.revive(args, kwargs)
-        if not found_in(args, kwargs):
+        met = found_in(args, kwargs)
+        if not met:
             return func(*args, **kwargs)
         with self, torch._C._EnableTorchFunction():  # what a rule calls is seen again
-            return of.call(func, args, kwargs)
+            return of.call(func, set(map(type, met)), args, kwargs)
 
 
 @contextmanager
 def recording_on(new: Tape) -> Iterator[None]:
     """Send the live tensors of this thread to a tape, as long as this lasts."""
-    before = tape()
-    set_tape(new)
+    before = now.tape
+    now.tape = new
     new.is_running = True
     try:
         with torch.no_grad(), Kernels(new):
             yield
     finally:
         new.is_running = False
-        set_tape(before)
+        now.tape = before

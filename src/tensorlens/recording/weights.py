@@ -6,7 +6,6 @@ from torch import nn
 
 from tensorlens.errors import InputError
 from tensorlens.recording.module_paths import ModulePlaces
-from tensorlens.recording.writes import address_of
 
 
 class Weights:
@@ -38,5 +37,9 @@ class Weights:
 
 
 def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
-    weights = [(name, one) for name, one in places.weights.items() if isinstance(one, nn.Parameter)]
-    return {name: (address_of(one), 0 if one.is_inference() else one._version) for name, one in weights}
+    where = places.addresses
+    return {
+        name: (where[name], 0 if one.is_inference() else one._version)
+        for name, one in places.weights.items()
+        if isinstance(one, nn.Parameter)
+    }

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, Spec, words
-from tensorlens.recording.live import Live, is_live, raw, role_of
+from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tape
 from tensorlens.recording.names import name_of
 from tensorlens.trees import tensors_in
 
@@ -61,18 +61,19 @@ class Writes:
         self._tape: Tape = weakref.proxy(of)  # no cycle: what a pass made goes with its last user
         self.cells: dict[int, Cell] = {}
         self._constants_at: dict[int, list[int]] = {}
+        self._n_known = 0
+        """How many of the constants are in that table: most passes write nothing, and never ask."""
         self.borrowed: list[Tensor] = []
         """Tensors of the model's or the user's own that were made live in place."""
-
-    def note_constant(self, index: int, constant: Tensor) -> None:
-        """A constant was bound: it must survive writes to its memory."""
-        address = address_of(constant)
-        if address:
-            self._constants_at.setdefault(address, []).append(index)
 
     def before_write(self, target: Tensor) -> None:
         """Copy the constants that share memory with `target`, which is about to be written to."""
         tape = self._tape
+        for n in range(self._n_known, len(tape.constants)):
+            constant = tape.constants[n]
+            if constant is not None and (address := address_of(constant)):
+                self._constants_at.setdefault(address, []).append(n)
+        self._n_known = len(tape.constants)
         for n in self._constants_at.pop(address_of(target), ()):
             constant = tape.constants[n]
             if constant is not None and not isinstance(constant, torch.nn.Parameter):
@@ -157,11 +158,8 @@ class Writes:
         Nothing of the recording may stay on them: a copy of a weak reference to memory would free that memory twice.
         """
         for x in (*self.borrowed, *(ref() for ref in self._tape.alive)):
-            if type(x) is Live:
-                for name in Live.__annotations__:
-                    if name in x.__dict__:
-                        delattr(x, name)
-                x.__class__ = Tensor  # type: ignore[assignment]
+            if x is not None:
+                _plain_again(x)
         self.borrowed.clear()
         self._tape.alive.clear()
         self.cells.clear()
@@ -181,7 +179,7 @@ class Writes:
         if base is not None and type(base) is Tensor:
             self.borrowed.append(base)
             self._tape.live(base, -1).stamp = -2
-        if type(target) is not Live and type(target) is not Tensor:
+        if type(target) not in FOLLOWED and type(target) is not Tensor:
             raise NotLinearError(
                 f"Live values are written into a {type(target).__name__} in `{self._tape.module or 'the model'}`, "
                 "which no rule can follow. Write them into an ordinary tensor."
@@ -235,8 +233,6 @@ class Writes:
 
 def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`x.f_(y)` as `x.copy_(f(x, y))`."""
-    from tensorlens.recording.live import tape
-
     base = name[:-1]
     if base in SHAPES and is_live(args[0]):
         return _reshaped(function, base, args, kwargs)
@@ -268,8 +264,8 @@ def _plain_again(x: Tensor) -> Tensor:
 
     A copy of the user's would copy it too, and two copies of a weak reference to one storage free it twice.
     """
-    if type(x) is Live:
-        for name in Live.__annotations__:
+    if type(x) in FOLLOWED:
+        for name in ("slot", "role", "of", "stamp", "seen", "behind"):
             vars(x).pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x

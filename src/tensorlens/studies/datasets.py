@@ -142,10 +142,10 @@ class RowFile:
         files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
         return digest_of(f"{one.name} {_ends(one)}" for one in files if one.is_file())
 
-    def parts(self, size: int, limit: int | None = None) -> Iterator[list[Any]]:
-        """The values of the column, `size` at a time."""
-        values = islice((row.get(self.column) for row in rows_of(self.path)), limit)
-        while some := list(islice(values, size)):
+    def parts(self, size: int, limit: int | None = None) -> Iterator[list[Row]]:
+        """The rows with all their columns, `size` at a time."""
+        rows = islice(iter(rows_of(self.path)), limit)
+        while some := list(islice(rows, size)):
             yield some
 
 

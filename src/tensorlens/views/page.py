@@ -78,11 +78,18 @@ def document(parts: Sequence[str], title: str, script: str) -> str:
     )
 
 
-def inside_page(data: dict[str, Any], title: str) -> str:
-    """A complete HTML document of the inside of a model at one input, from what `Inside.payload` gives."""
+def inside_page(data: dict[str, Any], title: str, *, before: Sequence[str] = ()) -> str:
+    """A complete HTML document of the inside of a model at one input.
+
+    Args:
+        data: What `Inside.payload` gives.
+        title: Its title.
+        before: Paragraphs and pictures above it; what begins with a tag of a picture is one.
+    """
     start = "for (const host of document.querySelectorAll('[data-tensorlens=inside]')) mountInside(host);"
     place = host("inside", f"<p><strong>{as_text(title)}</strong></p>", data)
-    return document([place], title, isolated(inside_component(), start))
+    above = [one if one.startswith("<svg") else f"<p>{as_text(one)}</p>" for one in before]
+    return document([*above, place], title, isolated(inside_component(), start))
 
 
 def pairs_page(data: dict[str, Any], title: str) -> str:
@@ -147,6 +154,7 @@ def payload(view: MapView) -> dict[str, Any]:
         "setAside": list(view.set_aside),
         "words": [list(word) for word in view.words],
         "sums": list(view.sums),
+        "sink": list(view.sink),
         "biasShare": bias,
         "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},
         "image": view.image,

@@ -21,7 +21,7 @@ from tensorlens.recording.table import family, rule
 def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention matrix A (Eq. 7), held or live."""
     run, weights = tape(), raw(function, *args, **kwargs)
-    run.note_cast(weights, args[0])
+    run.note_cast(weights, args[0].dtype)
     run.note_softmax(args[0])
     if run.rules.attention == "hold":
         run.note("attention: softmax")

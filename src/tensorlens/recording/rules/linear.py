@@ -13,26 +13,33 @@ from torch.utils.hooks import RemovableHandle
 from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, leaves, words
 from tensorlens.program.operations import LINEAR_FUNCTIONS
-from tensorlens.recording.live import Live, found_in, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import FOLLOWED, Live, Whole, found_in, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, after_linear
-from tensorlens.recording.table import family, rule
+from tensorlens.recording.table import family, of_value, rule
+from tensorlens.recording.tape import Tape
 
 
 def role_after(name: str, *args: Any) -> Role | None:
     """What a linear function makes of the roles of its arguments."""
     for value in args:
-        if type(value) is Live and value.role is not None or type(value) is tuple or type(value) is list:
+        kind = type(value)
+        if kind in FOLLOWED and value.role is not None or kind is tuple or kind is list:
             break
     else:
         return None  # as it is with most
     met = found_in(args)
-    roles = [x.role for x in met if x.slot is not None]
+    roles = [x.role for x in met if type(x) is Live]
     if not any(roles):
         # A held factor hands its role on to what it meets, where that is live.
         held = next((x.role for x in met if x.role is Role.ATTENTION), None)
         return held if held and not roles else None
-    reads_weight = any(isinstance(value, Tensor) and type(value) is not Live for value in leaves(args))
+    reads_weight = any(isinstance(value, Tensor) and type(value) not in FOLLOWED for value in leaves(args))
     return after_linear(name, roles, tape().rules, reads_weight=reads_weight)
+
+
+def handed_on(name: str, x: Live) -> Role | None:
+    """What a linear function makes of the role of its one argument; most have none."""
+    return None if x.role is None else role_after(name, x)
 
 
 def same(x: Live, value: Tensor, role: Role | None) -> Live:
@@ -43,115 +50,125 @@ def same(x: Live, value: Tensor, role: Role | None) -> Live:
 # Shapes ---------------------------------------------------------------------------------------------------------------
 
 
-@family("view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as")
-def reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as")
+def reshaped(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers in other axes."""
     x = args[0]
-    if not is_live(x):
-        return raw(function, *args, **kwargs)  # of the live argument only the shape is read
-    if torch.dtype in map(type, args) or kwargs and torch.dtype in map(type, kwargs.values()):
-        raise tape().refusal(f"{name} as another type of numbers")
-    value = raw(function, *args, **kwargs)
-    if value.shape == x.shape:
-        return x if value is x else same(x, value, role_after(name, x))
-    return tape().emit("reshape", value, x, tuple(value.shape), role=role_after(name, x))
+    if type(x) is not Live:
+        return value  # of the live argument only the shape is read
+    spec = run.spec(x)
+    if value.dtype is not spec.dtype:
+        raise run.refusal(f"{name} as another type of numbers")
+    shape = tuple(value.shape)
+    if shape == spec.shape:
+        return same(x, value, handed_on(name, x))
+    return run.emit("reshape", value, x, shape, role=handed_on(name, x))
 
 
-@family("transpose permute t movedim adjoint get:T get:mT get:H get:mH")
-def permuted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("transpose permute t movedim adjoint get:T get:mT get:H get:mH")
+def permuted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Axes in another order."""
     x = args[0]
-    if x.dtype.is_complex and name in ("adjoint", "get:H", "get:mH"):
+    axes = list(range(value.dim()))
+    if value.is_complex() and name in ("adjoint", "get:H", "get:mH"):
         return x.mT.conj()
-    value = raw(function, *args, **kwargs)
-    n = x.dim()
-    if name == "transpose" and not kwargs:
-        axes = list(range(n))
-        i, j = args[1:]
+    if name == "transpose":
+        i, j = (*args[1:], *kwargs.values())
         axes[i], axes[j] = axes[j], axes[i]
-    elif name == "permute" and not kwargs:
-        given = args[1] if isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
-        axes = [axis % n for axis in given]
-    else:  # told apart by their sizes
-        sizes = list(range(2, 2 + n))
-        like = torch.empty(sizes, device="meta")
-        axes = [sizes.index(size) for size in raw(function, like, *args[1:], **kwargs).shape]
-    return tape().emit("permute", value, x, tuple(axes), role=role_after(name, x))
+    elif name == "permute":
+        given = (*args[1:], *kwargs.values())
+        axes = [axis % len(axes) for axis in (given if type(given[0]) is int else given[0])]
+    elif name == "movedim":  # told apart by their sizes
+        like = torch.empty([axis + 2 for axis in axes], device="meta")
+        axes = [size - 2 for size in raw(torch.movedim, like, *args[1:], **kwargs).shape]
+    elif name in ("t", "get:T", "get:H"):
+        axes.reverse()
+    else:
+        axes[-2:] = axes[:-3:-1]
+    return run.emit("permute", value, x, tuple(axes), role=handed_on(name, x))
 
 
-@family("expand expand_as broadcast_to")
-def expanded(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("expand expand_as broadcast_to")
+def expanded(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeated along axes of length one."""
     x = args[0]
-    value = raw(function, *args, **kwargs)
-    if not is_live(x):
+    if type(x) is not Live:
         return value
-    return tape().emit("expand", value, x, tuple(value.shape), role=role_after(name, x))
+    return run.emit("expand", value, x, tuple(value.shape), role=handed_on(name, x))
 
 
-@family(
-    "contiguous clone detach detach_ get:data alias positive resolve_conj resolve_neg lift_fresh lift "
-    "deepcopy requires_grad_ _conj_copy view_copy"
-)
-def unchanged(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("contiguous clone detach alias positive resolve_conj resolve_neg lift_fresh lift _conj_copy view_copy")
+def unchanged(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers. `detach` changes none of them, so T includes paths that training leaves out."""
     x = args[0]
-    if name in ("detach_", "requires_grad_"):
-        return x
-    value = (
-        raw(Tensor.detach, x)
-        if name == "get:data"
-        else raw(
-            Tensor.clone if name == "deepcopy" else function, x, *([] if name == "deepcopy" else args[1:]), **kwargs
-        )
-    )
-    return same(x, value, role_after(name, x) or (x.role if x.role is Role.GATE else None))
+    return same(x, value, handed_on(name, x) or (x.role if x.role is Role.GATE else None))
+
+
+@family("detach_ requires_grad_ get:data deepcopy")
+def itself(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor itself, or its numbers by another name."""
+    return args[0] if name.endswith("_") else (torch.clone if name == "deepcopy" else torch.detach)(args[0])
 
 
 COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"))
 """Types in which nothing is linear."""
 
 
-@family("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
-def cast_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
+def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In another type, or on another device. Whole numbers made of live ones are decisions."""
-    x, run = args[0], tape()
-    value = raw(function, *args, **kwargs)
-    if not is_live(x) or not isinstance(value, Tensor) or value is x:
+    x = args[0]
+    if value is x or type(x) is not Live or not isinstance(value, Tensor):
         return value
-    if value.dtype in COARSE:
-        run.note(f"held: cast to {str(value.dtype).removeprefix('torch.')}")
-        return run.held(value, Role.CHOICE) if value.dtype is torch.bool else _rounded(x, value)
-    if value.dtype.itemsize == 1:
-        raise run.refusal(f"a cast to {value.dtype}")
-    role = role_after("to", x)
-    if value.dtype == x.dtype and value.device == x.device:
+    kind, spec = value.dtype, run.spec(x)
+    if kind in COARSE:
+        run.note(f"held: cast to {str(kind).removeprefix('torch.')}")
+        return run.held(value, Role.CHOICE) if kind is torch.bool else _rounded(x, value)
+    if kind.itemsize == 1:
+        raise run.refusal(f"a cast to {kind}")
+    role = handed_on("to", x)
+    if kind is spec.dtype and value.device == spec.device:
         return same(x, value, role)
-    run.note_cast(value, x)
-    moves = (value.device,) if value.device != x.device else ()
-    return run.emit("cast", value, x, value.dtype, *moves, role=role)
+    run.note_cast(value, spec.dtype)
+    moves = (value.device,) if value.device != spec.device else ()
+    return run.emit("cast", value, x, kind, *moves, role=role)
 
 
-def _rounded(x: Live, value: Tensor) -> Live:
+def _rounded(x: Live, value: Tensor) -> Whole:
     """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
-    found, cut = tape().held(value, Role.ROUNDED), torch.trunc(x)
-    found.behind = cut if bool(raw(lambda: (value_of(cut) == value).all())) else None  # not where they overflow
-    return found
+    cut = torch.trunc(x)
+    is_same = bool(raw(lambda: (value_of(cut) == value).all()))  # not where they overflow
+    return tape().whole(value, cut if is_same else None)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-@rule("getitem")
-def item(x: Any, at: Any) -> Any:
+@of_value("getitem")
+def item(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[at]."""
-    value = raw(Tensor.__getitem__, x, _held_index(at))
-    if not is_live(x):
-        return value
-    run = tape()
+    x, at = args
+    return part(run, x, at, value) if type(x) is Live else value
+
+
+def part(run: Tape, x: Live, at: Any, value: Tensor) -> Live:
+    """x[at], which is known."""
     if run.n_samples > 1 and not _takes_all(at[0] if isinstance(at, tuple) and at else at, len(x)):
         run.note_part("getitem", x)
-    return run.emit("index", value, x, _index(at), role=role_after("getitem", x))
+    parts = at if isinstance(at, tuple) else (at,)
+    for one in parts:
+        if not (type(one) is slice and _is_plain_slice(one) or type(one) is int or one is ... or one is None):
+            parts = _plain_index(parts)
+            break
+    return run.emit("index", value, x, parts, role=handed_on("getitem", x))
+
+
+def _is_plain_slice(at: slice) -> bool:
+    """Whether the edges of a slice are numbers of Python's own."""
+    return type(at.start) in _EDGES and type(at.stop) in _EDGES and type(at.step) in _EDGES
+
+
+_EDGES = (int, type(None))
 
 
 def _takes_all(at: Any, n: int) -> bool:
@@ -163,13 +180,12 @@ def _held_index(at: Any) -> Any:
     """An index of ordinary tensors: whatever a model looks up by is held."""
     if isinstance(at, tuple):
         return tuple([_held_index(one) for one in at])
-    return value_of(at) if type(at) is Live else at
+    return value_of(at) if type(at) in FOLLOWED else at
 
 
-def _index(at: Any) -> tuple[Any, ...]:
+def _plain_index(at: Any) -> tuple[Any, ...]:
     """An index as it stands in a step: numbers, slices of numbers and tensors."""
-    parts = at if isinstance(at, tuple) else (at,)
-    return tuple([_plain_part(part) for part in parts])
+    return tuple([_plain_part(one) for one in (at if isinstance(at, tuple) else (at,))])
 
 
 def _plain_part(part: Any) -> Any:
@@ -179,7 +195,7 @@ def _plain_part(part: Any) -> Any:
         return (
             raw(torch.atleast_1d, value_of(part))[0].item()
             if part.dim() == 0 and part.dtype != torch.bool
-            else (value_of(part))
+            else value_of(part)
         )
     if isinstance(part, (list, range)):
         return torch.tensor(list(part))
@@ -189,8 +205,7 @@ def _plain_part(part: Any) -> Any:
 @rule("index")
 def indexed(x: Any, indices: Any) -> Any:
     """The kernel of an index by tensors."""
-    at = tuple([slice(None) if one is None else one for one in indices])
-    return item(x, at)
+    return x[tuple([slice(None) if one is None else one for one in indices])]
 
 
 @rule("slice")
@@ -198,7 +213,7 @@ def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int 
     """The kernel of an index by a slice."""
     dim %= x.dim()
     end = None if end is None or end >= x.shape[dim] else end
-    return item(x, (*[slice(None)] * dim, slice(start, end, step)))
+    return x[(*[slice(None)] * dim, slice(start, end, step))]
 
 
 @family("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes")
@@ -288,17 +303,18 @@ def taken(x: Live, indices: Tensor, dim: int | None = None) -> Any:
     return torch.gather(x.expand(wide), dim, raw(Tensor.expand, value_of(indices), places))
 
 
-@family("cat stack")
-def joined(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("cat stack")
+def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One after the other, along an axis or a new one."""
-    parts = args[0] if args else kwargs["tensors"]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    value = raw(function, list(parts), dim)
+    parts = list(args[0] if args else kwargs["tensors"])
+    dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
+    specs = [run.spec(part) for part in parts]
+    if name == "cat" and any([spec.shape == (0,) for spec in specs]) and value.dim() > 1:
+        parts = [part for part, spec in zip(parts, specs, strict=True) if spec.shape != (0,)]  # torch passes over them
     parts = [
-        part for part in parts if name == "stack" or part.dim() > 1 or part.numel()
-    ]  # torch passes over empty ones
-    parts = [part if part.dtype == value.dtype else part.to(value.dtype) for part in parts]
-    return tape().emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
+        part if spec.dtype is value.dtype else part.to(value.dtype) for part, spec in zip(parts, specs, strict=False)
+    ]
+    return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
 
 @rule("flip")
@@ -351,25 +367,30 @@ def restrided(x: Live, size: Any, stride: Any, storage_offset: Any = None) -> An
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
-@family("sum mean nansum nanmean")
-def summed(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@family("nansum nanmean")
+def summed_numbers(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over all that are numbers: the same, where all of them are."""
+    return getattr(torch, name[3:])(*args, **kwargs) if bool(raw(torch.isfinite, args[0]).all()) else _refuse_nan(name)
+
+
+@of_value("sum mean")
+def summed(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over axes, or over all of them."""
-    x = args[0]
-    if name.startswith("nan"):
-        return getattr(torch, name[3:])(*args, **kwargs) if bool(raw(torch.isfinite, x).all()) else _refuse_nan(name)
-    dtype = kwargs.get("dtype")
-    if dtype is not None and dtype != x.dtype:
-        x = x.to(dtype)
-    elif x.dtype in COARSE:
-        return raw(function, *args, **kwargs)
-    dims = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], torch.dtype) else None)
-    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    dims = tuple(range(x.dim())) if dims is None or dims == () or dims == [] else dims
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    if any(dim % x.dim() == 0 for dim in dims):
-        tape().note_part(name, x)
-    value = raw(getattr(torch, name), x, dims, keepdim=keepdim) if dims else value_of(x)
-    return tape().emit(name, value, x, dims, keepdim, role=role_after(name, x))
+    x, dims, keepdim = args[0], None, False
+    if len(args) > 1 and not isinstance(args[1], torch.dtype):
+        dims, keepdim = args[1], args[2] if len(args) > 2 else False
+    if kwargs:
+        dims, keepdim = kwargs.get("dim", dims), kwargs.get("keepdim", keepdim)
+    spec = run.spec(x)
+    if value.dtype is not spec.dtype:
+        if spec.dtype in COARSE:
+            return value
+        x = x.to(value.dtype)
+    n = len(spec.shape)
+    dims = (dims,) if type(dims) is int else tuple(dims) if dims else tuple(range(n))
+    if run.n_samples > 1 and any([dim % n == 0 for dim in dims]):
+        run.note_part(name, x)
+    return run.emit(name, value, x, dims, keepdim, role=handed_on(name, x))
 
 
 def _refuse_nan(name: str) -> Any:
@@ -383,33 +404,28 @@ def running_sums(x: Any, dim: int, dtype: Any = None) -> Any:
     return tape().emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
 
 
-@family("add sub rsub")
-def added(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("add sub rsub")
+def added(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A + b, a - b, with a factor of b."""
-    a, b = args[:2] if len(args) > 1 else (*args, kwargs["other"])
+    a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
     alpha = kwargs.get("alpha", 1) if kwargs else args[2] if len(args) > 2 else 1
     if name == "rsub":
         a, b, name = b, a, "sub"
     if alpha != 1:
         b = b * alpha
-    value = raw(torch.add if name == "add" else torch.sub, _number(a, b), b)
-    return tape().emit(name, value, _as_wide(a, value), _as_wide(b, value), role=role_after(name, a, b))
+    role = None if role_of(a) is role_of(b) is None else role_after(name, a, b)
+    return run.emit(name, value, _as_wide(run, a, value), _as_wide(run, b, value), role=role)
 
 
-def _number(a: Any, like: Any) -> Any:
-    """A plain number as a tensor, where torch wants one in front."""
-    return a if isinstance(a, Tensor) else raw(torch.full, (), a, dtype=like.dtype, device=like.device)
-
-
-def _as_wide(x: Any, value: Tensor) -> Any:
+def _as_wide(run: Tape, x: Any, value: Tensor) -> Any:
     """A live operand in the type of the sum, so that its cotangent is in its own."""
-    return x.to(value.dtype) if type(x) is Live and x.slot is not None and x.dtype != value.dtype else x
+    return x if type(x) is not Live or run.spec(x).dtype is value.dtype else x.to(value.dtype)
 
 
-@rule("neg")
-def negated(x: Live) -> Any:
+@of_value("neg")
+def negated(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """-x."""
-    return tape().emit("mul", raw(torch.neg, x), x, -1, role=role_after("neg", x))
+    return run.emit("mul", value, args[0], -1, role=handed_on("neg", args[0]))
 
 
 # Choices of values by masks and places ------------------------------------------------------------------------------
@@ -426,7 +442,7 @@ def chosen(condition: Any, *both: Any, **named: Any) -> Any:
     condition = value_of(condition)
     value = raw(torch.where, condition, a, b)
     role = role_after("where", a, b)
-    a, b = (_as_wide(x, value) for x in (a, b))
+    a, b = (_as_wide(tape(), x, value) for x in (a, b))
     return tape().emit("where", value, condition, a, b, role=role)
 
 
@@ -477,7 +493,7 @@ def assign(x: Tensor, at: Any, new: Any) -> None:
     raw(Tensor.__setitem__, value, _held_index(at), new)
     if is_live(new) and new.dtype != x.dtype:
         new = new.to(x.dtype)
-    run.writes.write(x, run.emit("put", value, base, _index(at), new, role=role_of(x)))
+    run.writes.write(x, run.emit("put", value, base, _plain_index(at), new, role=role_of(x)))
 
 
 @family("index_put _index_put_impl")
@@ -647,7 +663,7 @@ def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """New tensors like a live one, of numbers that are not."""
     given = [*args[1:], *kwargs.values()]
-    if not any(x.slot is not None for x in found_in(given)):
+    if not any(map(is_live, found_in(given))):
         return raw(function, *args, **kwargs)
     if name == "new_tensor" and is_live(given[0]):
         return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)

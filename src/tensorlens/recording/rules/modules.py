@@ -51,17 +51,26 @@ def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
     """
     if place in ADAPTERS:
         return ADAPTERS[place]
-    for cls, name in _ancestry(type(module)):
-        found = ADAPTERS.get(name)
-        if found is not None:
+    for cls in type(module).__mro__:
+        if (found := ADAPTERS.get(qualified(cls))) is not None:
             return found if _has_forward_of(module, cls) else None
     return None
 
 
+def has_adapter(cls: type) -> bool:
+    """Whether a class or one of its ancestors has an adapter, which need not apply to every module."""
+    return any(qualified(one) in ADAPTERS for one in cls.__mro__)
+
+
+def adapted_places() -> set[str]:
+    """Classes whose parts may have adapters, by the names that these have in them."""
+    return {name.rpartition(".")[0] for name in ADAPTERS}
+
+
 @lru_cache(maxsize=4096)
-def _ancestry(cls: type) -> list[tuple[type, str]]:
-    """A class and its ancestors, each with its qualified name."""
-    return [(one, f"{one.__module__}.{one.__qualname__}") for one in cls.__mro__]
+def qualified(cls: type) -> str:
+    """The name by which adapters know a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _has_forward_of(module: nn.Module, cls: type) -> bool:

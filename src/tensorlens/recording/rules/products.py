@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from tensorlens.program.nodes import Slot, at_least_float32
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
-from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tape, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
-from tensorlens.recording.rules.linear import role_after
+from tensorlens.recording.rules.linear import handed_on, role_after
 from tensorlens.recording.sinks import without_sink
-from tensorlens.recording.table import family, rule
-from tensorlens.recording.tape import spec_of
+from tensorlens.recording.table import family, of_value, rule
+from tensorlens.recording.tape import Tape, spec_of
 
 
 def settled(value: Any) -> Any:
@@ -28,52 +28,50 @@ def settled(value: Any) -> Any:
     return tape().held(plain, Role.GATE) if value.role is Role.GATE else plain
 
 
-@rule("mul")
-def multiply(a: Any, b: Any = None, *, other: Any = None) -> Any:
+@of_value("mul")
+def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear with one live factor; with two, roles and the gate rule decide what is held."""
-    b = other if b is None else b
-    if not (is_live(a) and is_live(b)):
-        return _by_constant(a, b)
+    a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    if type(a) is not Live or type(b) is not Live:
+        return _by_constant(run, *((a, b) if type(a) is Live else (b, a)), value)
     if is_same_tensor(a, b):
         return power(torch.square, "square", (a,), {})
-    run = tape()
     how = of_product(a.role, b.role, run.rules)
     if how in ("both held", "first held", "second held"):
         a = settled(a) if how != "second held" else a
         b = settled(b) if how != "first held" else b
-        return multiply(a, b) if is_live(a) or is_live(b) else raw(torch.mul, a, b)
+        return torch.mul(a, b) if is_live(a) or is_live(b) else value
     if how is None and Role.ACTIVATED in (a.role, b.role) and a.role is not b.role:
         gate, up = (a, b) if a.role is Role.ACTIVATED else (b, a)
-        return gated(gate, up)
-    return _by_convention(a, b, how)
+        return gated(gate, up, value)
+    return _by_convention(a, b, how, value)
 
 
-def _by_constant(a: Any, b: Any) -> Live:
-    x, factor = (a, b) if is_live(a) else (b, a)
-    role = role_after("mul", x)
-    if role_of(factor) is Role.GATE and not is_factor(role, tape().rules):
+def _by_constant(run: Tape, x: Live, factor: Any, value: Tensor) -> Live:
+    role = handed_on("mul", x)
+    if role_of(factor) is Role.GATE and not is_factor(role, run.rules):
         role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
-    value = raw(torch.mul, x, factor)
-    x = x.to(value.dtype) if x.dtype != value.dtype else x
-    return tape().emit("mul", value, x, value_of(factor), role=role)
+    if run.spec(x).dtype is not value.dtype:
+        return run.emit("mul", value, x.to(value.dtype), value_of(factor), role=role)
+    return run.emit("mul", value, x, value_of(factor), role=role)
 
 
-def _by_convention(a: Live, b: Live, how: str | None) -> Live:
+def _by_convention(a: Live, b: Live, how: str | None, value: Tensor) -> Live:
     """Two live tensors without a role, or whose factor the rules keep alive."""
     run = tape()
     kind = how or ("taylor" if run.rules.gate == "taylor" else "half")
     run.note("product: half and half" if kind == "half" else f"product: {kind}")
     note = "half and half" if how is None and run.rules.gate not in ("half", "taylor") else None
     of_norm = Role.STATISTIC in (a.role, b.role) and all(is_factor(x.role, run.rules) for x in (a, b))
-    return product(torch.mul, "mul", a, b, kind, role=Role.STATISTIC if of_norm else None, note=note)
+    return product(value, "mul", a, b, kind, role=Role.STATISTIC if of_norm else None, note=note)
 
 
-def gated(gate: Live, up: Live) -> Live:
+def gated(gate: Live, up: Live, value: Tensor) -> Live:
     """φ(g) ⊙ u by the chosen gate rule; every choice gives the product once, not twice."""
     convention = tape().rules.gate
     tape().note(f"gate: {convention}")
     how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention) or convention
-    return product(torch.mul, "mul", up, gate, how)
+    return product(value, "mul", up, gate, how)
 
 
 @family("pow square float_power")
@@ -135,7 +133,7 @@ def _matrix_product(function: Any, name: str, left: Any, right: Any) -> Any:
     run.note({"first held": "product: left factor held"}.get(how, f"product: {how}"))
     is_free = not (is_factor(left.role, run.rules) or is_factor(right.role, run.rules))
     note = "left factor held" if is_free and how == "first held" else None
-    found = product(torch.matmul, "matmul", left, right, how, note=note)
+    found = product(raw(function, left, right), "matmul", left, right, how, note=note)
     run.note_scores(found, left, right)
     return found
 
@@ -157,7 +155,7 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         return found if bias is None else found + bias
     value = (
         raw(function, x, weight, bias)
-        if type(weight) in (Tensor, nn.Parameter, Live)
+        if type(weight) in (Tensor, nn.Parameter, *FOLLOWED)
         else function(value_of(x), weight, bias)
     )
     return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
@@ -168,7 +166,7 @@ def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
     run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
     how = how if how in ("half", "taylor") else "second held"
     turned = weight.mT if weight.dim() > 1 else weight
-    found = product(torch.matmul, "matmul", x, turned, how)
+    found = product(raw(torch.matmul, x, turned), "matmul", x, turned, how)
     return found if bias is None else found + bias
 
 

@@ -54,6 +54,11 @@ def with_kernels(run: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     return MethodType(copy, forward.__self__)
 
 
+def calls_kernels(forward: Any) -> bool:
+    """Whether a forward calls kernels by name."""
+    return bool(_calls(forward)[1])
+
+
 @lru_cache(maxsize=4096)
 def _calls(function: Any) -> tuple[Any, tuple[str, ...]]:
     """The function below its decorators, and the names in its code that stand for kernels."""

@@ -1,0 +1,411 @@
+r"""`Circuit`: the edges or nodes that carry what a clean input has over a corrupted one, scored, selected and judged.
+
+    edge(b → r) = ⟨λ_r, y_b(clean) − y_b(corrupted)⟩,   Σ_r edge(b → r) = ⟨λ_b, y_b(clean) − y_b(corrupted)⟩
+
+with λ_r the target's cotangent where r reads the stream, pulled through r alone. The rules of the lens say what λ is;
+integrated gradients, averaged along the way from the corrupted input to the clean one (EAP-IG), are its rival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tensorlens import cancel
+from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.files import write_whole
+from tensorlens.inside.circuit_selection import best_connected
+from tensorlens.inside.faithfulness import SHARES, Faithfulness, faithfulness_of
+from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
+from tensorlens.inside.stream import Component
+from tensorlens.inside.target import Explained, Pass
+from tensorlens.inside.wiring import TARGET, Streams, Wiring
+from tensorlens.maps.defaults import OUT_TOKEN
+from tensorlens.maps.targets import Target, Weights
+from tensorlens.memory import fitting
+from tensorlens.models.modes import own_modes
+from tensorlens.models.precision import in_float64
+from tensorlens.recording.conventions import Rules
+from tensorlens.views.curve import curve_svg
+from tensorlens.views.page import inside_page
+from tensorlens.views.printing import as_html, heading, print_parts, table
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Unit = Literal["edges", "nodes"]
+Scoring = Literal["rules", "integrated"]
+Order = Literal["magnitude", "signed"]
+STEPS = 5
+"""Points of integrated gradients."""
+SHOWN = 300
+"""Edges of a graph, where nothing was selected."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One pair of inputs: its wires, the corrupted run, and the target in the clean one."""
+
+    wiring: Wiring
+    corrupted: Streams
+    value: float
+
+    @property
+    def gap(self) -> float:
+        """What the clean input has over the corrupted one."""
+        return self.value - self.corrupted.value
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Circuit:
+    """Scores of all edges or nodes between a clean and a corrupted input, and a selection of them.
+
+    Attributes:
+        unit: ``"edges"`` or ``"nodes"``.
+        writers: The embedding and all components, in order.
+        readers: All components and the target, in order.
+        scores: (reader, writer) for edges, (writer,) for nodes: how much of the target it carries, averaged over pairs.
+        effects: (writer,): the same of all that a writer gives; edges sum to it over readers.
+        is_wired: (reader, writer): which edges there are.
+        target: What is explained.
+        value: The target in the clean run less that in the corrupted one, averaged over pairs.
+        kept: The selection, in the shape of `scores`; None for all.
+        meta: Model, versions, rules, how it was scored.
+    """
+
+    unit: Unit
+    writers: tuple[Component, ...]
+    readers: tuple[Component, ...]
+    scores: Tensor
+    effects: Tensor
+    is_wired: Tensor
+    target: str
+    value: float
+    pairs: tuple[Pair, ...]
+    kept: Tensor | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many edges or nodes there are."""
+        return int(self.is_wired.sum()) if self.unit == "edges" else len(self.writers)
+
+    @property
+    def n_kept(self) -> int:
+        """How many of them are selected."""
+        return self.size if self.kept is None else int(self.kept.sum())
+
+    def __repr__(self) -> str:
+        """One line: how many of how many."""
+        chosen = "" if self.kept is None else f"{self.n_kept} of "
+        return f"Circuit({chosen}{self.size} {self.unit} on {self.target!r}, {len(self.pairs)} pairs)"
+
+    # Selection --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _flat(self) -> Tensor:
+        """Scores (unit,) in order."""
+        return self.scores[self.is_wired] if self.unit == "edges" else self.scores
+
+    def _mask(self, chosen: Tensor) -> Tensor:
+        """Chosen units (unit,) in the shape of `scores`."""
+        if self.unit == "nodes":
+            return chosen
+        found = torch.zeros_like(self.is_wired)
+        found[self.is_wired] = chosen
+        return found
+
+    def _best(self, count: int, order: Order) -> Tensor:
+        flat = self._flat if order == "signed" else self._flat.abs()
+        chosen = torch.zeros(self.size, dtype=torch.bool)
+        chosen[flat.argsort(descending=True, stable=True)[:count]] = True
+        return self._mask(chosen)
+
+    def select(
+        self,
+        *,
+        share: float | int | None = None,
+        count: int | None = None,
+        budget: int | None = None,
+        order: Order = "magnitude",
+    ) -> Circuit:
+        """The same circuit with the best edges or nodes selected.
+
+        Args:
+            share: This share of all of them, the heaviest.
+            count: So many of them, the heaviest.
+            budget: At most so many edges, none of which leads nowhere: the heaviest set in which every edge is on a
+                path from the embedding to the target, by an integer programme (needs scipy).
+            order: By ``"magnitude"``, or ``"signed"``: what speaks for the target first.
+        """
+        if [share, count, budget].count(None) != 2:
+            raise InputError("Expected one of `share`, `count` and `budget`.")
+        if order not in get_args(Order):
+            raise InputError(f"`order` must be 'magnitude' or 'signed'; got {order!r:.60}.")
+        if budget is not None:
+            if self.unit != "edges":
+                raise InputError("A budget is of edges; select nodes by `share` or `count`.")
+            weights = self.scores if order == "signed" else self.scores.abs()
+            return replace(self, kept=best_connected(weights, self.is_wired, check_whole(budget, "budget", 1)))
+        if share is not None:
+            if isinstance(share, bool) or not 0 <= share <= 1:
+                raise InputError(f"`share` must be from 0 to 1; got {share!r:.60}.")
+            count = round(share * self.size)
+        return replace(self, kept=self._best(min(check_whole(count, "count", 0), self.size), order))
+
+    # Faithfulness -----------------------------------------------------------------------------------------------------
+
+    @own_modes
+    def faithfulness(
+        self, shares: Sequence[float | int] = SHARES, *, order: Order = "magnitude", progress: bool | None = None
+    ) -> Faithfulness:
+        """Run the model with everything outside of circuits of growing size as it is for the corrupted input.
+
+        Args:
+            shares: Sizes as shares of all edges or nodes; 0 and 1 are always among them.
+            order: As for `select`.
+            progress: Whether to show a progress bar; on a terminal if None.
+        """
+        if not all(isinstance(one, (int, float)) and 0 <= one <= 1 for one in shares):
+            raise InputError(f"`shares` must be numbers from 0 to 1; got {shares!r:.80}.")
+        sizes = sorted({0.0, 1.0, *map(float, shares)})
+        masks = [self._best(round(share * self.size), order) for share in sizes]
+        masks += [] if self.kept is None else [self.kept]
+        edges = torch.stack([self._edges(mask) for mask in masks])
+        rows = [judged(pair, edges) for pair in tqdm(self.pairs, disable=None if progress is None else not progress)]
+        selected = None
+        if self.kept is not None:
+            of_kept = [row.pop() for row in rows]
+            selected = (self.n_kept / self.size, sum(of_kept) / len(of_kept))
+        more = {"unit": self.unit, "size": self.size, "selected": selected, "meta": self.meta | {"order": order}}
+        return faithfulness_of(rows, sizes, **more)
+
+    def _edges(self, kept: Tensor) -> Tensor:
+        """(reader, writer): a node that is kept gives what it gives to all its readers."""
+        return kept if self.unit == "edges" else self.is_wired & kept[None]
+
+    # Looking at it ----------------------------------------------------------------------------------------------------
+
+    def graph(self) -> ComponentGraph:
+        """The selected edges as a graph over all tokens; without a selection, the heaviest.
+
+        What flows into a node is its score, less what is cut off.
+        """
+        kept = self._best(min(SHOWN, self.size), "magnitude") if self.kept is None else self.kept
+        edges = self._edges(kept)
+        weights = self.scores if self.unit == "edges" else torch.where(self.is_wired, self.scores[None], 0)
+        r, b = edges.nonzero(as_tuple=True)
+        heaviest = weights[r, b].abs().argsort(descending=True)
+        named = list(dict.fromkeys([TARGET, *map(self.writers.__getitem__, b), *map(self.readers.__getitem__, r)]))
+        places = {component: place for place, component in enumerate(named)}
+        values = dict(zip(self.writers, self.effects.tolist(), strict=True)) | {TARGET: self.value}
+        into = {reader: float((weights[i] * edges[i]).sum()) for i, reader in enumerate(self.readers)}
+        nodes = tuple(
+            Node(component=one, token=0, value=values[one], cut=values[one] - into.get(one, values[one]))
+            for one in named
+        )
+        made = tuple(
+            Edge(
+                source=places[self.writers[int(b[i])]],
+                target=places[self.readers[int(r[i])]],
+                weight=float(weights[r[i], b[i]]),
+            )
+            for i in heaviest.tolist()
+        )
+        whole = float((weights * self.is_wired).abs().sum())
+        return ComponentGraph(
+            nodes=nodes,
+            edges=made,
+            tokens=("all tokens",),
+            target=self.target,
+            value=self.value,
+            share=float((weights * edges).abs().sum()) / whole if whole else 1.0,
+            meta=self.meta,
+        )
+
+    def save(self, path: str | Path, *, format: GraphFormat = "tensorlens") -> Path:
+        """Write the graph: .html, or .json in this library's format or in circuit-tracer's."""
+        return self.graph().save(path, format=format)
+
+    def save_page(self, path: str | Path, judged: Faithfulness) -> Path:
+        """Write a page with the curve and the graph."""
+        graph, path = self.graph(), Path(path)
+        picture = curve_svg(judged.curve, [f"{share:.1%}" for share, _ in judged.curve])
+        low, high = judged.interval
+        said = [
+            f"What circuits of growing size recover of {self.target!r} in the model, everything else corrupted: "
+            f"CPR {judged.cpr:.3f} [{low:.3f}, {high:.3f}], CMD {judged.cmd:.3f}, of {judged.size} {self.unit}."
+        ]
+        if judged.selected is not None:
+            share, f = judged.selected
+            said.append(f"The graph below shows {share:.1%} of the {self.unit}, which recover {f:.3f}.")
+        text = inside_page(graph.payload(), f"Circuit of {self.target}", before=[*said, picture])
+        return write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+    def show(self, k: int = 10, console: Console | None = None) -> None:
+        """Print the heaviest edges or nodes; without a console, to standard output."""
+        print_parts(self._printed(k), console)
+
+    def _repr_html_(self) -> str:
+        return as_html(lambda console: self.show(console=console))
+
+    def _printed(self, k: int) -> Iterator[RenderableType]:
+        yield heading(repr(self))
+        flat = self._flat
+        best = flat.abs().topk(min(k, len(flat))).indices.tolist()
+        if self.unit == "nodes":
+            yield table(
+                ("node", "score"), [(str(self.writers[i]), f"{float(flat[i]):+.4g}") for i in best], numbers=(1,)
+            )
+            return
+        r, b = self.is_wired.nonzero(as_tuple=True)
+        rows = [(str(self.writers[int(b[i])]), str(self.readers[int(r[i])]), f"{float(flat[i]):+.4g}") for i in best]
+        yield table(("from", "to", "score"), rows, numbers=(2,))
+
+
+def judged(pair: Pair, edges: Tensor) -> list[float]:
+    """F of circuits (circuit, reader, writer) in the model, some at a time."""
+    run, clean = pair.wiring.run, pair.wiring.run.operator.input
+    if pair.gap == 0:
+        raise MethodError("The target is the same for the clean and the corrupted input, so nothing can be recovered.")
+    width = max(map(len, pair.wiring.readers))
+    bytes_each = clean.nbytes * (edges.shape[2] * 2 + 16 * width)
+    most = fitting(bytes_each, len(edges), run.operator.device)
+    found = list[float]()
+    for some in edges.split(most):
+        cancel.check()
+        logits, _ = pair.wiring.judged(some.to(run.operator.device), pair.corrupted, clean)
+        found += [(run.read(one) - pair.corrupted.value) / pair.gap for one in logits]
+    return found
+
+
+# Scoring --------------------------------------------------------------------------------------------------------------
+
+
+@own_modes
+def circuit(
+    lens: Any,
+    clean: Any,
+    corrupted: Any,
+    target: Target | Sequence[Target] | None = None,
+    *,
+    unit: Unit = "edges",
+    scores: Scoring = "rules",
+    steps: int = STEPS,
+    out_token: int = OUT_TOKEN,
+    progress: bool | None = None,
+) -> Circuit:
+    r"""Which edges between components carry what a clean input has over a corrupted one?
+
+    Args:
+        lens: A lens on the model; its rules say how cotangents go back.
+        clean: An input, or a list of texts or of inputs as `lens` takes them.
+        corrupted: The same with something changed, of the same length in tokens; as many as there are clean ones.
+        target: As for `patching`; for several pairs one for all, or a list with one for each.
+        unit: ``"edges"`` between components, or ``"nodes"``: components with all that they give.
+        scores: ``"rules"``: $⟨λ, y(clean) - y(corrupted)⟩$ under the rules of the lens. ``"integrated"``: with λ the
+            gradient of the model averaged along the way from the corrupted input to the clean one (EAP-IG).
+        steps: Points on that way.
+        out_token: Where the target is read.
+        progress: Whether to show a progress bar; on a terminal if None.
+
+    Raises:
+        MethodError: the residual stream of the model is not a plain sum of what its modules give.
+    """
+    if unit not in get_args(Unit):
+        raise InputError(f"`unit` must be 'edges' or 'nodes'; got {unit!r:.60}.")
+    if scores not in get_args(Scoring):
+        raise InputError(f"`scores` must be 'rules' or 'integrated'; got {scores!r:.60}.")
+    check_whole(steps, "steps", 1)
+    items = _items(clean, corrupted, target)
+    pairs, sums, asked = list[Pair](), list[tuple[Tensor, Tensor]](), None
+    for one, other, wanted in tqdm(items, unit=" pairs", disable=None if progress is None else not progress):
+        cancel.check()
+        T = lens(one)
+        asked = Explained.at(T.operator, T.context, T.meta(), out_token, wanted)
+        pair, found = _scored(lens, asked, other, steps if scores == "integrated" else None)
+        pairs.append(pair)
+        sums.append(found)
+    assert asked is not None, "there is at least one pair"
+    wiring = pairs[0].wiring
+    edges, effects = (torch.stack(some).mean(0) for some in zip(*sums, strict=True))
+    return Circuit(
+        unit=unit,
+        writers=wiring.writers,
+        readers=(*wiring.writers[1:], TARGET),
+        scores=edges if unit == "edges" else effects,
+        effects=effects,
+        is_wired=wiring.is_wired(),
+        target=asked.name if len(pairs) == 1 else "the targets of the pairs",
+        value=sum(pair.gap for pair in pairs) / len(pairs),
+        pairs=tuple(pairs),
+        meta={key: asked.meta.get(key) for key in ("model", "versions", "rules")}
+        | {"scores": scores, **({"steps": steps} if scores == "integrated" else {})},
+    )
+
+
+def _items(clean: Any, corrupted: Any, target: Any) -> list[tuple[Any, Any, Any]]:
+    is_list = isinstance(clean, (list, tuple)) and bool(clean) and not isinstance(clean[0], int)
+    if not is_list:
+        return [(clean, corrupted, target)]
+    if not isinstance(corrupted, (list, tuple)) or len(corrupted) != len(clean):
+        raise InputError(f"Expected as many corrupted inputs as clean ones, {len(clean)}; got {corrupted!r:.60}.")
+    targets = target if isinstance(target, list) else [target] * len(clean)
+    if len(targets) != len(clean):
+        raise InputError(f"Expected one target, or one for each of {len(clean)} pairs; got {len(targets)}.")
+    return list(zip(clean, corrupted, targets, strict=True))
+
+
+def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> tuple[Pair, tuple[Tensor, Tensor]]:
+    """A pair, and the scores of its edges (reader, writer) and writers (writer,)."""
+    run = Pass(asked.operator, asked.weights, asked.out_token)
+    wiring, specimen = Wiring(run), lens.specimen
+    arguments = specimen.arguments(specimen.prepare(corrupted).arguments)
+    own = run.recording.from_model("A circuit").inputs
+    streams = wiring.streams(arguments)
+    if streams.leaving.shape[1:] != run.operator.input.shape:
+        n = streams.leaving.shape[1]
+        raise InputError(f"Two inputs of one length are needed; got {run.n_tokens} and {n} tokens.")
+    is_wired = wiring.is_wired()
+    _, (moved,) = wiring.judged(is_wired[None].to(run.operator.device), streams, run.operator.input)
+    pair = Pair(wiring, streams, wiring.streams(own).value)
+    if steps is None:
+        read, written = wiring.cotangents(run)
+    else:
+        read, written = _integrated(specimen, wiring, own, arguments, steps, run.weights)
+    edges = torch.einsum("rij,wij->rw", in_float64(read), in_float64(moved)).cpu()
+    effects = (in_float64(written) * in_float64(moved)).sum((1, 2)).cpu()
+    return pair, (torch.where(is_wired, edges, 0), effects)
+
+
+def _integrated(
+    specimen: Any, wiring: Wiring, clean: dict[str, Any], corrupted: dict[str, Any], steps: int, weights: Weights
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of the model's own gradient, averaged along the way from the corrupted embedding to the clean one."""
+    embedding = wiring.run.recording.from_model("A circuit").anatomy.embedding
+    if embedding is None or "input_ids" not in clean:
+        raise MethodError("Integrated gradients between two inputs need token ids and their embedding.")
+    with torch.no_grad():
+        end, start = (embedding(one["input_ids"]) for one in (clean, corrupted))
+    rules = Rules.jacobian(include_final_norm=wiring.run.recording.rules.include_final_norm)
+    at = replace_rules(specimen, rules)
+    rest = {name: value for name, value in clean.items() if name != "input_ids"}
+    read = written = torch.zeros(())
+    for k in range(1, steps + 1):
+        cancel.check()
+        recording = at.record(rest | {"inputs_embeds": start + k / steps * (end - start)})
+        run = Pass(type(wiring.run.operator)(recording), weights, wiring.run.out_token)
+        more = Wiring(run).cotangents(run)
+        read, written = read.to(more[0]) + more[0] / steps, written.to(more[1]) + more[1] / steps
+    return read, written
+
+
+def replace_rules(specimen: Any, rules: Rules) -> Any:
+    """The same model under other rules."""
+    return type(specimen)(specimen.model, specimen.processor, rules, specimen.blocks, specimen.name)

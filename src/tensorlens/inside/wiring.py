@@ -1,0 +1,350 @@
+r"""The residual stream as wires: who writes, who reads, and runs of the *model* with an input for every reader.
+
+Where each block adds what it writes to a plain sum, what component r reads is
+
+    x_r = Σ_b y_b  over the embedding and all components b before r.
+
+With a circuit C, an edge b → r inside it carries what b gives in this very run, one outside what b gave for the
+corrupted input:
+
+    x_r = x_r(corrupted) + Σ_{b → r ∈ C} (y_b − y_b(corrupted)).
+
+Every reader has an input of its own, so a block runs on as many rows as it has readers, and each reader's output is
+taken from its own row: a head's by silencing the others where the output projection takes them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens import cancel
+from tensorlens.errors import MethodError
+from tensorlens.inside.block import Block
+from tensorlens.inside.edits import parts
+from tensorlens.inside.seats import Arguments, Editable, Seat, readout_of_model, repeated_arguments, seat_of
+from tensorlens.inside.stream import Component, Write
+from tensorlens.inside.target import Pass
+from tensorlens.models.layouts import replace_state, state_of
+from tensorlens.models.runner import AtModule
+from tensorlens.program.marks import MOVES
+from tensorlens.program.nodes import Held, leaves
+from tensorlens.tolerances import repeated
+
+STRAIGHT = frozenset([*MOVES, "linear", "matmul", "add", "cast"])
+"""Operations between a head's mixture and its write that are linear in the model, and not only in T."""
+
+TARGET = Component(kind="target")
+EMBEDDING = Component(kind="embedding")
+
+
+class Reader(NamedTuple):
+    """A component that reads the stream and writes to it.
+
+    Attributes:
+        component: Which one.
+        block: Its block.
+        write: Its write, or that of the attention it is a head of.
+        place: Before which sum of the block it reads; the last counted first.
+        mixture: The slot of what heads mixed, for a head.
+    """
+
+    component: Component
+    block: int
+    write: Write
+    place: int
+    mixture: int | None = None
+
+
+class Streams(NamedTuple):
+    """A plain run: the state that enters each block, that leaves the last, what writes gave, and the target."""
+
+    entering: list[Tensor]
+    leaving: Tensor
+    writes: dict[int, Tensor]
+    value: float
+
+
+@dataclass
+class Wiring:
+    """Who writes and who reads in a pass, in order.
+
+    Writers are the embedding and all readers; what they gave can be read by later readers and by the target.
+
+    Attributes:
+        run: The pass of the clean input.
+        readers: By block.
+
+    Raises:
+        MethodError: the stream of this model is not a plain sum of what single modules give.
+    """
+
+    run: Pass
+    readers: list[list[Reader]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Find readers, and the modules by which the model holds them."""
+        recording = self.run.recording
+        origin = recording.from_model("A circuit")
+        if recording.n_encoder_blocks or self.run.side_channel is not None or not self.run.operator.is_whole:
+            raise MethodError(f"`{recording.name}` has other wires than one residual stream; use `tl.patching`.")
+        if origin.calls[0].layout.batch != 0 or recording.readout is None:
+            raise MethodError(f"A circuit of `{recording.name}` needs samples on the first axis, and a head.")
+        self._model = origin.model
+        self.write_seats: dict[int, Seat] = {}
+        self.head_seats: dict[int, Seat] = {}
+        for block in reversed(self.run.downwards):
+            self.readers.append(list(self._of_block(block)))
+
+    def _of_block(self, block: Block) -> Sequence[Reader]:
+        if block.sums is None:
+            raise self._refusal(f"the parts of block {block.n} cannot be told apart")
+        places = {write.slot: place for place, one in enumerate(block.sums) for write in one.writes}
+        editable = list(parts(block))
+        found: list[Reader] = []
+        for write, kind in block.writes:
+            own = [one for one in editable if one.slot == write.slot and one.head is None]
+            seat = seat_of(self.run, own[0]) if own else None
+            if seat is None:
+                raise self._refusal(f"no single module gives out {kind} of block {block.n}")
+            self.write_seats[write.slot] = seat
+            heads = self._heads(block, write, editable)
+            place = places[write.slot]
+            if heads:
+                found += [Reader(one.component, block.n, write, place, one.slot) for one in heads]
+            else:
+                found.append(Reader(Component(block=block.n, kind=kind), block.n, write, place))
+        return found
+
+    def _heads(self, block: Block, write: Write, editable: list[Editable]) -> list[Editable]:
+        """The heads of a write, where each of them adds to it on its own."""
+        mixture = block.heads_of(write)
+        if mixture is None or not _is_straight(block, mixture.slot, write.slot):
+            return []
+        heads = [one for one in editable if one.slot == mixture.slot and one.head is not None]
+        seat = seat_of(self.run, heads[0])
+        if seat is None:
+            return []
+        self.head_seats[mixture.slot] = seat
+        return heads
+
+    def _refusal(self, why: str) -> MethodError:
+        name = self.run.recording.name
+        return MethodError(
+            f"A circuit of `{name}` needs a residual stream that is a plain sum: {why}. Use `tl.patching`."
+        )
+
+    @property
+    def flat(self) -> list[Reader]:
+        """All readers in order, without the target."""
+        return [one for some in self.readers for one in some]
+
+    @property
+    def writers(self) -> tuple[Component, ...]:
+        """The embedding, then every component that reads and writes."""
+        return (EMBEDDING, *(one.component for one in self.flat))
+
+    def is_wired(self) -> Tensor:
+        """(reader, writer): whether a reader, the target last, comes after a writer."""
+        n = len(self.flat)
+        found = torch.zeros(n + 1, n + 1, dtype=torch.bool)
+        found[:, 0] = True
+        for r, reader in enumerate(self.flat):
+            for b, writer in enumerate(self.flat):
+                found[r, b + 1] = writer.block < reader.block or (
+                    writer.block == reader.block and writer.place > reader.place
+                )
+        found[n] = True
+        return found
+
+    # Cotangents -------------------------------------------------------------------------------------------------------
+
+    def cotangents(self, run: Pass) -> tuple[Tensor, Tensor]:
+        """Where readers read, and where writers wrote, of a pass over the same model.
+
+        Returns:
+            (reader, token, channel), the target last: λ of a reader pulled through it alone, to the stream; and
+            (writer, token, channel): λ of what each wrote.
+        """
+        read, written = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        for n in reversed(range(run.start, run.stop)):
+            block, at = run.block(n), run.cotangents(n)
+            read[n], written[n] = [], []
+            by_slot: dict[int, list[int]] = {}
+            for k, reader in enumerate(self.readers[n]):
+                by_slot.setdefault(reader.write.slot if reader.mixture is None else reader.mixture, []).append(k)
+            for slot, members in by_slot.items():
+                reader = self.readers[n][members[0]]
+                stream = (block.sums or [])[reader.place].stream
+                rows = at[slot][None] if reader.mixture is None else _head_by_head(at[slot], len(members))
+                pulled = block.cotangents_at({slot: rows}, (stream,), (stream,))[stream]
+                read[n] += [block.to_tokens(one)[0] for one in pulled]
+                written[n] += [block.to_tokens(at[reader.write.slot])[0]] * len(members)
+        first, last = run.block(run.start), run.block(run.stop - 1)
+        end = last.to_tokens(run.waiting(run.stop)[last.exit])[0]
+        start = first.to_tokens(run.waiting(run.start)[first.entry])[0]
+        in_order = [[one for n in range(run.start, run.stop) for one in some[n]] for some in (read, written)]
+        return torch.stack([*in_order[0], end]), torch.stack([start, *in_order[1]])
+
+    # Runs of the model ------------------------------------------------------------------------------------------------
+
+    def streams(self, arguments: Arguments) -> Streams:
+        """The stream of a plain run, which must be a plain sum.
+
+        Raises:
+            MethodError: it is not: something stands between what a block writes and the next.
+        """
+        states, last, kept = list[Tensor](), list[Tensor](), dict[int, Tensor]()
+        layout = self.run.recording.from_model("A circuit").calls[0].layout
+
+        def keep(slot: int) -> Callable[[Any], None]:
+            def at(output: Any) -> None:
+                kept[slot] = state_of(output).reshape(states[-1].shape)
+
+            return at
+
+        def leaving(n: int, state: Tensor) -> None:
+            if n == self.run.stop - 1:
+                last.append(layout.to_tokens(state))
+
+        given = {self.module(seat): keep(slot) for slot, seat in self.write_seats.items()}
+        entering = lambda n, state: states.append(layout.to_tokens(state))  # noqa: E731
+        end = readout_of_model(self.run.recording, arguments, given=given, entering=entering, leaving=leaving)
+        for n, readers in enumerate(self.readers):
+            after = states[n + 1] if n + 1 < len(states) else last[0]
+            slots = dict.fromkeys(one.write.slot for one in readers)
+            gap = after - states[n] - sum(kept[slot] for slot in slots)
+            if float(gap.norm()) > repeated(after.dtype) * float(after.norm()):
+                raise self._refusal(f"what leaves block {n} is not what entered it and what it wrote")
+        logits = self.run.recording.logits(end, min(self.run.out_token, states[0].shape[1] - 1))[0]
+        return Streams(states, last[0], kept, self.run.read(logits))
+
+    def module(self, seat: Seat) -> nn.Module:
+        """The module of a seat."""
+        return self._model.get_submodule(seat.path)
+
+    def judged(self, kept: Tensor, corrupted: Streams, clean: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the model with edges outside of circuits carrying what they carry for the corrupted input.
+
+        Args:
+            kept: (circuit, reader, writer): the edges of each circuit, the target as the last reader.
+            corrupted: The stream of the corrupted input.
+            clean: X⁰ of the clean input (token, channel).
+
+        Returns:
+            Logits (circuit, class), and what each writer gave less what it gave for the corrupted input
+            (circuit, writer, token, channel).
+        """
+        run = _Judged(self, kept, corrupted, clean)
+        end = readout_of_model(
+            self.run.recording,
+            repeated_arguments(self.run.recording.from_model("A circuit").inputs, run.n_rows),
+            taken=run.taken,
+            given=run.given,
+            entering=run.entering,
+            leaving=run.leaving,
+        )
+        logits = self.run.recording.logits(end[:: run.width], self.run.out_token)
+        return logits[1:], run.moved[1:]
+
+
+class _Judged:
+    """One run of several circuits: the first is the empty one, which says what components give when corrupted.
+
+    Rows are (circuit, reader of the block).
+    """
+
+    def __init__(self, wiring: Wiring, kept: Tensor, corrupted: Streams, clean: Tensor) -> None:
+        self.wiring, self.corrupted = wiring, corrupted
+        self.kept = torch.cat([torch.zeros_like(kept[:1]), kept]).to(clean)
+        self.width = max(map(len, wiring.readers))
+        self.n_circuits = len(self.kept)
+        self.n_rows = self.n_circuits * self.width
+        self.layout = wiring.run.recording.from_model("A circuit").calls[0].layout
+        # What each writer gives, less what it gives when corrupted: the embedding, then readers in order.
+        self.moved = clean.new_zeros(self.n_circuits, len(wiring.flat) + 1, *clean.shape)
+        self.moved[1:, 0] = clean - corrupted.entering[0][0]
+        self.taken: dict[nn.Module, AtModule] = {}
+        self.given: dict[nn.Module, AtModule] = {}
+        self.starts = [0, *accumulate(map(len, wiring.readers))]
+        for start, readers in zip(self.starts, wiring.readers, strict=False):
+            for slot in dict.fromkeys(one.write.slot for one in readers):
+                self._seat(start, readers, slot)
+
+    def _seat(self, start: int, readers: list[Reader], slot: int) -> None:
+        """What a write's module gives in its own rows is kept; later readers of the block read what they should."""
+        wiring, written = self.wiring, self.corrupted.writes[slot]
+        own = [row for row, one in enumerate(readers) if one.write.slot == slot]
+        later = [row for row, one in enumerate(readers) if one.place < readers[own[0]].place]
+        writers = [start + row + 1 for row in own]
+
+        def gave(output: Any) -> Any:
+            state = state_of(output)
+            rows = state.reshape(self.n_circuits, self.width, *written.shape[1:])
+            moved = rows[:, own] - rows[:1, own]
+            self.moved[:, writers] = moved
+            if not later:
+                return None
+            rows = rows.clone()
+            for row in later:
+                rows[:, row] = written + torch.einsum("cw,cwij->cij", self.kept[:, start + row, writers], moved)
+            return replace_state(output, state, rows.reshape(state.shape))
+
+        self.given[wiring.module(wiring.write_seats[slot])] = gave
+        mixture = readers[own[0]].mixture
+        if mixture is not None:
+            self.taken[wiring.module(wiring.head_seats[mixture])] = self._one_head_each(mixture, own)
+
+    def _one_head_each(self, mixture: int, own: list[int]) -> AtModule:
+        """Leave each row of a head its own head alone."""
+        seat, spec = self.wiring.head_seats[mixture], self.wiring.run.recording.program.specs[mixture]
+        numbers = torch.arange(len(own), dtype=spec.dtype, device=spec.device)[:, None, None].expand(spec.shape[-3:])
+        heads = seat.laid_out(numbers.reshape(spec.shape)).flatten()  # which head each number belongs to
+        is_own = heads[None] == torch.arange(len(own), device=heads.device)[:, None]
+
+        def alone(x: Tensor) -> Tensor:
+            rows = x.clone(memory_format=torch.contiguous_format).view(self.n_circuits, self.width, -1)
+            rows[:, own] *= is_own
+            return rows.reshape(x.shape)
+
+        return alone
+
+    def entering(self, n: int, state: Tensor) -> Tensor:
+        """What each reader of the block reads of earlier blocks."""
+        cancel.check()
+        start, stop = self.starts[n], self.starts[n + 1]
+        found = self.corrupted.entering[n].expand(self.n_circuits, self.width, -1, -1).clone()
+        edges = self.kept[:, start:stop, : start + 1]
+        found[:, : stop - start] += torch.einsum("crw,cwij->crij", edges, self.moved[:, : start + 1])
+        return self.layout.to_native(found.flatten(0, 1)).to(state)
+
+    def leaving(self, n: int, state: Tensor) -> Tensor | None:
+        """What the target reads."""
+        if n != self.wiring.run.stop - 1:
+            return None
+        found = self.corrupted.leaving + torch.einsum("cw,cwij->cij", self.kept[:, -1], self.moved)
+        return self.layout.to_native(found.repeat_interleave(self.width, 0)).to(state)
+
+
+def _is_straight(block: Block, start: int, end: int) -> bool:
+    """Whether the model itself is linear from one slot to another: no norm, nothing that was held."""
+    weights = getattr(block.program.constants, "names", {})
+    for step in block.program.part((start,), (end,)).steps:
+        held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
+        if step.operation not in STRAIGHT and not (step.operation == "mul" and all(n in weights for n in held)):
+            return False
+    return True
+
+
+def _head_by_head(cotangent: Tensor, n_heads: int) -> Tensor:
+    """(head, …): the cotangent of a mixture with all heads but one set to zero."""
+    rows = cotangent.new_zeros(n_heads, *cotangent.shape)
+    for head in range(n_heads):
+        # (…, head, token, channel) as (head, token, channel).
+        rows[head].flatten(0, -3)[head] = cotangent.flatten(0, -3)[head]
+    return rows
