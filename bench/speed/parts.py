@@ -171,11 +171,10 @@ def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
 
 def clock(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
     """What recording costs in Python per torch function that it sees, and in passes; the same at twice the length."""
-    rows = []
+    rows, ids, longer = [], token_ids(n_tokens), token_ids(2 * n_tokens)
     for name in names:
         model = build(name, half(), num_hidden_layers=n_blocks)
         lens, lrp = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp())
-        ids, longer = token_ids(n_tokens), token_ids(2 * n_tokens)
         (forward, both), (twice, _) = passes(model, ids, keep=0), passes(model, longer, keep=0)
         T = lens(ids)
         T.map("tensor.in_class", -1)
