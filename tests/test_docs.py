@@ -17,6 +17,8 @@ from types import ModuleType
 
 import pytest
 
+import tensorlens
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_code"))
@@ -141,6 +143,14 @@ def test_shell_snippets_run(page):
                 assert waiting.returncode == 0, f"{begun}\n{output.decode()[-3000:]}"
             started = []
     assert not started
+
+
+def test_pages_import_public_names_only():
+    text = "\n".join(block.source for page in PAGES for block in blocks(page.read_text("utf-8")))
+    inner = re.findall(r"^\s*(?:from|import) (tensorlens\.[\w.]+)", text, flags=re.M)
+    assert inner and [name for name in inner if not name.startswith("tensorlens.plugins.")] == []
+    used = set(re.findall(r"\btl\.([a-zA-Z_]+)", text))
+    assert used and used <= {*tensorlens.__all__}
 
 
 def test_the_readme_is_short():

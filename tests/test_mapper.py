@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import os
 import pickle
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 
 import tensorlens as tl
 from tensorlens import mapper
+from tensorlens.app import maps_command
 from tensorlens.app.cli import app
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -116,12 +119,54 @@ def test_a_file_becomes_a_table(model, data, tmp_path):
     said = run(model, "--data", data, "--out", tmp_path / "maps.parquet", "--part-rows", 5)
     assert said["maps"] == 12 and said["skipped"] == []
     rows = table(tmp_path / "maps.parquet")
-    assert [row["id"] for row in rows] == list(range(12)) and list(rows[0]) == ["id", *COLUMNS]
+    assert [row["id"] for row in rows] == list(range(12)) and list(rows[0]) == ["id", *COLUMNS, "sink", "text"]
+    assert [row["text"] for row in rows] == TEXTS
     alone = tl.Mapper(model, batch_size=1)({"text": TEXTS})
     for row in rows:
         assert row["tokens"] == alone["tokens"][row["id"]]
         assert row["scores"] == pytest.approx(alone["scores"][row["id"]], rel=1e-3, abs=1e-5)
     assert run(model, "--data", data, "--out", tmp_path / "maps.parquet", "--part-rows", 5)["new_rows"] == 0
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_one_file_by_suffix_with_the_columns_of_the_data(model, suffix, tmp_path):
+    data, out = tmp_path / "data.jsonl", tmp_path / f"maps.{suffix}"
+    rows = [{"id": f"r{k}", "text": text, "label": k % 2, "target": None} for k, text in enumerate(TEXTS[:5])]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    said = run(model, "--data", data, "--out", out, "--part-rows", 2, "--words", "--method", "tensor.in_out")
+    assert said["maps"] == 5 and len(list((tmp_path / f"maps.{suffix}.parts").glob("part-*"))) == 3
+    if suffix == "csv":
+        with out.open(newline="", encoding="utf-8") as file:
+            found = [row | {"scores": json.loads(row["scores"])} for row in csv.DictReader(file)]
+    else:
+        found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [row["id"] for row in found] == [row["id"] for row in rows]
+    assert [str(row["label"]) for row in found] == [str(row["label"]) for row in rows] and "data_target" in found[0]
+    lens = tl.load(model)
+    for row, text in zip(found, TEXTS, strict=False):
+        words = lens(text).map("tensor.in_out", -1).group("words", sink_beside=True)
+        assert row["scores"] == pytest.approx(words.scores[0].tolist(), rel=1e-3, abs=1e-5)
+        sink = words.scores[0, words.meta["sink"]].sum() if "sink" in words.meta else 0.0
+        assert float(row["sink"]) == pytest.approx(float(sink), rel=1e-3, abs=1e-5)
+    before = out.read_bytes()
+    assert (
+        run(model, "--data", data, "--out", out, "--part-rows", 2, "--words", "--method", "tensor.in_out")["new_rows"]
+        == 0
+    )
+    assert out.read_bytes() == before
+
+
+def test_parts_are_cut_by_time_and_continued(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(maps_command, "FIRST_ROWS", 3)
+    clock = itertools.count(step=2.0)  # each part takes two seconds
+    monkeypatch.setattr(maps_command.time, "perf_counter", lambda: next(clock))
+    options = ["--data", data, "--out", tmp_path / "maps", "--part-seconds", 1]
+    run(model, *options)
+    parts = sorted(path.name for path in (tmp_path / "maps").glob("part-*"))
+    assert parts[:4] == [f"part-{first:09}.parquet" for first in (0, 3, 4, 5)] and len(parts) == 10
+    for name in parts[1:3]:
+        (tmp_path / "maps" / name).unlink()
+    assert run(model, *options)["new_rows"] == 2 and [row["id"] for row in table(tmp_path / "maps")] == list(range(12))
 
 
 def test_other_settings_are_refused(model, data, tmp_path):

@@ -135,7 +135,7 @@ def _lend(site: Path, name: str) -> None:
 
 def test_the_version_is_in_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert "version" not in project and project["dynamic"] == ["version"]
+    assert "version" not in project and project["dynamic"] == ["version", "readme"]
     for name in ("README.md", "CITATION.cff", "mkdocs.yml"):
         assert __version__ not in (ROOT / name).read_text("utf-8"), name
 
@@ -151,6 +151,21 @@ def test_the_ranges_cover_what_is_said_to_be_tested():
         assert f"{oldest}.0" in ranges[name] and f"{newest}.9" in ranges[name], name
         assert f"{major}.{minor - 1}.9" not in ranges[name], name
         assert Version(oldest) <= Version(pinned[name]) < Version(f"{newest}.999"), name
+
+
+def test_a_release_has_one_placeholder_and_a_list_that_says_where():
+    holders = [ROOT / "pyproject.toml", ROOT / "CITATION.cff"]
+    assert all("OWNER/tensorlens" in path.read_text("utf-8") for path in holders)
+    places = [
+        *ROOT.glob("*"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "src").rglob("*.py"),
+        *(ROOT / ".github").rglob("*.yml"),
+    ]
+    found = [p for p in places if p.is_file() and "OWNER/tensorlens" in p.read_text("utf-8", errors="ignore")]
+    assert {p.name for p in found} == {"pyproject.toml", "CITATION.cff", "CONTRIBUTING.md"}
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"## [{__version__}]" in changes
 
 
 def test_every_extra_that_an_error_names_exists():

@@ -259,7 +259,8 @@ def test_everything_a_user_holds_has_a_form_for_notebooks() -> None:
         assert html.lstrip().startswith("<") and "<html" not in html
     seen = {type(one) for one in held} | {tl.Prediction}  # a tuple
     public = {value for value in map(tl.__dict__.get, tl.__all__) if isinstance(value, type)}
-    public = {one for one in public if not issubclass(one, Exception)}
+    authors = {tl.Question, tl.Scored}  # held by who writes a method, not by who asks for a map
+    public = {one for one in public - authors if not issubclass(one, Exception)}
     without = [one.__name__ for one in public - seen if not hasattr(one, "_repr_html_")]
     assert without == []
 

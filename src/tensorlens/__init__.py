@@ -48,6 +48,7 @@ __all__ = [
     "circuit",
     "Circuit",
     "Faithfulness",
+    "Dictionary",
     "Prediction",
     "Mapper",
     "Certificate",
@@ -58,10 +59,16 @@ __all__ = [
     "Spectrum",
     "spectral_norm",
     "studies",
-    # teaching it a module or a torch function of your own
+    # teaching it a module, a torch function or a map of your own
     "adapter",
     "activate",
+    "quotient",
+    "value_of",
+    "kernel",
     "rules_for",
+    "method",
+    "Question",
+    "Scored",
     # what can go wrong
     "TensorLensError",
     "AnatomyError",

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Integral
+from pathlib import Path
 from typing import Any
+
+from tensorlens.__about__ import __version__
 
 
 class TensorLensError(Exception):
@@ -65,6 +68,16 @@ def check_iterable(value: Any, name: str, expected: str) -> list[Any]:
 def missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:
     """The error for `feature` when `package`, part of the optional `extra`, is absent."""
     return MissingExtraError(
-        f"{feature} needs the package `{package}`, which is not installed. "
-        f'Install it with: pip install "attention-tensorlens[{extra}]"'
+        f"{feature} needs the package `{package}`, which is not installed. Install it with: {install_line(extra)}"
+    )
+
+
+def install_line(extra: str) -> str:
+    """How to install this package with an extra: by its name, which no index has yet, and as it works today."""
+    name = f"attention_tensorlens-{__version__}-py3-none-any.whl[{extra}]"
+    is_clone = (Path(__file__).parents[2] / "constraints.txt").is_file()
+    today = f"-c constraints.txt -e '.[{extra}]'" if is_clone else f'"{name}"'
+    return (
+        f'pip install "attention-tensorlens[{extra}]" (not published yet: install from the wheel or the clone, '
+        f"here: pip install {today})"
     )

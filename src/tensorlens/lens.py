@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
+from tensorlens.models.plain_tokenizer import known_processor
 from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.recording.conventions import Rules
@@ -33,10 +34,12 @@ class Lens(Printed):
 
     Args:
         model: A model in memory, in any state; it is looked at as it would run at inference.
-        processor: Its tokenizer, image processor or processor, if inputs are to be text or images.
+        processor: Its tokenizer, image processor or processor, if inputs are to be text or images. Any object with
+            `encode` and `decode` is a tokenizer: tiktoken's, one of characters, one of your own.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         blocks: Path of the list of blocks, for a model where the guess is wrong.
         name: What maps should call the model.
+        labels: From a token id to its label, for a model without a tokenizer.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Lens(Printed):
         rules: Rules | str | None = None,
         blocks: str | None = None,
         name: str | None = None,
+        labels: Callable[[int], str] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(
@@ -61,6 +65,7 @@ class Lens(Printed):
         if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
         known_as = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        processor = known_processor(processor, labels)
         self.specimen = Specimen(model, processor, Rules.of(rules), blocks, known_as)
 
     @classmethod
@@ -147,6 +152,7 @@ class Lens(Printed):
         batch_size: int | None = None,
         probes: int | None = None,
         seed: int = 0,
+        raw: bool = False,
         progress: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         skipped: list[tuple[int, str]] | None = None,
@@ -164,6 +170,7 @@ class Lens(Printed):
             batch_size: Samples at a time; as many as go into free memory if None.
             probes: For `tensor.norm`: random probes to sketch it with.
             seed: Random seed for the probes.
+            raw: For rollouts and means of norms; see `AttentionTensor.map`.
             progress: Whether to show a progress bar; on a terminal if None.
             on_error: What becomes of an input that the model cannot take (empty, too long, not text): ``raise``, with
                 its row, or ``skip``: there is no map of it.
@@ -176,7 +183,7 @@ class Lens(Printed):
         """
         check_several(inputs)
         names = (method,) if isinstance(method, str) else tuple(method)
-        asked = Asked(methods=names, out_token=out_token, target=target, probes=probes, seed=seed)
+        asked = Asked(methods=names, out_token=out_token, target=target, probes=probes, seed=seed, raw=raw)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
         found = dataset_maps(self.specimen, inputs, asked, rows, batch_size=batch_size, progress=progress)
         return (maps[method] for maps in found) if isinstance(method, str) else found

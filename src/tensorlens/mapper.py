@@ -11,8 +11,9 @@ from tensorlens.lens import Lens, load
 from tensorlens.maps.defaults import METHOD_OF_CLASSES
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import Target
-from tensorlens.maps.token_map import TokenMap
+from tensorlens.maps.token_map import TokenMap, sink_columns
 from tensorlens.recording.conventions import Rules
+from tensorlens.views.captions import sink_given
 from tensorlens.views.printing import Printed
 
 OnError = Literal["raise", "skip"]
@@ -49,6 +50,8 @@ class Mapper(Printed):
         on_error: ``raise`` for a row that the model cannot take, or ``skip``: it keeps its place with no tokens, and a
             column `error` says why.
         truncate: Whether a text that is too long for the model is cut at its end.
+        groups: Sum the inputs of each ``"words"``, ``"sentences"`` or ``"lines"``, an attention sink beside them;
+            tokens if None.
         loading: Anything else that `load` takes.
     """
 
@@ -64,13 +67,14 @@ class Mapper(Printed):
         rules: Rules | str | None = None,
         on_error: OnError = "raise",
         truncate: bool = False,
+        groups: str | None = None,
         **loading: Any,
     ) -> None:
         if not isinstance(model, str):
             raise InputError(f"`Mapper` takes a model by name; got {type(model).__name__}. Use `lens.maps` for a lens.")
         check_question(method, target)
         self.model, self.method, self.column, self.target = model, method, column, target
-        self.batch_size, self.truncate = batch_size, truncate
+        self.batch_size, self.truncate, self.groups = batch_size, truncate, groups
         self.on_error: OnError = on_error
         self.loading = loading | {"device": device, "rules": rules}
 
@@ -119,14 +123,17 @@ class Mapper(Printed):
             progress=progress,
             first_row=first,
         )
-        made = iter([columns_of(one) for one in maps])
+        grouped = (one if self.groups is None else one.group(self.groups, sink_beside=True) for one in maps)
+        made = iter([columns_of(one) for one in grouped])
         skipped = [(row - first, reason) for row, reason in skipped]
         bad = {row for row, _ in skipped}
         return [dict(EMPTY) if row in bad else next(made) for row in range(len(values))], skipped
 
 
 def columns_of(found: TokenMap) -> dict[str, Any]:
-    """One row of a table: what a map of one output says."""
+    """One row of a table: what a map of one output says, and what of it an attention sink gives."""
+    aside = list(sink_columns(found.scores, found.meta))
+    sinks = sink_given(found.meta, found.shape[0]) or found.scores[:, aside].sum(1)
     target, logit = found.meta.get("target"), found.meta.get("logit")
     return {
         "tokens": list(found.in_tokens),
@@ -135,6 +142,7 @@ def columns_of(found: TokenMap) -> dict[str, Any]:
         "logit": logit[-1] if logit else float("nan"),
         "bias_share": float(found.bias_share[-1]),
         "prediction": found.meta.get("prediction") or "",
+        "sink": float(sinks[-1]),
     }
 
 

@@ -236,8 +236,8 @@ def _check_format(record: type[Record], found: object) -> None:
             f"expected format {known}, got format {version} of an older TensorLens. Compute and save it again."
         )
     raise _Foreign(
-        f"expected format {known}, got format {version[:20]!r}, which a newer TensorLens wrote. Upgrade with: "
-        "pip install --upgrade attention-tensorlens"
+        f"expected format {known}, got format {version[:20]!r}, which a newer TensorLens wrote. Install the "
+        "newer one from its wheel or clone (the package is not published yet)."
     )
 
 

@@ -23,6 +23,7 @@ from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.circuit import Circuit as Circuit
 from tensorlens.inside.circuit import circuit as circuit
 from tensorlens.inside.components import ComponentMap as ComponentMap
+from tensorlens.inside.dictionary import Dictionary as Dictionary
 from tensorlens.inside.faithfulness import Faithfulness as Faithfulness
 from tensorlens.inside.graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.inside_record import Inside as Inside
@@ -32,6 +33,9 @@ from tensorlens.lens import Lens as Lens
 from tensorlens.lens import load as load
 from tensorlens.mapper import Mapper as Mapper
 from tensorlens.maps.methods import METHODS as METHODS
+from tensorlens.maps.methods import Question as Question
+from tensorlens.maps.methods import Scored as Scored
+from tensorlens.maps.methods import method as method
 from tensorlens.maps.token_map import TokenMap as TokenMap
 from tensorlens.operators.certificate import Certificate as Certificate
 from tensorlens.operators.estimates import Estimate as Estimate
@@ -45,8 +49,11 @@ from tensorlens.pairs.similarity import similarity as similarity
 from tensorlens.recommendations import Recommendation as Recommendation
 from tensorlens.recommendations import recommended as recommended
 from tensorlens.recording.conventions import Rules as Rules
+from tensorlens.recording.live import value_of as value_of
 from tensorlens.recording.rules.activations import activate as activate
+from tensorlens.recording.rules.gains import quotient as quotient
 from tensorlens.recording.rules.modules import adapter as adapter
+from tensorlens.recording.rules.recurrences import kernel as kernel
 from tensorlens.recording.table import rules_for as rules_for
 from tensorlens.tensor import AttentionTensor as AttentionTensor
 from tensorlens.tensor import Prediction as Prediction

@@ -236,7 +236,7 @@ def test_load_names_what_is_wrong_with_a_file(tmp_path):
     for name, words in {
         "foreign.json": "got 'something/1' as its format",
         "list.json": "got None as its format",
-        "newer.json": "newer TensorLens.*pip install --upgrade",
+        "newer.json": "newer TensorLens.*wheel or clone",
         "map.txt": r"\.json or \.safetensors",
         "absent.json": "does not exist",
     }.items():

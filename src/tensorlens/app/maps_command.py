@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,9 @@ from tensorlens.errors import InputError
 if TYPE_CHECKING:
     from tensorlens.mapper import Mapper
     from tensorlens.studies.map_table import EncodedPart, MapTable
+
+FIRST_ROWS = 32
+"""Rows of the first part, which shows how long a row takes."""
 
 SHOWN = 5
 """Left-out rows that are printed with their reason, at most."""
@@ -35,7 +39,9 @@ class MapsChoices:
         str, typer.Option(help="What to do with rows that are empty, too long or not text: raise or skip.")
     ] = "raise"
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long for the model.")] = False
-    part_rows: Annotated[int, typer.Option(help="Rows per output file (work lost if interrupted).", min=1)] = 4096
+    words: Annotated[bool, typer.Option("--words", help="One score per word instead of one per token.")] = False
+    part_rows: Annotated[int, typer.Option(help="Most rows per part (work lost if interrupted).", min=1)] = 4096
+    part_seconds: Annotated[float, typer.Option(help="About how long one part may take.", min=1)] = 60.0
 
 
 def maps(
@@ -44,7 +50,11 @@ def maps(
         str, typer.Option(help="A .csv, .jsonl, .parquet or .txt file, or a `datasets` folder.", show_default=False)
     ],
     out: Annotated[
-        Path, typer.Option(help="Folder of parquet files to write; one that is there is continued.", show_default=False)
+        Path,
+        typer.Option(
+            help="What to write: a .csv or .jsonl file, or a folder of parquet files. A run that is there is resumed.",
+            show_default=False,
+        ),
     ],
     method: Annotated[str, typer.Option(help="A method (see `tensorlens methods`).")] = "tensor.in_class",
     target: TargetName = None,
@@ -56,9 +66,9 @@ def maps(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """A map of every row of a data set, as parquet: id, tokens, scores, target, logit, bias_share, prediction.
+    """A map of every row of a data set: id, tokens, scores, target, logit, bias_share, prediction, sink, own columns.
 
-    Example: tensorlens maps smollm2-135m --data reviews.csv --out maps.parquet
+    Example: tensorlens maps smollm2-135m --data reviews.csv --out maps.csv
     """
     reading.check(model)
     wanted = options.target_of(target, against)
@@ -70,15 +80,17 @@ def maps(
 
     rows = RowFile(data, asked.column)
     same = {"batch_size": asked.batch_size, "on_error": asked.on_error, "truncate": asked.truncate}
+    same |= {"groups": "words" if asked.words else None}
     mapper = Mapper(model, method, column=rows.column, target=wanted, **same, **reading.loading())
     about = {"method": method, "target": wanted, "data": rows.digest, "column": rows.column}
     about |= same | {"limit": asked.limit, "part_rows": asked.part_rows}
     table = MapTable(out, model_settings(mapper.lens()) | about)
     started = time.perf_counter()
     n_new = 0
-    for number, n_rows, part in _made(table, mapper, rows.parts(asked.part_rows, asked.limit), ray):
-        table.write(number, part)
+    for first, n_rows, part in _made(table, mapper, chain.from_iterable(rows.parts(1024, asked.limit)), asked, ray):
+        table.write(first, part)
         n_new += n_rows
+    table.finish()
     _report(table, n_new, time.perf_counter() - started, as_json=json)
 
 
@@ -86,21 +98,28 @@ def _check(method: str, on_error: str, out: Path) -> None:
     """Refuse what can be refused before torch is imported."""
     check_method_name(method)
     options.check_choice("on-error", on_error, ("raise", "skip"))
-    if out.is_file():
-        raise InputError(f"`--out` must be a folder, which will hold numbered files; {str(out)!r} is a file.")
+    if out.is_file() and out.suffix.lower() not in (".csv", ".jsonl"):
+        raise InputError(f"`--out` must be a folder, or a .csv or .jsonl file; {str(out)!r} is another file.")
 
 
 def _made(
-    table: MapTable, mapper: Mapper, parts: Iterator[list[Any]], ray: str | None
+    table: MapTable, mapper: Mapper, rows: Iterator[Any], asked: MapsChoices, ray: str | None
 ) -> Iterator[tuple[int, int, EncodedPart]]:
-    """The parts that are missing: here, or from a cluster."""
+    """The parts that are missing: here, or from a cluster. Here a part is as long as the last one was quick."""
     from tensorlens.studies.map_table import encoded
     from tensorlens.studies.ray_parts import parts_on_ray
 
-    waiting = table.pending(parts)
     if ray is not None:
-        return parts_on_ray(ray, mapper, waiting)
-    return ((number, len(rows), encoded(mapper, rows, first, None)) for number, rows, first in waiting)
+        waiting = table.pending(rows, lambda: asked.part_rows)
+        yield from parts_on_ray(ray, mapper, ((first, some, first) for first, some in waiting))
+        return
+    sizes = [min(asked.part_rows, FIRST_ROWS)]
+    for first, some in table.pending(rows, lambda: sizes[-1]):
+        began = time.perf_counter()
+        made = encoded(mapper, some, first, None)
+        rate = len(some) / max(time.perf_counter() - began, 1e-6)
+        sizes.append(min(asked.part_rows, int(rate * asked.part_seconds)))
+        yield first, len(some), made
 
 
 def _report(table: MapTable, n_new: int, seconds: float, *, as_json: bool) -> None:
@@ -113,4 +132,4 @@ def _report(table: MapTable, n_new: int, seconds: float, *, as_json: bool) -> No
     if len(skipped) > SHOWN:
         typer.echo(f"tensorlens: and {len(skipped) - SHOWN} more; see _skipped-*.jsonl in the folder.", err=True)
     rate = f", {n_new / seconds:.1f} rows per second" if n_new else ""
-    typer.echo(f"{n_maps} maps, {len(skipped)} rows left out{rate}. Wrote {table.folder}")
+    typer.echo(f"{n_maps} maps, {len(skipped)} rows left out{rate}. Wrote {table.out}")

@@ -121,6 +121,8 @@ class Classes:
         if self.tokenizer is None:
             raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
         check_unicode(target)
+        if getattr(self.tokenizer, "has_labels_only", False):
+            return self._labelled(target)
         ids = self.tokenizer(target, add_special_tokens=False)["input_ids"]
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         if len(ids) == 1 and (ids[0] != unknown or target == self.tokenizer.unk_token):
@@ -139,6 +141,13 @@ class Classes:
             f"`target` must be one token; {target!r} is {len(ids)} of them: {pieces}.{hint} "
             "Name one token, such as the first of these, or pass its id."
         )
+
+    def _labelled(self, target: str) -> int:
+        """The only class with this label."""
+        found = [index for index in range(self.n_classes) if self.name(index) == target]
+        if len(found) != 1:
+            raise InputError(f"{len(found)} of {self.n_classes} tokens have the label {target!r}. Pass the token's id.")
+        return found[0]
 
 
 class ReadTarget(NamedTuple):
@@ -206,6 +215,8 @@ def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget
 
 def _tokens(classes: Classes, text: str) -> list[int]:
     """The tokens of a text; none where they do not give the text back."""
+    if getattr(classes.tokenizer, "has_labels_only", False):
+        return []
     ids = classes.tokenizer(text, add_special_tokens=False)["input_ids"]
     return list(ids) if classes.tokenizer.decode(ids) == text else []
 

@@ -24,7 +24,7 @@ from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, 
 from tensorlens.maps.methods import METHODS
 from tensorlens.records import Record, Writer, as_array
 from tensorlens.views.answer_text import answer_text
-from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sum_lines, title_of
+from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sink_given, sum_lines, title_of
 from tensorlens.views.labels import visible
 from tensorlens.views.record import MapView, PatchGrid
 from tensorlens.views.table import Table
@@ -241,6 +241,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             words=groups if len(groups) < self.shape[1] else (),
             sums=sum_lines(_array(self.scores.double().sum(1)), _array(self.bias_share), self.meta, given),
             answer=answer,
+            sink=sink_given(self.meta, self.shape[0]),
         )
 
     def save(self, path: str | Path) -> Path:
@@ -365,7 +366,7 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
     if isinstance(meta.get("sink"), list):
         return tuple(k for k in meta["sink"] if type(k) is int and 0 <= k < n_in)
-    is_by_token = meta.get("grid") is None and "grouped" not in meta
+    is_by_token = meta.get("grid") is None and not meta.keys() & {"grouped", "sink_gives"}
     if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
         return ()
     rows = (scores if n_out == 1 else scores[1:]).abs().nan_to_num(nan=0.0)

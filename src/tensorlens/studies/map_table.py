@@ -1,18 +1,21 @@
 """The maps of a data set as a folder of parquet files, which can be stopped at any moment and started again.
 
-| file                    | holds                                                       |
-|-------------------------|-------------------------------------------------------------|
-| `part-00000.parquet`    | the maps of the first rows; whole or not there              |
-| `_skipped-00000.jsonl`  | rows of that part that could not be mapped, and why         |
-| `_config.json`          | settings, digests of model and data, versions               |
+| file                        | holds                                                       |
+|-----------------------------|-------------------------------------------------------------|
+| `part-000004096.parquet`    | the maps of some rows, the first of them row 4096           |
+| `_skipped-000004096.jsonl`  | rows of that part that could not be mapped, and why         |
+| `_config.json`              | settings, digests of model and data, versions               |
 
 Readers of parquet folders (pandas, pyarrow, `datasets`, DuckDB, Spark) pass over names that begin with `_`. A part is
-computed from its own rows alone, so that it is the same whether or not the run was stopped before it.
+there whole or not at all, and is computed from its own rows alone. For `maps.csv` and `maps.jsonl` the folder is
+`maps.csv.parts`, and the file is made of it at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from tensorlens.strict_json import from_json, to_json, write_json, write_text
 from tensorlens.studies.runs import read_run_file, refuse_other_settings
 from tensorlens.versions import package_versions
 
+FILES = (".csv", ".jsonl")
+"""What the maps can be written as besides parquet, by suffix."""
+
 EncodedPart = tuple[bytes, str]
 """A parquet file, and a line of JSON for each row that was left out."""
 
@@ -31,12 +37,13 @@ class MapTable:
     """A folder of maps, opened to be written.
 
     Args:
-        folder: Made if it is not there.
+        out: A folder, made if it is not there; or a .csv or .jsonl file, beside which the folder is made.
         settings: Everything the maps depend on, as plain data; others than those it was begun with are refused.
     """
 
-    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, out: str | Path, settings: dict[str, Any]) -> None:
+        self.out = Path(out)
+        self.folder = self.out.with_name(f"{self.out.name}.parts") if self.out.suffix.lower() in FILES else self.out
         self.settings = from_json(to_json(settings | {"versions": package_versions()}))
         try:
             import pyarrow  # noqa: F401  # pyright: ignore[reportMissingImports]
@@ -50,20 +57,52 @@ class MapTable:
             left.unlink()
         self._open_config()
 
-    def pending(self, parts: Iterable[list[Any]]) -> Iterator[tuple[int, list[Any], int]]:
-        """Number, rows and first row of each part that is not there yet."""
-        first = 0
-        for number, rows in enumerate(parts):
-            if not self._path(number).is_file():
-                yield number, rows, first
-            first += len(rows)
+    def pending(self, rows: Iterator[Any], size: Callable[[], int]) -> Iterator[tuple[int, list[Any]]]:
+        """The first row and the rows of each part that is not there yet.
 
-    def write(self, number: int, part: EncodedPart) -> None:
+        Args:
+            rows: All of them.
+            size: How many the next part may have.
+        """
+        starts = sorted(int(path.stem.removeprefix("part-")) for path in self.folder.glob("part-*.parquet"))
+        first = 0
+        while True:
+            if first in starts:
+                n_there = self._n_rows(first)
+                next(islice(rows, n_there, n_there), None)  # passed over
+                first += n_there
+                continue
+            before = next((start for start in starts if start > first), None)
+            most = max(1, size())
+            some = list(islice(rows, most if before is None else min(most, before - first)))
+            if not some:
+                return
+            yield first, some
+            first += len(some)
+
+    def _n_rows(self, first: int) -> int:
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+
+        skipped = self._skipped(first)
+        n_skipped = len(skipped.read_text("utf-8").splitlines()) if skipped.is_file() else 0
+        return parquet.read_metadata(self._path(first)).num_rows + n_skipped
+
+    def write(self, first: int, part: EncodedPart) -> None:
         """Write one part, whole or not at all."""
         content, skipped = part
         if skipped:  # written first: the part's file marks completion
-            write_text(self.folder / f"_skipped-{number:05}.jsonl", skipped)
-        write_whole(self._path(number), content)
+            write_text(self._skipped(first), skipped)
+        write_whole(self._path(first), content)
+
+    def finish(self) -> None:
+        """Make the one file of all parts, where one was asked for."""
+        if self.folder == self.out:
+            return
+        from pyarrow.parquet import read_table  # pyright: ignore[reportMissingImports]
+
+        parts = sorted(self.folder.glob("part-*.parquet"))
+        write = {".csv": _write_csv, ".jsonl": _write_jsonl}[self.out.suffix.lower()]
+        write_whole(self.out, lambda path: write(path, (read_table(part).to_pylist() for part in parts)))
 
     def skipped(self) -> list[dict[str, Any]]:
         """Rows that were left out, with the reason."""
@@ -76,8 +115,11 @@ class MapTable:
 
         return sum(parquet.read_metadata(path).num_rows for path in self.folder.glob("part-*.parquet"))
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"part-{number:05}.parquet"
+    def _path(self, first: int) -> Path:
+        return self.folder / f"part-{first:09}.parquet"
+
+    def _skipped(self, first: int) -> Path:
+        return self.folder / f"_skipped-{first:09}.jsonl"
 
     def _open_config(self) -> None:
         path = self.folder / "_config.json"
@@ -89,25 +131,63 @@ class MapTable:
         refuse_other_settings(path, {"settings": there}, {"settings": self.settings})
 
 
+def _write_csv(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
+    """Lists as JSON."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        writer: Any = None
+        for row in chain.from_iterable(parts):
+            if writer is None:
+                writer = csv.DictWriter(file, list(row))
+                writer.writeheader()
+            writer.writerow({key: to_json(one) if isinstance(one, (list, dict)) else one for key, one in row.items()})
+
+
+def _write_jsonl(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{to_json(row, ascii_only=True)}\n" for row in chain.from_iterable(parts))
+
+
 def encoded(mapper: Mapper, rows: list[Any], first_row: int, progress: bool | None = False) -> EncodedPart:
     """Map some rows, and make the content of their files; on a cluster this is done where the maps are made.
 
     Args:
         mapper: What to do with the rows.
-        rows: The texts.
+        rows: Rows by column, which are kept, or texts alone.
         first_row: Place of the first of them in the data.
         progress: Whether to show a progress bar; on a terminal if None.
     """
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     from pyarrow import parquet  # pyright: ignore[reportMissingImports]
 
-    found, skipped = mapper.part(rows, first_row, progress=progress)
+    own = [row if isinstance(row, Mapping) else {} for row in rows]
+    texts = [row.get(mapper.column) if isinstance(row, Mapping) else row for row in rows]
+    found, skipped = mapper.part(texts, first_row, progress=progress)
     bad = {row for row, _ in skipped}
-    kept = [{"id": first_row + row} | columns for row, columns in enumerate(found) if row not in bad]
+    kept = [k for k in range(len(rows)) if k not in bad]
+    schema = _schema()
+    ours = pa.Table.from_pylist([{"id": first_row + k} | found[k] for k in kept], schema=schema)
+    names = dict.fromkeys(name for row in own for name in row)
+    if "id" in names:
+        ours = ours.rename_columns({"id": "row"})
+    for name in names:
+        column = [own[k].get(name) for k in kept]
+        ours = ours.append_column(name if name == "id" or name not in schema.names else f"data_{name}", _column(column))
     sink = pa.BufferOutputStream()
-    parquet.write_table(pa.Table.from_pylist(kept, schema=_schema()), sink, compression="zstd")
+    parquet.write_table(ours, sink, compression="zstd")
     lines = (to_json({"row": first_row + row, "reason": reason}) + "\n" for row, reason in skipped)
     return sink.getvalue().to_pybytes(), "".join(lines)
+
+
+def _column(values: list[Any]) -> Any:
+    """A column of the data as it is; as text where its values are of several kinds."""
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]
+
+    try:
+        made = pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        texts = [one if one is None or isinstance(one, str) else to_json(one) for one in values]
+        return pa.array(texts, type=pa.string())
+    return made.cast(pa.string()) if pa.types.is_null(made.type) else made
 
 
 def _schema() -> Any:
@@ -122,5 +202,6 @@ def _schema() -> Any:
             "logit": pa.float64(),
             "bias_share": pa.float64(),
             "prediction": pa.string(),
+            "sink": pa.float64(),
         }
     )

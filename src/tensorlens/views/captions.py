@@ -177,24 +177,41 @@ def sum_lines(
         bias = share * logit
         line = f"inputs sum to {_fixed(total)}; the bias gives {_fixed(bias)}; {what} is {_fixed(logit)}"
         is_whole = abs(total + bias - logit) <= 0.005 + 0.001 * abs(logit)
-        if aside and is_whole:
+        sink = sink_given(meta, len(sums))
+        if (aside or sink) and is_whole:
             own = [(label, float(scores[i])) for label, scores in aside]
-            line = _sum_with_aside(float(total), float(bias), float(logit), what, meta, own)
+            line = _sum_with_aside(float(total), float(bias), float(logit), what, meta, own, sink[i] if sink else None)
         lines.append(line if is_whole else f"{line} with all heads, {_fixed(total + bias)} with those kept")
     return tuple(lines)
 
 
+def sink_given(meta: Mapping[str, Any], n_out: int) -> tuple[float, ...]:
+    """What a held attention sink gives of each output; empty where none is held."""
+    given: Any = meta.get("sink_gives")
+    is_known = is_by_output("sink_gives", given, n_out) and all(map(_is_number, given))
+    return tuple(map(float, given)) if is_known else ()
+
+
 def _sum_with_aside(
-    total: float, bias: float, logit: float, what: str, meta: Mapping[str, Any], aside: Sequence[tuple[str, float]]
+    total: float,
+    bias: float,
+    logit: float,
+    what: str,
+    meta: Mapping[str, Any],
+    aside: Sequence[tuple[str, float]],
+    sink: float | None,
 ) -> str:
     """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
     called = "set aside" if "set_aside" in meta else "the first token"
     grouped = meta.get("grouped", "tokens")
     shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
     line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
-    for label, own in aside:
+    named = [(f"“{visible(label).strip()}”, {called},", own) for label, own in aside]
+    named += [] if sink is None else [("an attention sink", sink)]
+    for name, own in named:
         share = f" ({own / logit:.0%})".replace("%", " %") if logit and 0 < own / logit <= 1 else ""
-        line += f"; “{visible(label).strip()}”, {called}, {_fixed(own)}{share}"
+        line += f"; {name} {_fixed(own)}{share}"
+    bias -= sink or 0.0
     return line if _fixed(bias) == "0.00" else f"{line}; the bias {_fixed(bias)}"
 
 

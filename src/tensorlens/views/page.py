@@ -154,6 +154,7 @@ def payload(view: MapView) -> dict[str, Any]:
         "setAside": list(view.set_aside),
         "words": [list(word) for word in view.words],
         "sums": list(view.sums),
+        "sink": list(view.sink),
         "biasShare": bias,
         "grid": None if grid is None else {"rows": grid.rows, "columns": grid.columns, "first": grid.first},
         "image": view.image,

@@ -43,7 +43,8 @@ class MapView:
     `signed` says whether the method's scores may be below zero; None leaves it to the scores.
     `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
     word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
-    `answer` holds prompt and answer as text, for a map of an answer.
+    `answer` holds prompt and answer as text, for a map of an answer. `sink` is what a held attention sink gives of each
+    output, beside the inputs.
     """
 
     scores: np.ndarray
@@ -61,6 +62,7 @@ class MapView:
     words: tuple[tuple[str, int, int], ...] = ()
     sums: tuple[str, ...] = ()
     answer: AnswerText | None = None
+    sink: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that numbers, labels, grid and image fit together."""

@@ -6,8 +6,7 @@ Every number is printed, so that nothing is lost without colour. Tokens are `Tex
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 import numpy as np
 from rich.cells import set_cell_size
@@ -79,54 +78,38 @@ def _one_row(view: MapView) -> RenderableType:
     parts.append(Padding(_bars(view, in_colours), (1, 0)))
     if is_long:
         parts.append(Padding(Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim"), (0, 0, 1, 0)))
-    return Group(*parts, *([_aside(view)] if view.set_aside else []))
+    return Group(*parts)
 
 
-def _aside(view: MapView) -> RenderableType:
-    """The inputs outside the colour scale, which are still in the sum, each with its own bar."""
-    own = replace(
-        view,
-        scores=view.scores[:, list(view.set_aside)],
-        in_tokens=tuple(view.in_tokens[j] for j in view.set_aside),
-        signed=view.is_signed,
-        set_aside=(),
-        grid=None,
-        image=None,
-    )
-    note = Text(
-        "Set aside: in the sum, but outside the colour scale. `map --no-aside` or .set_aside() puts it back.",
-        style="dim",
-    )
-    return Padding(Group(_bars(own, range(len(view.set_aside)), view.set_aside), note), (0, 0, 1, 0))
-
-
-def _bars(view: MapView, order: Iterable[int], positions: Sequence[int] | None = None) -> Table:
+def _bars(view: MapView, order: Iterable[int]) -> Table:
+    """Inputs in the colours, then those outside and a sink: on the same scale, a bar that is too long broken."""
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    for j in order:
-        score = float(view.scores[0, j])
-        table.add_row(
-            str(positions[j] if positions else j),
-            Text(_label(view.in_tokens[j], 24)),
-            _number(score, view),
-            _bar(score, view),
-        )
+    coloured = [(str(j), view.in_tokens[j], float(view.scores[0, j])) for j in order]
+    aside = [(str(j), view.in_tokens[j], float(view.scores[0, j])) for j in view.set_aside]
+    aside += [("", "attention sink", given) for given in view.sink]
+    for lines, is_aside in ((coloured, False), (aside, True)):
+        for place, name, score in lines:
+            style = "dim" if is_aside else ""
+            number = Text(_number(score, view), style=style)
+            table.add_row(place, Text(_label(name, 24), style=style), number, _bar(score, view, is_aside=is_aside))
     return table
 
 
-def _bar(score: float, view: MapView) -> Text:
+def _bar(score: float, view: MapView, *, is_aside: bool = False) -> Text:
     """A bar from a common zero: to the left below zero, to the right above."""
-    share = min(abs(score) / view.limit, 1.0) if score == score else 0.0
+    share = abs(score) / view.limit if score == score else 0.0
     half = _BAR_WIDTH // 2 if view.is_signed else _BAR_WIDTH
     length = round(share * half) if share < 1 else half
-    colour = Style(color=_colour(0.7 if score > 0 else -0.7, view.is_signed))
+    colour = Style(dim=True) if is_aside else Style(color=_colour(0.7 if score > 0 else -0.7, view.is_signed))
+    bar = "█" * (length - 2) + "╱╱" if share > 1.005 else "█" * length
     if not view.is_signed:
-        return Text("█" * length, style=colour)
-    left = Text(" " * (half - length) + "█" * length if score < 0 else " " * half, style=colour)
-    return Text.assemble(left, ("│", "dim"), Text("█" * length if score > 0 else "", style=colour))
+        return Text(bar, style=colour)
+    left = Text(" " * (half - length) + bar[::-1] if score < 0 else " " * half, style=colour)
+    return Text.assemble(left, ("│", "dim"), Text(bar if score > 0 else "", style=colour))
 
 
 def _matrix(view: MapView) -> RenderableType:

@@ -1,11 +1,11 @@
-// Inputs that take no part in the colours: a switch, and a bar of their own. A decoder's first token is often many times larger than the others.
+// Inputs that take no part in the colours, and what an attention sink gives: a switch, and bars on the scale of the others.
 
 class Aside {
   constructor(lens) {
     this.lens = lens;
     this.columns = lens.data.setAside.length ? lens.data.setAside : [0];
     this.list = element("ol", { class: "ranking" });
-    const title = element("h3", { text: "Set aside: in the sum, not in the colours" });
+    const title = element("h3", { text: "In the sum, not in the colours" });
     this.node = element("section", { class: "aside", hidden: "" }, [title, this.list]);
     this.control = this.buildSwitch();
   }
@@ -21,16 +21,23 @@ class Aside {
     });
   }
 
-  // The longest fills its track: a scale of its own.
-  update() {
+  // On the scale of the inputs above; a bar that would be longer than its track is broken.
+  update(zero, span, limit) {
     const { lens } = this;
     const { i } = lens.cursor;
-    this.node.hidden = lens.scores.aside.size === 0;
-    const columns = this.columns.slice(0, 8);
-    const limit = Math.max(...columns.map((j) => Math.abs(lens.scores.at(i, j)) || 0)) || 1;
-    const lines = columns.map((j) => ({ j, score: lens.scores.at(i, j), share: Math.abs(lens.scores.at(i, j) / limit) || 0 }));
-    this.list.replaceChildren(...lines.map((line) => rankingLine(lens, line, 0, 1, limit)));
-    for (const fill of this.list.querySelectorAll(".fill")) Object.assign(fill.style, { left: "0", background: "var(--muted)" });
+    const columns = lens.scores.aside.size ? this.columns.slice(0, 8) : [];
+    const named = columns.map((j) => ({ j, score: lens.scores.at(i, j) }));
+    if (lens.data.sink.length) named.push({ j: null, name: "attention sink", score: lens.data.sink[i] });
+    this.node.hidden = named.length === 0;
+    this.list.replaceChildren(...named.map(({ j, name, score }) => {
+      const room = score < 0 ? zero : 1 - zero;
+      const share = Math.max(-zero * span, Math.min(score / limit, (1 - zero) * span)) || 0;
+      const line = rankingLine(lens, { j, name, score, share }, zero, span, limit);
+      const fill = line.querySelector(".fill");
+      fill.style.background = "var(--muted)";
+      fill.classList.toggle("broken", Math.abs(score / limit) / span > room + 0.005);
+      return line;
+    }));
   }
 }
 

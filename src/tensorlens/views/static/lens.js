@@ -9,7 +9,7 @@ class MapLens {
   constructor(host, data, source = data) {
     this.host = host;
     this.source = source;
-    this.data = { setAside: [], sums: [], ...data, outTokens: data.outTokens ?? data.inTokens };
+    this.data = { setAside: [], sums: [], sink: [], ...data, outTokens: data.outTokens ?? data.inTokens };
     this.nOut = this.data.outTokens.length;
     this.nIn = this.data.inTokens.length;
     this.hasOneText = data.outTokens === null;
@@ -201,7 +201,6 @@ class MapLens {
     this.texts.forEach((text) => text.paint());
     this.picture?.paint();
     this.ranking.update();
-    this.aside.update();
     this.sum.textContent = visible(this.data.sums[i] ?? "");
     this.sum.hidden = !this.data.sums[i];
     const [limit, what] = this.picture ? [this.picture.limit(), "the patches"] : [this.scores.scaleOf(i, true), "this row"];

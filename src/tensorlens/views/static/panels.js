@@ -34,12 +34,13 @@ function ranking(lens) {
     const above = Math.max(0, ...lines.map(({ share }) => share));
     const span = below + above || 1;
     list.replaceChildren(...lines.map((line) => rankingLine(lens, line, below / span, span, limit)));
+    lens.aside.update(below / span, span, limit);
     if (!lines.length) list.append(element("li", { class: "empty", text: "All scores of this output are zero." }));
   };
   return { node, update };
 }
 
-function rankingLine(lens, { j, score, share }, zero, span, limit) {
+function rankingLine(lens, { j, name = null, score, share }, zero, span, limit) {
   const fill = element("i", { class: score < 0 ? "fill below" : "fill" });
   const width = Math.abs(share) / span;
   fill.style.width = `${100 * width}%`;
@@ -48,11 +49,11 @@ function rankingLine(lens, { j, score, share }, zero, span, limit) {
   const axis = element("i", { class: "zero" });
   axis.style.left = `${100 * zero}%`;
   const line = element("li", {}, [
-    element("bdi", { class: "name", text: shorten(visible(lens.data.inTokens[j]), 28).trim(), title: `input ${j}` }),
+    element("bdi", { class: "name", text: name ?? shorten(visible(lens.data.inTokens[j]), 28).trim(), title: name ?? `input ${j}` }),
     element("span", { class: "track" }, [axis, fill]),
     element("span", { class: "number", text: formatNumber(score, lens.isSigned, limit) }),
   ]);
-  line.addEventListener("pointermove", (event) => lens.hover({ i: lens.cursor.i, j }, event));
+  if (j !== null) line.addEventListener("pointermove", (event) => lens.hover({ i: lens.cursor.i, j }, event));
   line.addEventListener("pointerleave", () => lens.hover(null));
   return line;
 }
