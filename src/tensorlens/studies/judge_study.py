@@ -228,7 +228,11 @@ def run_judges(
         of = by_name[some[0].judge]
         methods = options.methods or of.methods or default_methods()
         if of.measure is not None:
-            return [_about(item) | found for item, found in zip(some, of.measure(lens, some, methods), strict=True)]
+            found = []
+            for item in some:  # each may take a minute
+                tell(f"{of.name}: {item.name}, {len(run.records()) + len(found)} of {len(items)} items done")
+                found += [_about(item) | one for one in of.measure(lens, [item], methods)]
+            return found
         key = some[0].model, of.name
         if key not in scorers:
             scorers[key] = Scorer(of.models.get(some[0].model, lens), methods, tell)
