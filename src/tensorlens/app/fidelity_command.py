@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from tensorlens.app import options
 from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, RunFolder, listed
 from tensorlens.app.printing import print_json, print_rows
 from tensorlens.errors import InputError
+
+if TYPE_CHECKING:
+    from tensorlens.studies.runs import StudyResult
 
 
 def fidelity_(
@@ -42,35 +46,39 @@ def fidelity_(
     for one in states.values() or [reading]:
         one.check(model)
     text = options.read_input(input)
-    from tensorlens.studies.fidelity_study.report import (
-        alternative_table,
-        dynamics,
-        error_table,
-        norm_table,
-        property_table,
-    )
     from tensorlens.studies.fidelity_study.run import FidelityOptions
     from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
 
     chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
-    if revisions is not None:
-        every = {}
-        for name, of in states.items():
-            lens = of.lens(model, final_norm=final_norm)
-            every[name] = run_fidelity(lens, text, out / name.replace("/", "-"), options=chosen).summary
-        print_json(every) if json else print_rows([{"revision": name} | dynamics(one) for name, one in every.items()])
-        return
-    lens = reading.lens(model, final_norm=final_norm)
-    result = run_fidelity(lens, text, out, options=chosen)
-    summary = result.summary
+    made = {
+        name: run_fidelity(of.lens(model, final_norm=final_norm), text, folder, options=chosen)
+        for name, of, folder in [(n, s, out / n.replace("/", "-")) for n, s in states.items()] or [("", reading, out)]
+    }
     if json:
-        print_json(summary)
-        return
-    print_rows(norm_table(summary))
-    print_rows(alternative_table(summary))
+        print_json({name: one.summary for name, one in made.items()} if states else made[""].summary)
+    elif states:
+        _compare(made)
+    else:
+        _print(made[""])
+
+
+def _compare(made: Mapping[str, StudyResult]) -> None:
+    """One line for each checkpoint."""
+    from tensorlens.studies.fidelity_study.report import dynamics
+
+    print_rows([{"revision": name} | dynamics(one.summary) for name, one in made.items()])
+
+
+def _print(result: StudyResult) -> None:
+    """Norms and bounds, errors, properties, and where the rest is."""
+    from tensorlens.studies.fidelity_study import report
+
+    summary = result.summary
+    print_rows(report.norm_table(summary))
+    print_rows(report.alternative_table(summary))
     typer.echo("\nmedian errors relative to F(X)")
-    print_rows(error_table(summary))
+    print_rows(report.error_table(summary))
     if summary["properties"]:
         typer.echo("\nproperties of the slice T[i]")
-        print_rows(property_table(summary))
+        print_rows(report.property_table(summary))
     typer.echo(f"\nReport: {result.report}")
