@@ -250,6 +250,7 @@ class AttentionTensor(InsideQuestions):
         norm: NormKind = "frobenius",
         probes: int | None = None,
         seed: int = 0,
+        raw: bool = False,
         precision: Precision | None = None,
         positions: bool = False,
     ) -> TokenMap:
@@ -267,6 +268,8 @@ class AttentionTensor(InsideQuestions):
             probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
                 None for the exact norm.
             seed: Random seed for the probes.
+            raw: For rollouts and means of norms: join the blocks' matrices as they are; otherwise rows are divided by
+                their sums first.
             precision: Precision of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
             positions: For `tensor.in_class` and `tensor.in_out` of a model that adds positions to its words,
@@ -274,7 +277,7 @@ class AttentionTensor(InsideQuestions):
                 that they are without this.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
-        check_question(method, target, norm, probes, seed)
+        check_question(method, target, norm, probes, seed, raw=raw)
         every = self._outputs(out_token)
         if positions:
             check_split(method, groups)
@@ -291,6 +294,7 @@ class AttentionTensor(InsideQuestions):
             norm=norm,
             probes=probes and int(probes),
             seed=int(seed),
+            raw=raw,
         )
         found = begin_finishing(METHODS[method].compute(question), question.classes)()
         made = TokenMap(

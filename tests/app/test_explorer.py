@@ -403,7 +403,7 @@ def test_a_picture_without_a_head_is_asked_about_its_class_token():
         image = client.post("/api/images", content=png()).json()["image"]
         found = events(ask(client, model="dinov2", text=None, image=image, method=None))
     told = next(event for event in found if event["type"] == "input")
-    assert told["method"] == "tensor.in_out" and not told["every"] and told["out_token"] == 0
+    assert told["method"] == "tensor.contribution" and not told["every"] and told["out_token"] == 0
 
 
 def test_a_map_is_there_before_its_certificate(client, monkeypatch):

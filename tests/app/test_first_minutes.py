@@ -24,6 +24,7 @@ from tensorlens.app.method_names import METHOD_NAMES
 from tensorlens.maps.targets import Classes, read_target
 from tensorlens.models import loading
 from tensorlens.tensor import AttentionTensor
+from tensorlens.views.captions import percent
 from tensorlens.views.labels import visible
 
 runner = CliRunner()
@@ -168,7 +169,7 @@ def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
     T = tl.load(decoder)("Red and blue")
     best = T.predictions(k=1)[0]
     assert said.startswith(f"The model says “{visible(best.name)}” (")
-    assert f"Why “{visible(best.name)}”?" in said
+    assert f"Why “{visible(best.name)}” ({percent(best.probability)}) after “Red and blue”?" in said
     inputs, bias, logit = map(
         float, re.search(r"sum to (\S+); the bias gives (\S+); the logit is (\S+)\s", said).groups()
     )

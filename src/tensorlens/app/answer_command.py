@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from tensorlens.app import options
 from tensorlens.app.map_command import content
-from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_choice, check_file
-from tensorlens.app.printing import print_json, stage
+from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, PassageOptions, check_choice, check_file
+from tensorlens.app.printing import print_json, while_waiting
 from tensorlens.errors import InputError
+from tensorlens.views.captions import badge
 
 if TYPE_CHECKING:
     from tensorlens.answers.answer import Answer
@@ -39,10 +41,11 @@ Rows = Annotated[
     ),
 ]
 Explained = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="What to explain for each token: centred (logit minus the mean logit), logit, or runner_up (logit minus "
-        "the runner-up's)."
+        help="What to explain for each token: runner_up (logit minus the runner-up's, the default), centred (logit "
+        "minus the mean logit, the default with --against), or logit.",
+        show_default=False,
     ),
 ]
 Through = Annotated[
@@ -66,14 +69,14 @@ def answer_(
     against: Against = None,
     groups: Columns = "sentences",
     rows: Rows = None,
-    target: Explained = "centred",
+    target: Explained = None,
     through: Through = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer, in tokens.")] = 64,
     certify: Certify = True,
     out: MapFile = None,
     json: Json = False,
     final_norm: FinalNorm = True,
-    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+    reading: PassageOptions = PassageOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Why did it say that? An answer, and the parts of the prompt that it rests on.
 
@@ -88,13 +91,26 @@ def answer_(
     _check(answer, against, groups, rows, target, through=through, max_new_tokens=max_new_tokens)
     text = options.read_input(prompt, images=False)
     lens = reading.lens(model, final_norm=final_norm)
-    stage("Generating the answer" if answer is None else "Recording one pass of the model")
-    found = lens.answer(_with_images(text, image or []), answer, max_new_tokens=max_new_tokens)
+    with while_waiting("Generating the answer" if answer is None else "Recording one pass of the model"):
+        found = lens.answer(_with_images(text, image or []), answer, max_new_tokens=max_new_tokens)
+    if not json:
+        typer.echo(f"The answer: {found.text.strip()}\n")
+    with while_waiting("Tracing it back to the prompt"):
+        made = found.map(groups, rows, target, against=against, through=through, set_aside=(0,))  # type: ignore[arg-type]  # checked above
+    if not json:
+        _show(made, is_saved=out is not None)
     if certify:
-        stage("Measuring the certificate")
-        found.tensor.certificate()
-    made = found.map(groups, rows, target, against=against, through=through, set_aside=(0,))  # type: ignore[arg-type]  # checked above
-    _deliver(found, made, out, as_json=json)
+        with while_waiting("Measuring the certificate; --no-certify skips it"):
+            certificate = found.tensor.certificate()
+        made = replace(made, meta=made.meta | {"certificate": found.tensor.meta()["certificate"]})
+        if not json:
+            typer.echo(badge(certificate.passed, certificate.errors))
+    if out is not None:
+        made.save(out)
+    if json:
+        print_json(content(made) | _record(found))
+    elif out is not None:
+        typer.echo(f"Wrote {out}")
 
 
 def _with_images(text: str, images: list[Path]) -> Any:
@@ -106,12 +122,20 @@ def _with_images(text: str, images: list[Path]) -> Any:
 
 
 def _check(
-    answer: str | None, against: str | None, groups: str, rows: str, target: str, *, through: bool, max_new_tokens: int
+    answer: str | None,
+    against: str | None,
+    groups: str,
+    rows: str,
+    target: str | None,
+    *,
+    through: bool,
+    max_new_tokens: int,
 ) -> None:
     """Refuse what no model could answer, before one is loaded."""
     check_choice("groups", groups, GROUPS)
     check_choice("rows", rows, ("answer", *GROUPS))
-    check_choice("target", target, TARGETS)
+    if target is not None:
+        check_choice("target", target, TARGETS)
     for name, value in (("answer", answer), ("against", against)):
         if value is not None and not value.strip():
             raise InputError(f"`--{name}` must not be empty; got {value!r}.")
@@ -123,21 +147,14 @@ def _check(
         raise InputError(f"`--max-new-tokens` must be at least 1; got {max_new_tokens}.")
 
 
-def _deliver(found: Answer, made: TokenMap, out: Path | None, *, as_json: bool) -> None:
-    if out is not None:
-        made.save(out)
-    if as_json:
-        print_json(content(made) | _record(found))
-        return
-    typer.echo(f"The answer: {found.text.strip()}\n")
-    if out is None:
-        made.show()
+def _show(made: TokenMap, *, is_saved: bool) -> None:
+    """The map before its certificate; where it goes into a file, what its rows sum to."""
+    if not is_saved:
+        replace(made, meta={key: value for key, value in made.meta.items() if key != "certificate"}).show()
         typer.echo("")
-    shown = () if out is None and made.shape[0] == 1 else made.view().sums  # a single row says so itself
+    shown = () if not is_saved and made.shape[0] == 1 else made.view().sums  # a single row says so itself
     for label, line in zip(made.out_tokens, shown, strict=False):
         typer.echo(f"{f'{label.strip()}: ' if made.shape[0] > 1 else ''}{line}.")
-    if out is not None:
-        typer.echo(f"Wrote {out}")
 
 
 def _record(found: Answer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tensorlens.app import options
 from tensorlens.app.options import FinalNorm, Json, Model, ModelOptions
-from tensorlens.app.printing import print_json, stage
+from tensorlens.app.printing import print_json, while_waiting
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
@@ -39,10 +39,10 @@ def check_(
     """
     text = None if input is None else options.read_input(input)
     lens = reading.lens(model, final_norm=final_norm)
-    stage("Recording one pass of the model")
-    T = lens(default_input(lens) if text is None else text)
-    stage("Measuring the certificate")
-    certificate = T.certificate()
+    with while_waiting("Recording one pass of the model"):
+        T = lens(default_input(lens) if text is None else text)
+    with while_waiting("Measuring the certificate"):
+        certificate = T.certificate()
     if json:
         content = {"model": lens.name, "n_tokens": T.n_tokens, "n_channels": T.n_channels, "n_blocks": T.n_blocks}
         print_json(content | certificate.as_dict())

@@ -9,7 +9,7 @@ import typer
 from tensorlens.app import options
 from tensorlens.app.options import Certify, Json, LoadOptions, MapFile, Model, OtherTarget, TargetName, check_choice
 from tensorlens.app.printing import print_json, while_waiting
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, LoadError
 from tensorlens.recommendations import QUESTIONS
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def explain_(
     """
     written = one_text(model, text or [])
     check_choice("for", question, QUESTIONS)
-    reading.check(model)
+    _check(reading, model, written)
     options.check_file(out, (".json", ".safetensors") if question == "component" else options.SUFFIXES)
     read = options.read_input(written)
     lens = reading.lens(model)
@@ -65,6 +65,20 @@ def explain_(
         say(f"Wrote {e.save(out)}")
     if json:
         print_json(_content(e))
+
+
+def _check(reading: LoadOptions, model: str, text: str) -> None:
+    """Refuse a model that cannot be, with the line that works where its name on the hub is known."""
+    from tensorlens.models.resolving import FORMER_NAMES
+
+    try:
+        reading.check(model)
+    except LoadError as error:
+        if model not in FORMER_NAMES:
+            raise
+        raise LoadError(
+            f'{model!r} is {FORMER_NAMES[model]!r} on the hub: tensorlens explain {FORMER_NAMES[model]} "{text}"'
+        ) from error
 
 
 def one_text(model: str, words: list[str]) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import Input, Json, Model, ModelOptions, OtherTarget, TargetName, target_of
-from tensorlens.app.printing import print_json, stage
+from tensorlens.app.printing import print_json, while_waiting
 from tensorlens.errors import InputError
 
 SUFFIXES = (".html", ".json")
@@ -47,10 +47,15 @@ def inside(
     chosen, heads = target_of(target, against), options.head_choice(without)
     text = options.read_input(input_)
     lens = reading.lens(model)
-    stage("Recording one pass of the model")
-    T = lens(text)
-    stage("Looking inside")
-    found = T.inside(out_token, chosen, share, max_nodes=max_nodes)
+    with while_waiting("Recording one pass of the model"):
+        T = lens(text)
+    if not json:
+        with while_waiting("Heads and feed-forwards"):
+            components = T.components(out_token, chosen)
+        components.show()
+        typer.echo("")
+    with while_waiting("The graph, and why heads looked where they did"):
+        found = T.inside(out_token, chosen, share, max_nodes=max_nodes)
     pairs = [(block, head) for block, some in heads.items() for head in some]
     removed = T.ablate(pairs, out_token, chosen) if pairs else None
     if out is not None:
@@ -58,7 +63,7 @@ def inside(
     if json:
         print_json(found.as_dict() | ({} if removed is None else {"without": removed.as_dict()}))
         return
-    found.show()
+    found.graph.show()
     if removed is not None:
         typer.echo("")
         removed.show()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from tensorlens.app import options
 from tensorlens.app.method_names import check_method_name
@@ -21,12 +22,13 @@ from tensorlens.app.options import (
     OtherTarget,
     TargetName,
 )
-from tensorlens.app.printing import print_json, stage
+from tensorlens.app.printing import print_json, stage, while_waiting
 from tensorlens.errors import InputError, MethodError
 from tensorlens.recommendations import default_method, default_output, has_predictions
-from tensorlens.views.captions import predicted
+from tensorlens.views.captions import badge, predicted
 
 if TYPE_CHECKING:
+    from tensorlens.maps.headlines import Headlined
     from tensorlens.maps.token_map import TokenMap
     from tensorlens.tensor import AttentionTensor, Prediction
 
@@ -87,17 +89,23 @@ def map_(
     stage("Recording one pass of the model")
     T = part.of(lens(text))
     question = MapQuestion.complete(T, method, out_token, wanted)
-    weights, note = read_targets(T, question)
-    if note:
-        typer.echo(f"tensorlens: {note}", err=True)
-    if certify and question.method.startswith("tensor."):
+    predictions = question.predictions(T, N_PREDICTIONS)
+    say = _nothing if json else typer.echo
+    if predictions:
+        say(f"{predicted([(one.name, one.probability) for one in predictions])}\n")
+    certify = certify and question.method.startswith("tensor.")
+    if json and certify:  # which prints all at once
         stage("Measuring the certificate")
         T.certificate()
-    stage(f"Computing {question.method}")
-    found = T.map(question.method, question.out_token, weights, norm=norm)  # type: ignore[arg-type]  # checked above
+    found = _found(T, question, norm)
     found = found if aside else found.set_aside()
-    found = found.words() if words else found  # pyright: ignore[reportAttributeAccessIssue]
-    _deliver(T, question, found, out, as_json=json)
+    found = found.words() if words else found
+    _show(found, say, is_saved=out is not None, as_json=json)
+    found = _certified(T, found, say) if certify else found
+    if out is not None:
+        say(f"Wrote {found.save(out)}")
+    if json:
+        print_json(content(found) | {"predictions": [one._asdict() for one in predictions]})
 
 
 # Before a model is loaded ---------------------------------------------------------------------------------------------
@@ -171,55 +179,69 @@ class MapQuestion:
                 f"`--out-token` must be from {-n_out} to {n_out - 1} for these {n_out} outputs; got {out_token}."
             )
         if method is None:
-            from tensorlens.maps.defaults import METHOD
+            from tensorlens.maps.defaults import METHOD, has_one_row
 
             method = default_method(T, target)
-            if method != METHOD and out_token is None and not T.operator.recording.pools:
+            if method != METHOD and out_token is None and not has_one_row(T.operator.recording, method):
                 out_token = default_output(T)
         return cls(method=method, out_token=out_token, target=target)
 
     def predictions(self, T: AttentionTensor, k: int) -> list[Prediction]:
-        """What the model says at the output asked about: the last one if all are."""
-        return T.predictions(k=k, out_token=-1 if self.out_token is None else self.out_token)
+        """What the model says at the output asked about; nothing where all are, or for a model without a head."""
+        is_one = self.out_token is not None or T.operator.recording.pools
+        return T.predictions(k=k, out_token=self._place(T)) if is_one and has_predictions(T) else []
 
-    @property
-    def targets(self) -> tuple[Any, ...]:
-        """The target, or both of a contrast."""
-        return self.target if isinstance(self.target, tuple) else (self.target,)
+    def headlined(self, T: AttentionTensor) -> Headlined | None:
+        """The target as it is read, and the headline, of a question about one output and a prediction."""
+        from tensorlens.maps.headlines import headlined
+        from tensorlens.maps.methods import METHODS
+
+        is_one = self.out_token is not None or T.operator.recording.pools
+        if not has_predictions(T) or not METHODS[self.method].takes_target or self.target is None and not is_one:
+            return None
+        first, *others = self.target if isinstance(self.target, tuple) else (self.target,)
+        return headlined(T.operator.recording, T.context, self._place(T), first, others[0] if others else None)
+
+    def _place(self, T: AttentionTensor) -> int:
+        chosen = default_output(T) if self.out_token is None else self.out_token
+        return 0 if T.operator.recording.pools else chosen % T.shape[0]
 
 
-def read_targets(T: AttentionTensor, question: MapQuestion) -> tuple[Any, str]:
-    """The target on logits, and what was taken differently from how it was written; one it does not know is refused."""
-    classes = T.context.classes
-    if question.target is None or classes is None:
-        return question.target, ""
-    from tensorlens.maps.targets import read_target
+def _found(T: AttentionTensor, question: MapQuestion, norm: str) -> TokenMap:
+    """The map with its headline; what was read differently from how it was written is said."""
+    told = question.headlined(T)
+    if told is not None and told.asked.note:
+        typer.echo(f"tensorlens: {told.asked.note}", err=True)
+    stage(f"Computing {question.method}")
+    weights = question.target if told is None else told.asked.weights
+    found = T.map(question.method, question.out_token, weights, norm=norm)  # type: ignore[arg-type]  # checked above
+    return found if told is None else replace(found, meta=found.meta | told.meta)
 
-    place = default_output(T) if question.out_token is None else question.out_token
-    first, *others = question.targets
-    asked = read_target(classes, first, others[0] if others else None, T.operator.recording.logits_at(place))
-    return asked.weights, asked.note
+
+def _certified(T: AttentionTensor, found: TokenMap, say: Callable[[str], None]) -> TokenMap:
+    """The map with the certificate, which is said in one line."""
+    with while_waiting("Measuring the certificate; --no-certify skips it"):
+        certificate = T.certificate()
+    say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
+    return replace(found, meta=found.meta | {"certificate": T.meta()["certificate"]})
 
 
 # What is printed ------------------------------------------------------------------------------------------------------
 
 
-def _deliver(T: AttentionTensor, question: MapQuestion, found: TokenMap, out: Path | None, *, as_json: bool) -> None:
-    is_one = question.out_token is not None or T.operator.recording.pools
-    said = question.predictions(T, N_PREDICTIONS) if is_one and has_predictions(T) else []
-    if out is not None:
-        found.save(out)
+def _nothing(text: str) -> None:
+    """Say nothing: JSON stands alone."""
+
+
+def _show(found: TokenMap, say: Callable[[str], None], *, is_saved: bool, as_json: bool) -> None:
+    """The map before its certificate: in the terminal, or the sentence of its sum where it goes into a file."""
     if as_json:
-        print_json(content(found) | {"predictions": [one._asdict() for one in said]})
         return
-    if said:
-        typer.echo(f"{predicted([(one.name, one.probability) for one in said])}\n")
-    if out is None:
-        found.show()  # and what it sums to
-    else:
+    if is_saved:
         for line in found.view().sums:
-            typer.echo(f"{line[:1].upper()}{line[1:]}.")
-        typer.echo(f"Wrote {out}")
+            say(f"{line[:1].upper()}{line[1:]}.")
+        return
+    replace(found, meta={key: value for key, value in found.meta.items() if key != "certificate"}).show()
 
 
 def content(found: TokenMap) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import typer
 
 from tensorlens.app.printing import stage
 from tensorlens.errors import InputError
+from tensorlens.recommendations import recommended
 from tensorlens.recording.conventions import RULE_SETS, Rules
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
 """What a map can be saved as."""
+PASSAGE_RULES = str(recommended("passage").rules.name)
+"""The rule set of commands that ask which passage an answer rests on."""
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 Model = Annotated[
@@ -105,6 +108,12 @@ class LoadOptions:
         }
 
 
+RULES_HELP = (
+    f"Rule set, which decides what is kept fixed: {', '.join(RULE_SETS)} (default: {{default}}); or pairs such as "
+    "gate=half,attention=hold."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
     """How a model is loaded, and under which rules.
@@ -113,13 +122,7 @@ class ModelOptions(LoadOptions):
         rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them.
     """
 
-    rules: Annotated[
-        str,
-        _option(
-            f"Rule set, which decides what is kept fixed: {RULE_SETS[0]} (default), {', '.join(RULE_SETS[1:])}; "
-            "or pairs such as gate=half,attention=hold."
-        ),
-    ] = RULE_SETS[0]
+    rules: Annotated[str, _option(RULES_HELP.format(default=RULE_SETS[0]))] = RULE_SETS[0]
 
     def check(self, model: str) -> None:
         """Refuse an unknown rule set too."""
@@ -130,6 +133,13 @@ class ModelOptions(LoadOptions):
         """What `load` takes besides the name, with the rules that were chosen."""
         rules = Rules.of(self.rules, include_final_norm=final_norm)
         return super().loading(final_norm=final_norm, device=device) | {"rules": rules}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassageOptions(ModelOptions):
+    """The same with the rules that find passages as the default."""
+
+    rules: Annotated[str, _option(RULES_HELP.format(default=PASSAGE_RULES))] = PASSAGE_RULES
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:

@@ -19,6 +19,9 @@ METHOD = "tensor.in_out"
 METHOD_OF_CLASSES = "tensor.in_class"
 """The method of `Mapper`, of `tensorlens maps` and of the explorer where the model has a head."""
 
+METHOD_OF_PICTURES = "tensor.contribution"
+"""What is asked first of a picture in a model without a head."""
+
 OUT_TOKEN = -1
 """The output of questions about one of them: the last, which in a decoder predicts what comes next."""
 

@@ -88,5 +88,7 @@ def known_processor(processor: Any, labels: Callable[[int], str] | None) -> Any:
         return PlainTokenizer(None, lambda ids: "".join(str(labels(i)) for i in ids))
     if processor is None or any(hasattr(processor, name) for name in ("convert_ids_to_tokens", "tokenizer")):
         return processor
-    encode, decode = (getattr(processor, name, None) for name in ("encode", "decode"))
-    return PlainTokenizer(encode, decode) if callable(encode) and callable(decode) else processor
+    encode: Any = getattr(processor, "encode", None)
+    decode: Any = getattr(processor, "decode", None)
+    has_both = callable(encode) and callable(decode)
+    return PlainTokenizer(encode, decode) if has_both else processor

@@ -70,6 +70,21 @@ def is_hub_id(name: str) -> bool:
     return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
 
 
+FORMER_NAMES = {
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+    "distilgpt2": "distilbert/distilgpt2",
+    "bert-base-uncased": "google-bert/bert-base-uncased",
+    "bert-base-cased": "google-bert/bert-base-cased",
+    "roberta-base": "FacebookAI/roberta-base",
+    "distilbert-base-uncased": "distilbert/distilbert-base-uncased",
+    "t5-small": "google-t5/t5-small",
+}
+"""Names that tutorials use, and what the hub calls these models now."""
+
+
 def check_model_name(name: str | Path, revision: str | None = None) -> None:
     """Refuse a name that can be no model. Nothing is read, converted, imported or asked for.
 

@@ -20,10 +20,11 @@ from tensorlens.errors import InputError
 from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
 from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, has_one_row
+from tensorlens.maps.headlines import Headlined, headlined
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import tokenizer_of
-from tensorlens.recommendations import default_method, default_output
+from tensorlens.recommendations import default_method, default_output, has_predictions
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload
@@ -75,12 +76,21 @@ class Answers:
         job.tell("input", **_about(parts, ask))
         T = parts.part(ask)
         key = ask.digest
-        found = self.results.get(key) or compute_map(job, T, ask.method, ask.out_token, _target(ask))
+        found = self.results.get(key) or self._map(job, T, ask)
         self._keep(key, found)
         job.tell("map", map=payload(found.view()), result=key)
         if is_of_tensor(found.method):
             found = self._certified(job, key, found, T)
         return {"type": "done", "result": key, "is_kept": is_kept} | facts(found)
+
+    def _map(self, job: Job, T: AttentionTensor, ask: Ask) -> TokenMap:
+        """The map with its headline, where it is about one output and a prediction."""
+        assert ask.method is not None
+        asked = _headlined(T, ask) if ask.method == METHOD_OF_CLASSES else None
+        if asked is None:
+            return compute_map(job, T, ask.method, ask.out_token, _target(ask))
+        found = compute_map(job, T, ask.method, ask.out_token, asked.asked.weights)
+        return msgspec.structs.replace(found, meta=found.meta | asked.meta)
 
     def answer(self, job: Job, ask: AnswerAsk) -> Event:
         """The map of an answer, told as soon as it is there, and then its certificate."""
@@ -99,7 +109,9 @@ class Answers:
         """Heads, flow and graph for what a map is about."""
         T = self._parts(job, ask.subject).whole
         job.tell("progress", stage="Looking inside", done=None)
-        found = T.inside(_output(T, ask), _target(ask), max_nodes=INSIDE_NODES, n_whys=0)
+        asked = _headlined(T, ask, _output(T, ask))
+        weights = _target(ask) if asked is None else asked.asked.weights
+        found = T.inside(_output(T, ask), weights, max_nodes=INSIDE_NODES, n_whys=0)
         return {"type": "done", "inside": found.payload()}
 
     def ablate(self, job: Job, ask: AblateAsk) -> Event:
@@ -220,6 +232,15 @@ def _complete(T: AttentionTensor, ask: Ask) -> Ask:
     elif is_one and out_token is None and not pools:
         out_token = default_output(T)
     return msgspec.structs.replace(ask, method=method, is_one=False, out_token=out_token)
+
+
+def _headlined(T: AttentionTensor, ask: Ask, out_token: int | None = None) -> Headlined | None:
+    """The target as people write it; None for a question about every output, or without a head."""
+    recording = T.operator.recording
+    place = 0 if recording.pools else ask.out_token if out_token is None else out_token
+    if place is None or not has_predictions(T) or T.operator.span.stop != recording.n_blocks:
+        return None
+    return headlined(recording, T.context, place % T.shape[0], ask.target, ask.against)
 
 
 def _target(ask: Ask) -> Target | None:

@@ -6,10 +6,11 @@ One sample of the run is one input. The summary pools directions and inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError, InputError, MethodError
@@ -30,7 +31,7 @@ from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_pr
 from tensorlens.studies.fidelity_study.report import fidelity_report
 from tensorlens.studies.fidelity_study.summary import fidelity_summary
 from tensorlens.studies.identity import digest_of, model_settings, tensor_digest
-from tensorlens.studies.options import chosen_options
+from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.runs import Run, StudyResult
 from tensorlens.tensor import AttentionTensor
 
@@ -38,8 +39,7 @@ SIZES = tuple(float(f"{10 ** (k / 4):.6g}") for k in range(-12, 3))
 """Lengths of a move relative to the input's, from 0.001 to about 3."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FidelityOptions:
+class FidelityOptions(Options, frozen=True, kw_only=True):
     """Everything a fidelity run depends on besides model and inputs.
 
     Attributes:
@@ -94,7 +94,7 @@ def fidelity(
     chosen = chosen_options(FidelityOptions, options, changes)
     several = list(inputs) if _is_list_of_texts(inputs) else [inputs]
     described = [_described(lens, one) for one in several]
-    run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": asdict(chosen)})
+    run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": structs.asdict(chosen)})
     run.work(
         [[i] for i in range(len(several))], lambda group: [measure(lens, several[i], chosen) for i in group], progress
     )
