@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.tables import markdown, ranged
 from tensorlens.errors import InputError
+from tensorlens.strict_json import to_json
 from tensorlens.studies.perturbation_study.summary import compare_two, perturbation_summary
 
 FOLDER = Path(__file__).parents[1] / "records" / "paper"
@@ -99,7 +100,7 @@ def pack(run: Path, name: str, folder: Path = FOLDER) -> Path:
     if not (run / "summary.json").is_file():
         raise InputError(f"Expected a finished run in {str(run)!r}; there is no summary. Run the command to its end.")
     config = json.loads((run / "config.json").read_text("utf-8"))
-    lines = [json.dumps({"settings": config["settings"]}), *(run / "samples.jsonl").read_text("utf-8").splitlines()]
+    lines = [to_json({"settings": config["settings"]}), *(run / "samples.jsonl").read_text("utf-8").splitlines()]
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}{ENDING}"
     target.write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
