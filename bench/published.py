@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
 from bench.records import KINDS, Records, Row, chance, is_ours, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
 
@@ -40,26 +42,37 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def use_table(runs: list[Records]) -> str:
-    """By run: what was chosen on one half, what it has on the other, and how far it is from what else there is."""
-    return markdown([_use(run) for run in runs])
+    """What was chosen for a question over all its runs, and by run what it has on the other half."""
+    best = chosen(runs)
+    return f"Chosen: **{best}**\n\n{markdown([_use(run, best) for run in runs])}"
 
 
-def _use(run: Records) -> dict[str, str]:
-    found = rows(run)
-    ours = [row for row in found if is_ours(row.method)]
-    others = [row for row in found if not is_ours(row.method)]
-    best, rival = ours[0], max(others, key=lambda row: row.value, default=None)
-    cells = {
-        "judge": f"{run.judge}, {run.model}",
-        "chosen": best.method,
-        "held out": ranged(best.value, best.low, best.high),
-    }
-    if rival is None:
-        return cells | {"best of the others": "–", "less it": "–"}
-    return cells | {
-        "best of the others": f"{rival.method}, {rival.value:.3f}",
-        "less it": ranged(*less(run, best, rival), "+.3f"),
-    }
+def chosen(runs: list[Records]) -> str:
+    """The map of T with the highest mean over the first halves of all runs.
+
+    On a tie it is the one whose rule set does best with all targets together.
+    """
+    by_run = [{row.method: row.chosen for row in rows(run) if is_ours(row.method)} for run in runs]
+    common = {method: mean(of[method] for of in by_run) for method in by_run[0] if all(method in of for of in by_run)}
+
+    def of_rules(method: str) -> float:
+        rules = method.partition(", ")[0]
+        return mean(value for other, value in common.items() if other.partition(", ")[0] == rules)
+
+    return max(common, key=lambda method: (round(common[method], 6), of_rules(method)))
+
+
+def _use(run: Records, method: str) -> dict[str, str]:
+    found = {row.method: row for row in rows(run)}
+    best = found.pop(method)
+    others = [row for row in found.values() if not is_ours(row.method)]
+    ours = [row for row in found.values() if is_ours(row.method)]
+    cells = {"judge": f"{run.judge}, {run.model}", "held out": ranged(best.value, best.low, best.high)}
+    for name, some in (("best baseline or control", others), ("best other map of T", ours)):
+        rival = max(some, key=lambda row: row.value, default=None)
+        said = "–" if rival is None else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), '+.3f')}"
+        cells[name] = said
+    return cells
 
 
 def everything() -> str:

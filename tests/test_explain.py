@@ -50,16 +50,15 @@ def printed(e: tl.Explanation) -> str:
 def test_what_is_recommended_exists_and_has_a_reason(question):
     found = tl.recommended(question)
     assert found.question == question and found.rules.name in RULE_SETS
-    assert found.method in {*tl.METHODS, "components"} and found.target == "logit"
+    assert found.method in {*tl.METHODS, "components"}
+    assert found.target == ("runner_up" if question == "passage" else "logit")
     assert re.search(r"docs/[a-z-]+\.md\)\.$", found.because)
     assert question == "paper" or re.search(r"\d", found.because)
 
 
-def test_words_need_other_rules_where_there_are_no_gates(lens):
-    assert lens.explain(TEXT).rules == tl.recommended("word").rules == tl.Rules.half_gate()
-    e = tiny_lens("neox").explain(TEXT)
-    assert e.rules == tl.recommended("word", gated=False).rules == tl.Rules.attn_lrp()
-    assert e.because == tl.recommended("word", gated=False).because
+def test_what_is_recommended_is_taken(lens):
+    e = lens.explain(TEXT)
+    assert (e.rules, e.because) == (tl.recommended("word").rules, tl.recommended().because)
     with pytest.raises(tl.InputError, match="word, passage, component, paper"):
         tl.recommended("sentence")
 
@@ -71,7 +70,10 @@ def test_words_need_other_rules_where_there_are_no_gates(lens):
 def test_an_explanation_is_the_recommended_map_put_together(lens, question):
     e = lens.explain(TEXT, question)
     rules = tl.recommended(question).rules
-    plain = lens.with_rules(rules)(TEXT).map("tensor.in_class", -1)
+    T = lens.with_rules(rules)(TEXT)
+    first, second = T.predictions(2)
+    target = (first.index, second.index) if tl.recommended(question).target == "runner_up" else None
+    plain = T.map("tensor.in_class", -1, target)
     torch.testing.assert_close(e.map.scores.sum(), plain.scores.sum())
     assert e.map.meta["rules"] == rules.as_dict() == e.rules.as_dict()
     grouped = {"passage": "sentences"}.get(question, "words")
@@ -94,6 +96,15 @@ def test_the_headline_asks_why_with_the_models_own_probability(lens):
     assert contrast.map.meta["logit"][0] == pytest.approx(first.logit - second.logit, abs=1e-4)
     with pytest.raises(tl.InputError, match="must differ"):
         lens.explain(TEXT, against=first.index)
+
+
+def test_a_passage_is_asked_for_against_the_likeliest_other(lens):
+    first, second = lens(TEXT).predictions(2)
+    e = lens.explain(TEXT, "passage")
+    assert e.map.meta["logit"][0] == pytest.approx(first.logit - second.logit, abs=1e-4)
+    assert " rather than “" in e.headline
+    e = lens.explain(TEXT, "passage", target=second.index)
+    assert e.map.meta["logit"][0] == pytest.approx(second.logit - first.logit, abs=1e-4)
 
 
 def test_the_words_of_a_headline():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from functools import cache
@@ -23,6 +24,7 @@ from zoo import TEXT, VISION, build, randomise
 
 import tensorlens as tl
 from tensorlens.app import cli
+from tensorlens.models.bundled import is_installed
 from tensorlens.pairs import similarity as similarity_code
 
 A, B = [3, 9, 14, 22, 31, 8], [7, 9, 40, 12]
@@ -63,6 +65,32 @@ def test_real_weights_sum_to_the_cosine(pair: tuple[str, str], groups: str | Non
     for pooling in POOLINGS:
         found = tl.similarity(lens, *pair, pooling=pooling, groups=groups)
         assert abs(total(found) - found.value) < 1e-6 * max(1.0, abs(found.value)), pooling
+
+
+FIRSTS = (
+    "A man is playing a guitar.|How do I reset my password?|The cat sat on the mat.|It rains.|Who wrote Faust?|"
+    "The bank raised its rates. Shares fell.|She sings well.|Dogs bark at night.|He bought a red car.|"
+    "Snow fell. Roads closed."
+)
+SECONDS = (
+    "Someone plays an instrument.|Open settings. Choose a new password.|A kitten rests on a rug.|Heavy precipitation!|"
+    "Goethe is the author of the play.|Interest became dearer. Markets dropped.|A fine voice.|The hound is loud.|"
+    "My bicycle is blue.|Winter storm shuts highways."
+)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["minilm", "mpnet", "nomic-bert"])
+def test_twenty_pairs_of_real_encoders(name: str) -> None:
+    """Every pooling with every grouping."""
+    if not is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    lens, firsts, seconds = tl.load(name, device="cpu"), FIRSTS.split("|"), SECONDS.split("|")
+    pairs = [*zip(firsts, seconds, strict=True), *zip(firsts, reversed(seconds), strict=True)]
+    asked = itertools.cycle(itertools.product((None, *POOLINGS), (None, "words", "sentences")))
+    for pair, (pooling, groups) in zip(pairs, asked, strict=False):
+        found = tl.similarity(lens, *pair, pooling=pooling, groups=groups)
+        assert abs(total(found) - found.value) < 1e-6 * abs(found.value), (pair, pooling, groups)
 
 
 def test_a_shared_meaning_comes_first() -> None:
@@ -127,6 +155,22 @@ def test_pulls_give_what_pushes_give(name: str) -> None:
     assert (taken.parts(two)[:-1] - torch.stack([pushed[:9].sum(0), pushed[9:].sum(0)])).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("pooling", [None, "mean", "cls", "max", "late", "dense"])
+@pytest.mark.parametrize("is_short_first", [True, False])
+def test_a_short_text_is_pulled_through_a_long_one(pooling: Any, is_short_first: bool, tmp_path: Path) -> None:
+    dense = {"pooling_mode_mean_tokens": True}
+    lens = encoder_folder(tmp_path, dense) if pooling == "dense" else tl.Lens(build("bert"))
+    pooling = None if pooling == "dense" else pooling
+    sides = similarity_code._Sides(lens, None, pooling, None, "cosine")
+    texts = [[3, 9], [3 + k % 50 for k in range(30)]]
+    a, b = [sides.look(text) for text in (texts if is_short_first else texts[::-1])]
+    found = sides.compare(a, b).scores
+    assert ("parts" in vars(a), "parts" in vars(b)) == (is_short_first, not is_short_first)
+    assert b.parts is not None and a.parts is not None  # with both known, nothing is pulled
+    both = sides.compare(a, b).scores
+    assert (found - both).abs().max() < 1e-12 and both[:-1, :-1].abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("pooling", [None, "mean", "cls", "last", "max"])
 def test_the_other_way_round_is_the_transpose(pooling: str | None) -> None:
     lens = tl.Lens(build("bert"))
@@ -176,6 +220,15 @@ def test_many_passages_record_each_input_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(seen) == 4
     assert torch.equal(found[0].scores, tl.similarity(lens, A, B).scores)
     assert found[1].value == pytest.approx(1.0)
+
+
+def test_a_recording_that_was_stopped_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = tl.Lens(build("bert"))
+    with monkeypatch.context() as broken:
+        broken.setattr("tensorlens.specimen.record", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lens(A)
+    assert tl.similarity(lens, B, B).value == pytest.approx(1.0)
 
 
 # Poolings of the model's own -----------------------------------------------------------------------------------------
@@ -363,6 +416,26 @@ def test_it_is_shown_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixt
         )
 
 
+def test_text_over_picture(tmp_path: Path) -> None:
+    text, image = tl.Lens(tower("clip text")), tl.Lens(tower("clip image"))
+    ids = [*A, 2]
+    found = tl.similarity(text, ids, PICTURE, other=image)
+    assert found.headline.startswith("Why are text and picture similar (cosine")
+    places = found.meta["b_pictures"][0]["places"]
+    n = len(found.in_tokens) - 2  # a class token and the bias
+    assert len(places) == n and [place[0] for place in places] == list(range(1, n + 1))
+    assert len(found.payload()["pictures"][1][0]["places"]) == n and found.payload()["pictures"][0] == []
+    halves = tl.similarity(image, PICTURE, PICTURE, groups={"regions": (1, 2)})
+    tokens = tl.similarity(image, PICTURE, PICTURE)
+    assert halves.out_tokens == ("[CLS]", "region 0,0", "region 0,1", "bias")
+    left = [place[0] for place in tokens.meta["a_pictures"][0]["places"] if place[1] < 0.5]
+    assert float(halves.scores[1, 1]) == pytest.approx(float(tokens.scores[left][:, left].sum()), abs=1e-12)
+    assert total(halves) == pytest.approx(halves.value, abs=1e-9)
+    cut = tl.similarity(text, ids, PICTURE, other=image, groups={"regions": (1, 2)})
+    assert cut.scores.shape == (len(ids) + 1, 4) and total(cut) == pytest.approx(found.value, abs=1e-9)
+    assert found.save(tmp_path / "pairs.png").stat().st_size > 5000
+
+
 def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
     given = ["similar", "minilm", *SENTENCES[0]]
@@ -373,6 +446,29 @@ def test_the_command(tmp_path: Path) -> None:
     assert content["n_against"] == 5 and len(content["top"]) == 10
     for wrong in (["--pooling", "sum"], ["--groups", "x"], ["--measure", "x"], ["--out", "x.csv"]):
         assert isinstance(run.invoke(cli.app, [*given, *wrong]).exception, tl.InputError)
+
+
+@pytest.mark.browser
+def test_a_word_lights_up_its_patches(browser: Any, tmp_path: Path) -> None:
+    boxes = [[1, 0.0, 0.0, 0.5, 1.0], [2, 0.5, 0.0, 1.0, 1.0]]
+    found = tl.PairMap(
+        scores=torch.tensor([[0.0, 0.5, 0.0, 0.1], [0.0, 0.0, -0.4, 0.0], [0.1, 0.0, 0.0, 0.2]]),
+        out_tokens=("one", "two", "bias"),
+        in_tokens=("[CLS]", "patch 0,0", "patch 0,1", "bias"),
+        measure="cosine",
+        value=0.5,
+        meta={"b_pictures": [{"image": None, "places": boxes}]},
+    )
+    tab = browser.new_page()
+    tab.goto(found.save(tmp_path / "pairs.html").as_uri())
+    expect(tab.locator(".token:visible")).to_have_text(["one", "two", "[CLS]"])
+    tab.locator(".token").nth(1).click()
+    read = "node => [...node.getContext('2d').getImageData(330, 224, 1, 1).data]"
+    red, _, blue, _ = tab.locator(".pictures canvas").evaluate(read)
+    assert blue > red + 40
+    tab.locator(".pictures canvas").click(position={"x": 20, "y": 20})
+    expect(tab.locator(".partners li").first).to_have_text("+0.500 one × patch 0,0")
+    tab.close()
 
 
 @pytest.mark.browser

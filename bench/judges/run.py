@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tensorlens.studies.judge_study import (
     evidence,
     run_judges,
 )
-from tensorlens.studies.options import check_positive, checked_names, chosen_options
+from tensorlens.studies.options import checked_names, chosen_options
 from tensorlens.studies.perturbation_study.run import perturbation
 from tensorlens.studies.runs import Run, StudyResult
 
@@ -35,8 +34,7 @@ WINDOW = 128
 """Tokens of a window that is perturbed, as in the paper."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions(JudgeOptions):
+class BenchOptions(JudgeOptions, frozen=True, kw_only=True):
     """Everything a run of judges depends on besides model and data.
 
     Attributes:
@@ -63,10 +61,10 @@ class BenchOptions(JudgeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "n_tokens", "peer_limit", "peer_workers")
-        object.__setattr__(self, "judges", checked_names(self.judges, JUDGES, "judges"))
+        self.check_positive("n_tokens", "peer_limit", "peer_workers")
+        self.settle(judges=checked_names(self.judges, JUDGES, "judges"))
         if self.peers:
-            object.__setattr__(self, "peers", checked_names(self.peers, PEERS, "peers"))
+            self.settle(peers=checked_names(self.peers, PEERS, "peers"))
 
 
 def judge(

@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     lens = tl.load(options.weights or options.model)
     texts = Texts(lens, read_dataset(options.data / "wikitext-2" / "valid.txt"), cut="windows", limit=options.limit)
-    plain = PlainModel(lens, 32)
+    plain = PlainModel(lens, batch_size=32)
     changes = {replacement: [] for replacement in REPLACEMENTS}
     for index in range(len(texts)):
         for replacement in REPLACEMENTS:
@@ -53,8 +53,8 @@ def single(texts: Texts, plain: PlainModel, index: int, replacement: str) -> Ten
     chosen = [token for token in reversed(range(sample.n_tokens)) if token not in sample.fixed]
     masks = torch.zeros(len(chosen), sample.n_tokens, dtype=torch.bool)
     masks[torch.arange(len(chosen)), chosen] = True
-    clean = plain.run(sample.inputs, -1).states[0]
-    return hidden_state_mse(clean, plain.run(texts.copies(sample, masks, replacement), -1).states).cpu()
+    clean = plain.run(sample.inputs).states[0]
+    return hidden_state_mse(clean, plain.run(texts.copies(sample, masks, replacement)).states).cpu()
 
 
 def summary(model: str, changes: dict[str, list[Tensor]]) -> dict:

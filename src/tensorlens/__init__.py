@@ -48,6 +48,7 @@ __all__ = [
     "circuit",
     "Circuit",
     "Faithfulness",
+    "Dictionary",
     "Prediction",
     "Mapper",
     "Certificate",

@@ -25,7 +25,15 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row, one_output, own_prediction
-from tensorlens.maps.methods import METHODS, Finished, Question, begin_finishing, begin_predictions, check_question
+from tensorlens.maps.methods import (
+    METHODS,
+    Finished,
+    Question,
+    begin_finishing,
+    begin_predictions,
+    check_question,
+    joins_norms,
+)
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_of_memory
@@ -65,6 +73,7 @@ class Asked:
     target: Target | None = None
     probes: int | None = None
     seed: int = 0
+    raw: bool = False
 
     def check(self) -> None:
         """Refuse a question that no sample could answer, before any work."""
@@ -78,11 +87,14 @@ class Asked:
             check_question("tensor.norm", probes=self.probes, seed=self.seed)
         if self.probes is not None and "tensor.norm" not in self.methods:
             check_question(self.methods[0], probes=self.probes)
+        if self.raw and not any(map(joins_norms, self.methods)):
+            check_question(self.methods[0], raw=True)
 
     def options(self, name: str) -> dict[str, Any]:
         """What `AttentionTensor.map` takes for one of the methods."""
         target = {"target": self.target} if METHODS[name].takes_target else {}
-        return target | ({"probes": self.probes, "seed": self.seed} if name == "tensor.norm" else {})
+        raw = {"raw": True} if self.raw and joins_norms(name) else {}
+        return target | raw | ({"probes": self.probes, "seed": self.seed} if name == "tensor.norm" else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +239,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         targets: Sequence[Target] | None = None,
         probes: int | None = None,
         seed: int = 0,
+        raw: bool = False,
         asked: Collection[str] = (),
     ) -> Callable[[], list[TokenMap]] | None:
         """Begin the maps of all samples on the device; what this gives waits for them. None where each goes alone."""
@@ -246,6 +259,7 @@ class Batch(Sequence[AttentionTensor], Printed):
             targets=targets,
             probes=probes,
             seed=seed,
+            raw=raw,
             classes=self.specimen.classes(recording),
             asked=frozenset(asked),
             shared=self._shared.setdefault(key, {}),

@@ -9,9 +9,11 @@ words. With `outputs="later"` it is Σ_{i' ≥ i} T[i', :, i, :] instead, averag
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -24,6 +26,8 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.batches import Batch
 from tensorlens.errors import InputError, MethodError, TensorLensError
+from tensorlens.files import write_whole
+from tensorlens.lens_files import lens_payload, read_lens
 from tensorlens.maps.targets import Classes, Said
 from tensorlens.models.layouts import state_of
 from tensorlens.models.modes import own_modes
@@ -34,6 +38,7 @@ from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.records import Index, Record, as_array
 from tensorlens.specimen import Specimen
+from tensorlens.strict_json import to_json
 from tensorlens.tensor import AttentionTensor
 from tensorlens.versions import package_versions
 from tensorlens.views.captions import caption_lines
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 Outputs = Literal["own", "later"]
+LensFormat = Literal["tensorlens", "jacobian-lens"]
 EXACT_UP_TO = 4096
 """How many cotangents a text may take before probes are used instead."""
 DEFAULT_PROBES = 64
@@ -61,11 +67,15 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
         tokens: A label for each token.
         corpus: For each block and token, the words that the mean operator reads in the state entering the block.
         plain: The same with nothing between: the model's own head on the state.
+        first: The first block that is read.
+        identity: For each block, the share of the identity in the mean operator: what the plain reading would give.
     """
 
     tokens: tuple[str, ...]
     corpus: Reading
     plain: Reading
+    first: Index = 0
+    identity: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that both read every block at every token."""
@@ -100,8 +110,12 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
     def _at(self, token: int) -> Iterator[RenderableType]:
         yield heading(f"at token {self.tokens[token]!r}")
         both = enumerate(zip(self.corpus, self.plain, strict=True))
-        rows = [(str(n), *(", ".join(repr(word.name) for word in one[token]) for one in pair)) for n, pair in both]
-        yield table(("block", "corpus", "logit lens"), rows)
+        shares = [f"{share:.0%}" for share in self.identity] or [""] * len(self.corpus)
+        rows = [
+            (str(self.first + n), shares[n], *(", ".join(repr(word.name) for word in one[token]) for one in pair))
+            for n, pair in both
+        ]
+        yield table(("block", "identity", "corpus", "logit lens"), rows)
 
 
 class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_tensor/1"):
@@ -112,6 +126,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         bias: $b_n$ for each block.
         outputs: ``"own"``: from a token to itself. ``"later"``: from a token to itself and all later ones, summed.
         n_texts: How many texts it is the mean of.
+        first: The block of the first matrix: lenses of others begin behind the first block.
         meta: Model, versions, rules, positions left out, probes.
     """
 
@@ -119,6 +134,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
     bias: Float[Tensor, "block out_channel"]
     outputs: Outputs
     n_texts: Index
+    first: Index = 0
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
     loadable: ClassVar[tuple[str, ...]] = (".safetensors",)
@@ -149,6 +165,49 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         n, n_out, n_in = self.matrices.shape
         rows = [f"block {i}, channel {c}" for i in range(n) for c in range(n_out)]
         return Table(as_array(self.matrices).reshape(n * n_out, n_in), rows, [*map(str, range(n_in))])
+
+    @property
+    def identity_shares(self) -> Float[Tensor, " block"]:
+        r"""The share of the identity in each $M_n$: $(\mathrm{tr} M)^2 / (D \lVert M \rVert^2)$, from 0 to 1."""
+        traces = self.matrices.diagonal(dim1=1, dim2=2).sum(1)
+        return traces.square() / (self.matrices.shape[-1] * self.matrices.square().sum((1, 2))).clamp_min(
+            torch.finfo(traces.dtype).tiny
+        )
+
+    def save(  # pyright: ignore[reportIncompatibleMethodOverride] -- it has another format
+        self, path: str | Path, *, format: LensFormat = "tensorlens"
+    ) -> Path:
+        """Write a file, whole or not at all.
+
+        Args:
+            path: A name that ends in ``.safetensors``, or in ``.pt`` for a Jacobian lens.
+            format: ``"tensorlens"``, or ``"jacobian-lens"``: the layout of published lenses, which TransformerLens
+                opens. It reads words by the model's own norm and head and has no constant, so the lens must have been
+                fitted with ``Rules.jacobian(include_final_norm=False)`` or another set without the final norm.
+        """
+        if format not in get_args(LensFormat):
+            raise InputError(f"`format` must be one of {', '.join(get_args(LensFormat))}; got {format!r:.60}.")
+        if format == "tensorlens":
+            return super().save(path)
+        rules = self.meta.get("rules")
+        if Path(path).suffix != ".pt" or (isinstance(rules, dict) and rules.get("include_final_norm", True)):
+            raise InputError(
+                f"A Jacobian lens is a .pt file of operators before the final norm; got {Path(path).name!r}. Fit with "
+                "`Rules.jacobian(include_final_norm=False)`, outputs='later'."
+            )
+        own = {"outputs": self.outputs, "meta": to_json(self.meta)}
+        payload = lens_payload(self.matrices, self.bias, self.first, self.n_texts, self.meta, own)
+        return write_whole(Path(path), lambda file: torch.save(payload, file))
+
+    @classmethod
+    def load(cls, path: str | Path) -> CorpusTensor:
+        """Read a file of `save`, or a ``.pt`` of a Jacobian lens that TransformerLens or others fitted."""
+        if Path(path).suffix != ".pt":
+            return super().load(path)
+        found = read_lens(Path(path))
+        own = found.pop("own")
+        known = json.loads(own["meta"]) if own else {"rules": {"include_final_norm": False}} | found["meta"]
+        return cls(**found | {"meta": known, "outputs": own["outputs"] if own else "later"})
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
@@ -218,20 +277,26 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         recording, classes = T.operator.recording, T.context.classes
         states = [state[0] for state in recording.states[: recording.n_blocks]]
         expected = (len(states), states[0].shape[1])
-        if (len(self.matrices), self.matrices.shape[2]) != expected or classes is None:
+        if (self.first + len(self.matrices), self.matrices.shape[2]) != expected or classes is None:
             raise InputError(
-                f"Expected a tensor of {len(self.matrices)} blocks with {self.matrices.shape[2]} channels and a head; "
-                f"got {expected[0]} blocks with {expected[1]} channels."
+                f"Expected a tensor of {self.first + len(self.matrices)} blocks with {self.matrices.shape[2]} channels "
+                f"and a head; got {expected[0]} blocks with {expected[1]} channels."
             )
         rules = self.meta.get("rules")
         is_normed = not isinstance(rules, dict) or rules.get("include_final_norm", True)
         read = unembedded if is_normed else logits_from
         corpus, plain = [], []
-        for n, state in enumerate(states):
+        for n, state in enumerate(states[self.first :]):
             y = state @ self.matrices[n].to(state).T + self.bias[n].to(state)
             corpus.append(_said(read(recording, y), classes, k))
             plain.append(_said(logits_from(recording, state), classes, k))
-        return CorpusReading(tokens=T.tokens, corpus=tuple(corpus), plain=tuple(plain))
+        return CorpusReading(
+            tokens=T.tokens,
+            corpus=tuple(corpus),
+            plain=tuple(plain),
+            first=self.first,
+            identity=tuple(self.identity_shares.tolist()),
+        )
 
 
 def _said(logits: Tensor, classes: Classes, k: int) -> tuple[tuple[Said, ...], ...]:

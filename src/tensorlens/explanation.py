@@ -22,7 +22,6 @@ from tensorlens.recommendations import (
     Recommendation,
     default_method,
     default_output,
-    has_gates,
     has_predictions,
     recommended,
 )
@@ -67,10 +66,19 @@ class Explanation(Tabular):
         """What is explained; None for a model without a head."""
         T = self.tensor
         if has_predictions(T):
+            against = self._runner_up(target) if against is None else against
             return headlined(T.operator.recording, T.context, self.out_token, target, against)
         if target is not None or against is not None or self.recommendation.method == "components":
             raise no_head(T.operator.recording.name)
         return None
+
+    def _runner_up(self, target: str | int | None) -> int | None:
+        """The likeliest other token or class, where the question is best asked against it."""
+        if self.recommendation.target != "runner_up" or len(self._predictions) < 2 or isinstance(target, (tuple, list)):
+            return None
+        T = self.tensor
+        named = headlined(T.operator.recording, T.context, self.out_token, target).asked.weights
+        return next((one.index for one in self._predictions if one.index not in named), None)
 
     @cached_property
     def _predictions(self) -> list[Prediction]:
@@ -192,17 +200,9 @@ def explain(
     *,
     tokens: bool,
 ) -> Explanation:
-    """An explanation, from what gives the operator under some rules.
-
-    Words are asked under other rules where the model has no gates. The pass shows whether it has, so such a model
-    runs twice.
-    """
+    """An explanation, from what gives the operator under some rules."""
     chosen = recommended(question)
-    T = _look(look, chosen.rules)
-    if question == "word" and not has_gates(T):
-        chosen = recommended(question, gated=False)
-        T = _look(look, chosen.rules)
-    return Explanation(T, chosen, target, against, tokens=tokens)
+    return Explanation(_look(look, chosen.rules), chosen, target, against, tokens=tokens)
 
 
 def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:

@@ -152,6 +152,7 @@ class Lens(Printed):
         batch_size: int | None = None,
         probes: int | None = None,
         seed: int = 0,
+        raw: bool = False,
         progress: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         skipped: list[tuple[int, str]] | None = None,
@@ -169,6 +170,7 @@ class Lens(Printed):
             batch_size: Samples at a time; as many as go into free memory if None.
             probes: For `tensor.norm`: random probes to sketch it with.
             seed: Random seed for the probes.
+            raw: For rollouts and means of norms; see `AttentionTensor.map`.
             progress: Whether to show a progress bar; on a terminal if None.
             on_error: What becomes of an input that the model cannot take (empty, too long, not text): ``raise``, with
                 its row, or ``skip``: there is no map of it.
@@ -181,7 +183,7 @@ class Lens(Printed):
         """
         check_several(inputs)
         names = (method,) if isinstance(method, str) else tuple(method)
-        asked = Asked(methods=names, out_token=out_token, target=target, probes=probes, seed=seed)
+        asked = Asked(methods=names, out_token=out_token, target=target, probes=probes, seed=seed, raw=raw)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
         found = dataset_maps(self.specimen, inputs, asked, rows, batch_size=batch_size, progress=progress)
         return (maps[method] for maps in found) if isinstance(method, str) else found

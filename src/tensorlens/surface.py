@@ -23,6 +23,7 @@ from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.circuit import Circuit as Circuit
 from tensorlens.inside.circuit import circuit as circuit
 from tensorlens.inside.components import ComponentMap as ComponentMap
+from tensorlens.inside.dictionary import Dictionary as Dictionary
 from tensorlens.inside.faithfulness import Faithfulness as Faithfulness
 from tensorlens.inside.graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.inside_record import Inside as Inside

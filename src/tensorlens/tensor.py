@@ -196,7 +196,7 @@ class AttentionTensor(InsideQuestions):
             raise InputError(f"Heads are named by block, such as {{0: [1, 2]}}; got {chosen!r}.")
         for block, heads in chosen.items():
             if type(block) is not int or not 0 <= block < self.n_blocks:
-                raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
+                raise InputError(f"This operator has no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
             index = self.operator.span.start + block
             multiplier = self._head_multiplier(index, check_iterable(heads, "heads", "heads of a block"), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
@@ -250,6 +250,7 @@ class AttentionTensor(InsideQuestions):
         norm: NormKind = "frobenius",
         probes: int | None = None,
         seed: int = 0,
+        raw: bool = False,
         precision: Precision | None = None,
         positions: bool = False,
     ) -> TokenMap:
@@ -267,6 +268,8 @@ class AttentionTensor(InsideQuestions):
             probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
                 None for the exact norm.
             seed: Random seed for the probes.
+            raw: For rollouts and means of norms: join the blocks' matrices as they are; otherwise rows are divided by
+                their sums first.
             precision: Precision of the matrix products behind rows, norms and sketches: ``"float32"``, ``"tf32"`` or
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
             positions: For `tensor.in_class` and `tensor.in_out` of a model that adds positions to its words,
@@ -274,7 +277,7 @@ class AttentionTensor(InsideQuestions):
                 that they are without this.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
-        check_question(method, target, norm, probes, seed)
+        check_question(method, target, norm, probes, seed, raw=raw)
         every = self._outputs(out_token)
         if positions:
             check_split(method, groups)
@@ -291,6 +294,7 @@ class AttentionTensor(InsideQuestions):
             norm=norm,
             probes=probes and int(probes),
             seed=int(seed),
+            raw=raw,
         )
         found = begin_finishing(METHODS[method].compute(question), question.classes)()
         made = TokenMap(

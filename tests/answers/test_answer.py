@@ -131,9 +131,15 @@ def test_tokens_set_aside_have_columns_of_their_own_and_stay_in_the_sum(answer):
         answer.map("sentences", set_aside=(len(PROMPT),))
 
 
+def test_the_default_target_is_the_recommended_one(answer):
+    kind = tl.recommended("passage").target
+    torch.testing.assert_close(answer.map().scores, answer.map(target=kind).scores)
+    assert answer.map().meta["target"] == "logits less those of the runners-up"
+
+
 def test_against_is_the_difference_of_two_answers(answer):
     other = answer.lens.answer(PROMPT, " No one.")
-    found, ours, theirs = answer.map(against=" No one."), answer.map(), other.map()
+    found, ours, theirs = answer.map(against=" No one."), answer.map(target="centred"), other.map(target="centred")
     torch.testing.assert_close(found.scores[:, :3], ours.scores[:, :3] - theirs.scores[:, :3])
     assert found.in_tokens[-2:] == ("answer", "against")
     assert found.meta["target"].endswith("less the same of “No one.”") and "not “No one.”" in found.view().title

@@ -63,9 +63,9 @@ def test_check_exits_by_its_verdict(folder, monkeypatch):
     assert "exact and linear" in said
 
     from tensorlens.recording.rules.linear import unchanged
-    from tensorlens.recording.table import RULES
+    from tensorlens.recording.table import RULES, OfValue
 
-    monkeypatch.setitem(RULES, "layer_norm", unchanged)
+    monkeypatch.setitem(RULES, "layer_norm", OfValue(unchanged))
     failed = runner.invoke(cli.app, ["check", folder])
     assert failed.exit_code == 1
     assert "NOT CERTIFIED" in failed.stdout

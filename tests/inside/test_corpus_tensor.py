@@ -147,3 +147,38 @@ def test_what_it_cannot_be_fitted_on_is_refused(unchecked: None) -> None:
     t5 = tl.Lens(zoo.randomise(hf.T5ForConditionalGeneration(config)).double().eval())
     with pytest.raises(tl.MethodError, match="stream"):
         tl.CorpusTensor.fit(t5, [{"input_ids": [[5, 6]], "decoder_input_ids": [[0, 11]]}], progress=False)
+
+
+def test_a_lens_in_the_layout_of_others_comes_back(tmp_path: Any) -> None:
+    lens = tl.Lens(zoo.build("gpt2", "sdpa"), rules=tl.Rules.jacobian(include_final_norm=False))
+    fitted = tl.CorpusTensor.fit(lens, TEXTS, outputs="later", progress=False)
+    fitted.save(tmp_path / "lens.pt", format="jacobian-lens")
+    held = torch.load(tmp_path / "lens.pt", weights_only=True)
+    assert held["source_layers"] == [0, 1] and held["d_model"] == 16 and held["n_prompts"] == 3
+    torch.testing.assert_close(held["J"][1], fitted.matrices[2])  # what leaves block 1 enters block 2
+    again = tl.CorpusTensor.load(tmp_path / "lens.pt")
+    assert again.as_dict() == fitted.as_dict()
+    foreign = {name: held[name] for name in ("J", "n_prompts", "source_layers", "d_model")}
+    torch.save(foreign | {"J": {k: v.half() for k, v in held["J"].items()}}, tmp_path / "published.pt")
+    published = tl.CorpusTensor.load(tmp_path / "published.pt")
+    assert published.first == 1 and published.outputs == "later" and published.matrices.dtype == torch.float32
+    read = published.read(lens(TEXTS[0]), k=1)
+    assert len(read.corpus) == 2 and read.first == 1 and len(read.identity) == 2
+    torch.save({"jacobian_sum": {0: 3 * held["J"][0], 1: 3 * held["J"][1]}, "n_done": 3}, tmp_path / "checkpoint.pt")
+    torch.testing.assert_close(tl.CorpusTensor.load(tmp_path / "checkpoint.pt").matrices, fitted.matrices[1:])
+    torch.save({"K": 3}, tmp_path / "other.pt")
+    for wrong in ("other.pt", "none.pt"):
+        with pytest.raises(tl.InputError, match="lens"):
+            tl.CorpusTensor.load(tmp_path / wrong)
+    with_norm = tl.CorpusTensor.fit(tl.Lens(zoo.build("gpt2", "sdpa")), TEXTS, progress=False)
+    with pytest.raises(tl.InputError, match="before the final norm"):
+        with_norm.save(tmp_path / "lens.pt", format="jacobian-lens")
+
+
+def test_the_share_of_the_identity_is_what_is_left_by_the_best_multiple_of_it() -> None:
+    fitted = tl.CorpusTensor.fit(tl.Lens(zoo.build("gpt2", "sdpa")), TEXTS, progress=False)
+    for matrix, share in zip(fitted.matrices, fitted.identity_shares.tolist(), strict=True):
+        best = matrix.diagonal().mean() * torch.eye(16, dtype=matrix.dtype)  # nearest multiple of the identity
+        assert share == pytest.approx(1 - float(((matrix - best).norm() / matrix.norm()) ** 2))
+    read = fitted.read(tl.Lens(zoo.build("gpt2", "sdpa"))(TEXTS[0]), k=1)
+    assert read.identity == pytest.approx(fitted.identity_shares.tolist())

@@ -123,3 +123,27 @@ def test_circuits_recover_what_its_faithfulness_says(tmp_path: Path) -> None:
     ours = [found.selected[1] for one in chosen if (found := one.faithfulness((), progress=False)).selected]
     assert ours == pytest.approx(theirs, abs=1e-3)
     assert max(abs(one - 1) for one in ours) > 1e-2
+
+
+def test_a_lens_fitted_here_opens_there_and_reads_the_same_words_and_back(tmp_path: Path) -> None:
+    model = tiny_lens().model
+    lens = tl.Lens(model, tokenizer(), rules=tl.Rules.jacobian(include_final_norm=False))
+    ids = [0, *tokenizer()(TEXT)["input_ids"]]  # it puts a token at the start
+    fitted = tl.CorpusTensor.fit(lens, [ids], outputs="later", skip_first=2, skip_last=1, progress=False)
+    fitted.save(tmp_path / "ours.pt", format="jacobian-lens")
+    paths = [str(tmp_path / "ours.pt"), TEXT, str(tmp_path / "theirs.pt")]
+    said = asked("transformer_lens_reads.py", tiny_lens(), tmp_path, *paths)
+    ours = tl.CorpusTensor.load(tmp_path / "ours.pt").read(lens(said["tokens"]), k=3)
+    assert len(said["words"]) >= 2
+    for layer in ("0", "1"):
+        for token, words in enumerate(said["words"][layer]):
+            assert [tokenizer().decode([i]) for i in words] == [
+                word.name for word in ours.corpus[int(layer) + 1][token]
+            ]
+    theirs = tl.CorpusTensor.load(tmp_path / "theirs.pt")
+    assert theirs.first == 1 and said["tokens"] == ids
+    torch.testing.assert_close(theirs.matrices, fitted.matrices[1:], rtol=1e-3, atol=1e-4)
+    back = theirs.read(lens(ids), k=3)
+    assert [[w.name for w in token] for token in back.corpus[0]] == [
+        [w.name for w in token] for token in ours.corpus[1]
+    ]

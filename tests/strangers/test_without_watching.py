@@ -400,3 +400,46 @@ def test_tokens_of_very_different_sizes_are_not_taken_for_a_lost_path():
 
     T = tl.Lens(randomised(Uneven()))(ids())
     assert T.certificate().passed, T.certificate()
+
+
+@pytest.mark.parametrize("where", ["class", "subclass", "instance"])
+def test_an_adapter_is_not_taken_where_the_forward_is_another(where: str, monkeypatch: pytest.MonkeyPatch):
+    model = zoo.build("bert")
+    kind = type(model.encoder.layer[0].intermediate.intermediate_act_fn)
+
+    def clipped(self: Any, z: Tensor) -> Tensor:
+        return nn.functional.gelu(z).clamp(-0.05, 0.3)
+
+    if where == "class":
+        monkeypatch.setattr(kind, "forward", clipped)
+    for layer in model.encoder.layer:
+        if where == "subclass":
+            layer.intermediate.intermediate_act_fn = type("Clipped", (kind,), {"forward": clipped})()
+        elif where == "instance":
+            one = layer.intermediate.intermediate_act_fn
+            one.forward = clipped.__get__(one)
+    T = tl.Lens(model)(zoo.sample("bert"))
+    with torch.no_grad():
+        expected = model(torch.tensor([zoo.sample("bert")])).last_hidden_state[0]
+    assert float((T.apply(T.input) + T.bias - expected).norm() / expected.norm()) < 1e-12 and T.certificate().passed
+
+
+def test_a_model_runs_twice_when_it_is_new_and_once_afterwards():
+    model, runs = zoo.build("gpt2"), []
+    forward = model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs.append(1)
+        return forward(*args, **kwargs)
+
+    model.forward = counted
+    lens = tl.Lens(model)
+    counts = []
+    for given in ([3, 5, 7], [3, 5, 7], [4, 4, 8, 2]):
+        lens(given)
+        counts.append(len(runs))
+    assert counts == [2, 3, 4]
+    T = lens([3, 5, 7])
+    before = len(runs)
+    T.certificate()
+    assert 0 < len(runs) - before <= 8

@@ -21,14 +21,14 @@ class Counted(PlainModel):
 
     sizes: list[int]
 
-    def _run(self, inputs, out_token):
+    def _run(self, inputs):
         self.sizes.append(len(next(iter(inputs.values()))))
-        return super()._run(inputs, out_token)
+        return super()._run(inputs)
 
 
 def prepared(name: str, texts: list[str], n_copies: int = 5):
     subject = Texts(lens_on(name), read_dataset(texts), n_tokens=16)
-    plain = Counted(subject.lens, 16)
+    plain = Counted(subject.lens, batch_size=16)
     plain.sizes = []
     loaded = {index: subject.load(index) for index in range(len(subject))}
     masks = {}
@@ -36,12 +36,12 @@ def prepared(name: str, texts: list[str], n_copies: int = 5):
         masks[index] = torch.zeros(n_copies, sample.n_tokens, dtype=torch.bool)
         for copy in range(n_copies):
             masks[index][copy, 1 : 2 + copy % (sample.n_tokens - 2)] = True
-    clean = {index: plain.run(sample.inputs, -1) for index, sample in loaded.items()}
+    clean = {index: plain.run(sample.inputs) for index, sample in loaded.items()}
     plain.sizes.clear()
 
     def changes(replacement: str, *only: int):
         some = {index: loaded[index] for index in only or loaded}
-        return changes_of(plain, subject, some, clean, masks, replacement, -1)
+        return changes_of(plain, subject, some, clean, masks, replacement)
 
     return plain, masks, changes
 
@@ -57,7 +57,7 @@ def test_copies_of_several_samples_share_batches_and_change_nothing(name, replac
     assert sum(shared) == sum(plain.sizes) == 5 * len(masks)
     assert len(shared) < len(plain.sizes) and max(shared) <= 16
     for index, found in together.items():
-        assert set(found) == {"hs_mse", "abs_aopc"}
+        assert set(found) == {"hs_mse", "abs_aopc", "aopc"}
         for metric in found:
             torch.testing.assert_close(found[metric], alone[index][metric], rtol=1e-4, atol=1e-7)
             assert bool(found[metric].any())
@@ -68,7 +68,7 @@ def test_a_sample_that_cannot_be_copied_says_why_and_the_others_are_measured():
     masks[0][2] = True
     gone, found = changes("delete").values()
     assert "leaves no input" in gone
-    assert set(found) == {"hs_mse", "abs_aopc"}
+    assert set(found) == {"hs_mse", "abs_aopc", "aopc"}
 
 
 def test_groups_are_of_like_length_and_cover_every_sample_once():
@@ -109,14 +109,16 @@ def test_a_study_in_groups_finds_what_it_finds_one_by_one(tmp_path, one, group_s
 )
 def test_a_batch_is_halved_when_memory_runs_out_on_any_device(error):
     class Small(Counted):
-        def _run(self, inputs, out_token):
-            found = super()._run(inputs, out_token)
+        def _run(self, inputs):
+            found = super()._run(inputs)
             if self.sizes[-1] > 2:
                 raise error
             return found
 
-    plain, ids = Small(lens_on("bert"), 8), torch.arange(5, 29).reshape(8, 3)
+    plain, ids = Small(lens_on("bert"), batch_size=8), torch.arange(5, 29).reshape(8, 3)
     plain.sizes = []
-    found = plain.run({"input_ids": ids}, -1)
+    found = plain.run({"input_ids": ids})
     assert plain.sizes == [8, 4, 2, 2, 2, 2]
-    assert torch.allclose(found.states, PlainModel(lens_on("bert"), 8).run({"input_ids": ids}, -1).states, atol=1e-6)
+    assert torch.allclose(
+        found.states, PlainModel(lens_on("bert"), batch_size=8).run({"input_ids": ids}).states, atol=1e-6
+    )

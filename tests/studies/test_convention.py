@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_wrong_options_are_refused_before_anything_is_done(tmp_path, unchecked, 
 
 @pytest.mark.parametrize("kind", [PerturbationOptions, RelationOptions, FidelityOptions])
 def test_records_are_frozen_and_by_name_only(kind):
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         kind().seed = 1
     with pytest.raises(TypeError):
         kind(1)

@@ -32,7 +32,7 @@ def test_measures_by_hand():
     clean, moved = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 4.0], [1.0, 2.0]])
     assert measures.hidden_state_mse(clean, moved).tolist() == [2.0, 0.0]
     logits, others = torch.tensor([0.0, math.log(3)]), torch.tensor([[math.log(3), 0.0], [0.0, math.log(3)]])
-    assert measures.absolute_aopc(logits, others).tolist() == pytest.approx([0.5, 0.0])
+    assert measures.probability_drop(logits, others).tolist() == pytest.approx([0.5, 0.0])
     assert measures.auc([0.0, 1.0, 2.0], [0.0, 0.1, 0.3]) == pytest.approx((0.05 + 0.3) / 0.3)
     for grid in ([0.1, 0.2], [0.0], [0.0, 0.2, 0.2], [0.0, 1.5]):
         with pytest.raises(InputError, match="rising fractions"):

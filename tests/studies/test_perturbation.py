@@ -89,7 +89,7 @@ def test_a_decoder_under_both_presets_and_two_replacements(tmp_path):
     }
     assert result.summary["n_skipped"] == 1  # one token, which is the last
     found = result.summary["conditions"]["paper-like, token"]["most"]
-    assert set(found) == {"hs_mse", "abs_aopc"} and "tensor.in_class" in found["abs_aopc"]["methods"]
+    assert set(found) == {"hs_mse", "abs_aopc", "aopc"} and "tensor.in_class" in found["abs_aopc"]["methods"]
 
 
 def test_presets_together_are_the_presets_alone_and_replace_nothing_twice(tmp_path, monkeypatch):

@@ -37,10 +37,12 @@ def assert_same(one: tl.TokenMap, other: tl.TokenMap) -> None:
 def test_all_methods_of_a_group_are_those_of_each_sample(name):
     lens, samples = group(name)
     out_token = -1 if name == "gpt2" else 0
-    maps = GroupMaps(lens, list(tl.METHODS), out_token, PerturbationOptions())
+    maps = GroupMaps(lens, list(tl.METHODS), PerturbationOptions(watch="last" if out_token else "first"))
     for sample, found in zip(samples, maps.of(samples), strict=True):
         assert list(found) == list(tl.METHODS)
-        [alone] = GroupMaps(lens, list(tl.METHODS), out_token, PerturbationOptions()).of([sample])
+        [alone] = GroupMaps(lens, list(tl.METHODS), PerturbationOptions(watch="last" if out_token else "first")).of(
+            [sample]
+        )
         for method, one in alone.items():
             assert_same(found[method], one)
             assert "batches" not in found[method].meta
@@ -48,7 +50,7 @@ def test_all_methods_of_a_group_are_those_of_each_sample(name):
 
 def test_a_member_behind_an_at_is_a_lens_with_its_rules():
     lens, samples = group("gpt2")
-    found = GroupMaps(lens, MEMBERS, -1, PerturbationOptions()).of(samples)
+    found = GroupMaps(lens, MEMBERS, PerturbationOptions(watch="last")).of(samples)
     for name in MEMBERS:
         member = name.partition("@")[2]
         rules = tl.Rules(gate="half") if member == "half_gate" else getattr(tl.Rules, member)()
@@ -62,7 +64,7 @@ def test_a_member_behind_an_at_is_a_lens_with_its_rules():
 def test_a_method_that_is_wrong_together_goes_one_by_one(monkeypatch):
     lens, samples = group("gpt2")
     methods = ["tensor.norm", "tensor.in_out"]
-    expected = GroupMaps(lens, methods, -1, PerturbationOptions()).of(samples)
+    expected = GroupMaps(lens, methods, PerturbationOptions(watch="last")).of(samples)
     begin = Batch.begin
 
     def wrong(batch, method, *args, **named):
@@ -72,7 +74,7 @@ def test_a_method_that_is_wrong_together_goes_one_by_one(monkeypatch):
         return lambda: [replace(one, scores=2 * one.scores) for one in finish()]
 
     monkeypatch.setattr(Batch, "begin", wrong)
-    found = GroupMaps(lens, methods, -1, PerturbationOptions()).of(samples)
+    found = GroupMaps(lens, methods, PerturbationOptions(watch="last")).of(samples)
     for one, other in zip(found, expected, strict=True):
         assert_same(one["tensor.norm"], other["tensor.norm"])
         assert "samples go one by one" in one["tensor.norm"].meta["batches"]
@@ -89,7 +91,7 @@ def test_samples_that_cannot_be_recorded_together_are_recorded_alone(monkeypatch
         return record(specimen, arguments, n_samples=n_samples)
 
     monkeypatch.setattr(Specimen, "record", refuse)
-    found = GroupMaps(lens, ["tensor.in_out"], -1, PerturbationOptions()).of(samples)
+    found = GroupMaps(lens, ["tensor.in_out"], PerturbationOptions(watch="last")).of(samples)
     assert all("several" in one["tensor.in_out"].meta["batches"] for one in found)
 
 

@@ -94,7 +94,7 @@ def test_a_decoder_that_classifies_is_read_at_its_last_token_whatever_that_is(pa
     )
     model = hf.LlamaForSequenceClassification(config).eval()
     ids = torch.tensor([[5, 6, 7, 3], [5, 6, 3, 3]])
-    found = PlainModel(tl.Lens(model)).run({"input_ids": ids}, -1)
+    found = PlainModel(tl.Lens(model)).run({"input_ids": ids})
     torch.testing.assert_close(found.logits, model.score(found.states).detach())
     assert model.config.pad_token_id == padding
 
@@ -110,7 +110,7 @@ def test_a_model_that_pads_by_itself_keeps_its_padding():
         pad_token_id=0,
     )
     lens = tl.Lens(hf.LongformerForSequenceClassification(config).eval(), lens_on("bert").processor)
-    assert PlainModel(lens).run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}, 0).states.isfinite().all()
+    assert PlainModel(lens, "first").run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}).states.isfinite().all()
 
 
 def test_patches_become_black_before_normalisation(tmp_path):

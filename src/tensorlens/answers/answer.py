@@ -23,6 +23,7 @@ from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.operator import check_token
 from tensorlens.operators.plain import plain_logits
+from tensorlens.recommendations import recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import after, why_headline
 from tensorlens.views.printing import text_as_html
@@ -95,7 +96,7 @@ class Answer(Tabular):
         self,
         groups: Groups | None = None,
         rows: Groups = ANSWER,
-        target: TargetKind = "centred",
+        target: TargetKind | None = None,
         *,
         against: str | Sequence[int] | None = None,
         through: bool = False,
@@ -114,8 +115,9 @@ class Answer(Tabular):
                 ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``, left to bottom as parts.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
                 characters of the answer.
-            target: ``"centred"``, the logit less the mean over the vocabulary; ``"logit"``; ``"runner_up"``, the logit
-                less that of the likeliest other token.
+            target: ``"runner_up"``, the logit less that of the likeliest other token (the default, as
+                `recommended("passage")` says); ``"centred"``, the logit less the mean over the vocabulary (the default
+                with `against`); ``"logit"``.
             against: Another answer to the same prompt: the one row explains the difference of the two.
             through: Follow what falls on the answer's own tokens to the prompt. A convention: nothing is summed.
             answer_columns: One column for each part of the answer instead of one for all.
@@ -126,6 +128,8 @@ class Answer(Tabular):
         Raises:
             InputError: Groups do not fit, or the options do not go together.
         """
+        if target is None:
+            target = "centred" if against is not None else recommended("passage").target
         self._check(rows, target, against, through, engine)
         parts, asked = self._parts(rows), _Asked(*self._apart(self._groups(groups), set_aside), target, engine)
         if through:

@@ -41,10 +41,11 @@ Rows = Annotated[
     ),
 ]
 Explained = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="What to explain for each token: centred (logit minus the mean logit), logit, or runner_up (logit minus "
-        "the runner-up's)."
+        help="What to explain for each token: runner_up (logit minus the runner-up's, the default), centred (logit "
+        "minus the mean logit, the default with --against), or logit.",
+        show_default=False,
     ),
 ]
 Through = Annotated[
@@ -68,7 +69,7 @@ def answer_(
     against: Against = None,
     groups: Columns = "sentences",
     rows: Rows = None,
-    target: Explained = "centred",
+    target: Explained = None,
     through: Through = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer, in tokens.")] = 64,
     certify: Certify = True,
@@ -121,12 +122,20 @@ def _with_images(text: str, images: list[Path]) -> Any:
 
 
 def _check(
-    answer: str | None, against: str | None, groups: str, rows: str, target: str, *, through: bool, max_new_tokens: int
+    answer: str | None,
+    against: str | None,
+    groups: str,
+    rows: str,
+    target: str | None,
+    *,
+    through: bool,
+    max_new_tokens: int,
 ) -> None:
     """Refuse what no model could answer, before one is loaded."""
     check_choice("groups", groups, GROUPS)
     check_choice("rows", rows, ("answer", *GROUPS))
-    check_choice("target", target, TARGETS)
+    if target is not None:
+        check_choice("target", target, TARGETS)
     for name, value in (("answer", answer), ("against", against)):
         if value is not None and not value.strip():
             raise InputError(f"`--{name}` must not be empty; got {value!r}.")

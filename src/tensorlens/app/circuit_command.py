@@ -10,7 +10,6 @@ import typer
 from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName, target_of
 from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError
-from tensorlens.inside.circuit import circuit
 
 SUFFIXES = (".html", ".json")
 
@@ -38,11 +37,13 @@ def circuit_(
     Example: tensorlens circuit smollm2-135m --clean "When Mary and John went to the store, John gave a drink to"
     --corrupted "When Mary and John went to the store, Mary gave a drink to" --target " Mary" --against " John"
     """
+    import tensorlens as tl
+
     reading.check(model)
     _check(unit, scores, out)
     lens = reading.lens(model)
     stage("Scoring")
-    found: Any = circuit(
+    found = tl.circuit(
         lens, clean, corrupted, target_of(target, against), unit=cast(Any, unit), scores=cast(Any, scores)
     )
     stage("Running the model with everything else corrupted")

@@ -12,7 +12,7 @@ from tensorlens.app.options import Json, Model, ModelOptions, check_choice
 from tensorlens.app.printing import print_json, stage
 from tensorlens.errors import InputError
 
-SUFFIXES = (".html", ".json", ".safetensors")
+SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".safetensors")
 GROUPS = ("tokens", "words", "sentences", "lines")
 POOLINGS = ("mean", "cls", "last", "max", "late")
 MEASURES = ("cosine", "dot")
@@ -34,7 +34,10 @@ def similar(
     measure: Annotated[str, typer.Option(help="cosine or dot.")] = "cosine",
     pairs: Annotated[int, typer.Option(help="Number of pairs to print.", min=1)] = 10,
     out: Annotated[
-        Path | None, typer.Option(help="File to write: .html (a page), .json or .safetensors.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="File to write: .html (a page), .png, .svg, .pdf, .json or .safetensors.", show_default=False
+        ),
     ] = None,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record

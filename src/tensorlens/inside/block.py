@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tensorlens.inside.dictionary import Dictionary
 from tensorlens.inside.stream import ExpertRows, Stream, StreamSum, Write, expert_rows
 from tensorlens.memory import SHARE_OF_VALUES, free_bytes
 from tensorlens.operators.operator import FrozenOperator
@@ -22,12 +24,16 @@ from tensorlens.program.program import Program
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording
 
+if TYPE_CHECKING:
+    from tensorlens.inside.features import FeatureParts
+
 
 class Finer(NamedTuple):
-    """Blocks whose feed-forwards are taken apart: into neurons, or into experts."""
+    """Blocks whose writes are taken apart: into neurons, into experts, or into the features of a dictionary."""
 
     neurons: frozenset[int] = frozenset()
     experts: frozenset[int] = frozenset()
+    features: Mapping[int, Dictionary] = MappingProxyType({})
 
 
 class Block:
@@ -258,6 +264,7 @@ class StreamPass:
         own = weakref.proxy(self)  # no cycle: what a question held goes with it
         self._blocks = {n: Block(own, n) for n in range(self.start, self.stop)}
         self._values = ByBlock(self)
+        self.kept_features: dict[int, FeatureParts] = {}
 
     def block(self, n: int) -> Block:
         """Block n."""

@@ -23,9 +23,11 @@ from torch import Tensor
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.files import write_whole
+from tensorlens.inside.block import Finer
 from tensorlens.inside.components import from_target
+from tensorlens.inside.features import ActiveFeature, FeatureParts, features_of, read_slot
 from tensorlens.inside.interchange import circuit_tracer_json
-from tensorlens.inside.stream import Component
+from tensorlens.inside.stream import Component, Write
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
@@ -218,28 +220,31 @@ def check_growth(share: float, max_nodes: int) -> None:
     check_whole(max_nodes, "max_nodes", 1)
 
 
-def component_graph(asked: Explained, share: float, max_nodes: int) -> ComponentGraph:
+def component_graph(asked: Explained, share: float, max_nodes: int, finer: Finer | None = None) -> ComponentGraph:
     """The graph of a target, as a record."""
     check_growth(share, max_nodes)
     n_encoder = asked.operator.recording.n_encoder_blocks
     if n_encoder and asked.operator.span.start >= n_encoder:
         raise MethodError("The graph of a decoder needs its encoder; got a range of blocks that begins after it.")
-    run, meta = Pass(asked.operator, asked.weights, asked.out_token), asked.meta
+    run, meta = Pass(asked.operator, asked.weights, asked.out_token, finer), asked.meta
     grown = Growth(run).grow(share, max_nodes)
     if run.side_channel is not None:
         meta = meta | {"constants": f"{run.side_channel} also reads what earlier blocks left for it"}
+    if run.kept_features:
+        meta = meta | {"error_share": {str(n): parts.share for n, parts in sorted(run.kept_features.items())}}
     return grown.as_graph(replace(asked, meta=meta), share, max_nodes)
 
 
 class Inlet(NamedTuple):
     """A component that something can flow into: where it reads the stream, the slot of what it wrote, and its head.
 
-    `slot` is None for a whole block.
+    `slot` is None for a whole block. A feature reads where its dictionary says, in the block of its encoder.
     """
 
     read: Read
     slot: int | None
     head: int | None = None
+    feature: ActiveFeature | None = None
 
 
 @dataclass
@@ -358,7 +363,10 @@ class Growth:
     def _join(self, row: int, node: Growing, joining: Joining) -> None:
         """Worth and constants of one node, and its cotangents where it reads the stream and the encoder's output."""
         run, (component, token) = self.run, node.key
-        read, slot, head = self._sources[component]
+        read, slot, head, feature = self._sources[component]
+        if feature is not None and slot is not None:
+            self._join_feature(row, node, joining, feature, slot)
+            return
         block, at = run.block(read.block), run.cotangents(read.block)
         end = block.exit if slot is None else slot
         stream = block.entry if slot is None or block.sums is None else block.sums[read.place].stream
@@ -375,6 +383,23 @@ class Growth:
         if memory is not None:
             node.constant -= float((found[memory][0] * run.pieces.at_cuts[memory]).sum())
         joining.add(row, read, cotangent, None if memory is None else found[memory][0])
+
+    def _join_feature(self, row: int, node: Growing, joining: Joining, feature: ActiveFeature, slot: int) -> None:
+        """The same for a feature: the row of its encoder, times what one unit of it is worth, where it reads."""
+        run, (component, token) = self.run, node.key
+        read, wrote = self._sources[component].read, run.block(component.block or 0)
+        block, place = run.block(read.block), token - wrote.offset
+        worth = wrote.to_tokens(run.cotangents(wrote.n)[slot])[0, place] @ feature.write
+        node.value, node.is_open = float(worth * feature.activation[place]), True
+        write = next(one for one, kind in wrote.writes if one.slot == slot)
+        reads = read_slot(block, write, feature.encoder)
+        stream = (block.sums or [])[read.place].stream
+        chosen = torch.zeros(block.shape, dtype=worth.dtype, device=worth.device)
+        chosen[0, place] = worth * feature.read
+        chosen = block.from_tokens(chosen, torch.Size(block.specs[reads].shape))
+        cotangent = block.pulled(reads, chosen[None], stream)[0]
+        node.constant = node.value - float((cotangent * block.values_of([stream])[stream]).sum())
+        joining.add(row, read, cotangent, None)
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
         """Queue the edges into some nodes, of which the heaviest is chosen next."""
@@ -403,8 +428,23 @@ def _sources(run: Pass) -> Iterator[tuple[Component, Inlet]]:
         places = {write.slot: place for place, one in enumerate(block.sums or ()) for write in one.writes}
         for write, kind in block.writes:
             read, mixture = Read(block.n, places[write.slot]), block.heads_of(write)
+            features = features_of(block, write, kind)
+            if features is not None:
+                yield from _feature_inlets(run, write, features)
+                continue
             if mixture is None:
                 yield Component(block=block.n, kind=kind), Inlet(read, write.slot)
                 continue
             for head in range(block.specs[mixture.slot].shape[-3]):
                 yield Component(block=block.n, kind=f"{kind} head", head=head), Inlet(read, mixture.slot, head)
+
+
+def _feature_inlets(run: Pass, write: Write, parts: FeatureParts) -> Iterator[tuple[Component, Inlet]]:
+    """Features that something can flow into: each reads the stream before the feed-forward of its encoder's block."""
+    for one in parts.features:
+        n = one.component.block if one.encoder.block is None else one.encoder.block
+        assert n is not None, "a feature is of a block"
+        block = run.block(n)
+        own = write if n == one.component.block else next(w for w, kind in block.writes if kind == "feed-forward")
+        place = next(i for i, some in enumerate(block.sums or ()) if own in some.writes)
+        yield one.component, Inlet(Read(n, place), write.slot, feature=one)

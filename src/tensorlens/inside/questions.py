@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.block import Finer
 from tensorlens.inside.components import ComponentMap, Effect, component_map
+from tensorlens.inside.dictionary import Dictionary, check_features
 from tensorlens.inside.graph import ComponentGraph, component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, grouped, score_map
@@ -40,6 +41,7 @@ class InsideQuestions(ComputedByAnother):
         *,
         neurons: Sequence[int] = (),
         experts: Sequence[int] = (),
+        features: Mapping[int, Dictionary] | None = None,
     ) -> ComponentMap:
         r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
 
@@ -52,14 +54,21 @@ class InsideQuestions(ComputedByAnother):
                 matrix.
             experts: Blocks whose feed-forwards are to be taken apart into the experts that were chosen; elsewhere a
                 mixture of experts is one feed-forward.
+            features: Dictionaries by block. What they take apart becomes their active features, the decoder's bias and
+                the error, which sum to it; `meta["error_share"]` is the part of its variance that is error.
         """
         start, stop = self.operator.span
         named = [check_iterable(some, name, "blocks") for name, some in (("neurons", neurons), ("experts", experts))]
         wrong = [n for some in named for n in some if type(n) is not int or not 0 <= n < stop - start]
         if wrong:
-            raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
-        finer = Finer(*(frozenset(start + n for n in blocks) for blocks in named))
+            raise InputError(f"This operator has no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
+        in_neurons, in_experts = (frozenset(start + n for n in blocks) for blocks in named)
+        finer = Finer(in_neurons, in_experts, self._features(features))
         return component_map(self._explained(out_token, target), effect, finer)
+
+    def _features(self, features: Mapping[int, Dictionary] | None) -> dict[int, Dictionary]:
+        start, stop = self.operator.span
+        return {start + n: one for n, one in check_features(features or {}, stop - start).items()}
 
     @own_modes
     def graph(
@@ -69,6 +78,7 @@ class InsideQuestions(ComputedByAnother):
         share: float = SHARE,
         *,
         max_nodes: int = MAX_NODES,
+        features: Mapping[int, Dictionary] | None = None,
     ) -> ComponentGraph:
         r"""What flowed from the input to a target, by which components and tokens: nodes and signed edges.
 
@@ -81,8 +91,11 @@ class InsideQuestions(ComputedByAnother):
             target: As for `map`; None explains the model's own prediction.
             share: Stop when the edges carry this part of the magnitude of all that flows into the nodes.
             max_nodes: Add no more nodes than this; the record says which share was reached.
+            features: As for `components`: nodes are features then, and the edge from b to feature k is what b gave to
+                the row of the encoder that k reads by, the feature being held as active.
         """
-        return component_graph(self._explained(out_token, target), share, max_nodes)
+        finer = Finer(features=self._features(features))
+        return component_graph(self._explained(out_token, target), share, max_nodes, finer)
 
     @own_modes
     def inside(

@@ -39,11 +39,13 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ``"part 1"``, ``"part 2"``; what is written after a block and before the next is ``"between blocks"``. A
             second one of a kind is ``"attention 2"``, ``"feed-forward 2"``. Where neurons were asked for,
             ``"neuron"`` and ``"feed-forward bias"``; where experts were, ``"expert"``, and ``"feed-forward"`` for what
-            belongs to no expert.
+            belongs to no expert. Where features were, ``"feature"``, ``"decoder bias"`` and ``"error"``; those of a
+            cross-layer dictionary that read an earlier block are ``"feature of block 3"``.
         block: The block it is in, if any.
         head: Its number, if it is a head.
         neuron: Its number, if it is a neuron.
         expert: Its number, if it is an expert.
+        feature: Its number, if it is a feature of a dictionary.
     """
 
     kind: str
@@ -51,18 +53,20 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     head: Index | None = None
     neuron: Index | None = None
     expert: Index | None = None
+    feature: Index | None = None
 
     def __str__(self) -> str:
         if self.kind == "block":
             return f"block {self.block}"
-        number = next((one for one in (self.neuron, self.expert) if one is not None), self.head)
+        number = next((one for one in (self.neuron, self.expert, self.feature) if one is not None), self.head)
         what = self.kind if number is None else f"{self.kind} {number}"
         return what if self.block is None else f"block {self.block}, {what}"
 
     @property
     def column(self) -> str | None:
         """Its column in the picture of blocks and heads; None if it has no cell there."""
-        if self.block is None or self.kind.endswith("bias") or self.neuron is not None or self.expert is not None:
+        inner = (self.neuron, self.expert, self.feature)
+        if self.block is None or self.kind.endswith(("bias", "error")) or any(one is not None for one in inner):
             return None
         if self.head is None:
             return self.kind
@@ -74,6 +78,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.block is None:
             return self.kind
         what = {"feed-forward": "ff", "attention bias": "b", "bias": "b"}.get(self.kind, "")
+        if self.feature is not None:
+            return f"{self.block} f{self.feature}"
         return f"{self.block}.{self.head}" if self.head is not None else f"{self.block} {what}".strip()
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.inside.block import Block, StreamPass
+from tensorlens.inside.features import FeatureParts, features_of
 from tensorlens.inside.stream import Component, Write
 
 ROUNDING = 64
@@ -159,7 +160,9 @@ def write_rows(block: Block, write: Write, kind: str, at: Mapping[int, Tensor]) 
     """
     values, name = block.values, Component(block=block.n, kind=kind)
     whole = block.by_token(at[write.slot] * values[write.slot])
-    head, neurons = block.heads_of(write), block.neurons(write)
+    head, neurons, features = block.heads_of(write), block.neurons(write), features_of(block, write, kind)
+    if features is not None:
+        return _feature_rows(block, features, at[write.slot], whole)
     if head is not None:
         by_head = (at[head.slot] * values[head.slot]).sum(-1).flatten(1, -2)  # (row, head, token)
         parts = [replace(name, kind=f"{kind} head", head=i) for i in range(by_head.shape[1])]
@@ -179,6 +182,18 @@ def _parts(block: Block, name: Component, parts: list[Component], scores: Tensor
     scores = block.placed(scores)
     rows = [Row(part, one) for part, one in zip(parts, scores.unbind(1), strict=True)]
     return [*rows, Row(replace(name, kind=f"{name.kind} bias"), whole - scores.sum(1))]
+
+
+def _feature_rows(block: Block, parts: FeatureParts, cotangents: Tensor, whole: Tensor) -> list[Row]:
+    """A row for each active feature, one for the decoder's bias, and one for what they leave over."""
+    there = torch.stack([block.to_tokens(one)[0] for one in cotangents])  # (row, token, channel)
+    rows = list[Row]()
+    if parts.features:
+        by_feature = torch.einsum("rij,fj->rfi", there, parts.writes) * parts.activations  # (row, feature, token)
+        scores = block.placed(by_feature).unbind(1)
+        rows = [Row(one.component, score) for one, score in zip(parts.features, scores, strict=True)]
+    rows.append(Row(Component(block=block.n, kind="decoder bias"), block.placed(there @ parts.bias)))
+    return [*rows, Row(Component(block=block.n, kind="error"), whole - sum(row.scores for row in rows))]
 
 
 def _expert_rows(block: Block, name: Component, at: Mapping[int, Tensor], whole: Tensor) -> list[Row]:

@@ -223,11 +223,11 @@ def _scored(question: Question, matrix: Matrices) -> Scored:
 
 def _rollout(question: Question, measure: str) -> Scored:
     matrices = block_matrices(question.operator, measure)
-    return _scored(question, rollout(matrices, has_residual=HAS_RESIDUAL[measure]))
+    return _scored(question, rollout(matrices, has_residual=HAS_RESIDUAL[measure], raw=question.raw))
 
 
 def _mean(question: Question, measure: str) -> Scored:
-    return _scored(question, average(block_matrices(question.operator, measure)))
+    return _scored(question, average(block_matrices(question.operator, measure), raw=question.raw))
 
 
 SUMMARIES = {

@@ -65,6 +65,7 @@ class Question:
         norm: Which norm `tensor.norm` takes of a block.
         probes: For `tensor.norm`: how many random probes to sketch it with; None for the exact norm.
         seed: Random seed for the probes.
+        raw: For baselines of norms: join the blocks' matrices as they are, rows not divided by their sums.
         weighed: A part of the input (token, channel) that is weighed alone; all of it if None.
         asked: All methods that are asked of these rows: what several need is computed once.
         shared: What was computed for several methods.
@@ -80,6 +81,7 @@ class Question:
     norm: NormKind = "frobenius"
     probes: int | None = None
     seed: int = 0
+    raw: bool = False
     weighed: Tensor | None = None
     asked: frozenset[str] = frozenset()
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -335,20 +337,34 @@ def method(
     return register
 
 
+def joins_norms(name: str) -> bool:
+    """Whether a method joins matrices of norms over blocks, whose rows do not sum to one on their own."""
+    join, _, measure = name.partition(".")
+    return join in ("rollout", "mean") and not measure.startswith("attn")
+
+
 def check_question(
-    name: str, target: Target | None = None, norm: str = "frobenius", probes: int | None = None, seed: int = 0
+    name: str,
+    target: Target | None = None,
+    norm: str = "frobenius",
+    probes: int | None = None,
+    seed: int = 0,
+    *,
+    raw: bool = False,
 ) -> None:
     """Refuse a method that does not exist, and options that it does not take."""
     if not isinstance(name, str) or name not in METHODS:
         near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise MethodError(f"There is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
+        raise MethodError(f"TensorLens has no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
     if target is not None and not METHODS[name].takes_target:
         raise MethodError(
             f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."
         )
     if name != "tensor.norm" and (norm != "frobenius" or probes is not None):
         raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
+    if raw and not joins_norms(name):
+        raise MethodError(f"`raw` is an option of rollouts and means of norms, such as rollout.w_attn; got `{name}`.")
     if norm not in ("frobenius", "spectral"):
         raise InputError(f"`norm` must be 'frobenius' or 'spectral'; got {norm!r}.")
     if probes is not None:

@@ -86,6 +86,7 @@ def run(
     called: AtCall | None = None,
     taken: Mapping[nn.Module, AtModule] | None = None,
     given: Mapping[nn.Module, AtModule] | None = None,
+    ending: Callable[[Tensor], None] | None = None,
     grad: bool = False,
     within: AbstractContextManager[Any] | None = None,
 ) -> Any:
@@ -101,13 +102,14 @@ def run(
         called: Told of all that each block takes.
         taken: For some modules, told of the first thing they take.
         given: For some modules, told of what they give.
+        ending: Told of $X^N$, in the model's own layout.
         grad: Whether gradients are followed.
         within: A context for the model's own code alone.
 
     Returns:
         What the model returned, or the state where it was stopped, in the model's own layout.
     """
-    route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {})
+    route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {}, ending)
     methods_of = anatomy.blocks if anatomy.by_methods else ()
     with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
         try:
@@ -115,6 +117,8 @@ def run(
                 output = anatomy.model(**inputs)
         except _Reached as reached:
             return reached.state
+    if ending is not None and anatomy.body_end == "" and anatomy.unembedding is None:
+        ending(state_of(output))
     return output if to == "output" else state_of(output)
 
 
@@ -131,9 +135,10 @@ class _Route:
         called: AtCall | None,
         taken: Mapping[nn.Module, AtModule],
         given: Mapping[nn.Module, AtModule],
+        ending: Callable[[Tensor], None] | None,
     ) -> None:
         self.anatomy, self.to, self.entering, self.leaving, self.called = anatomy, to, entering, leaving, called
-        self.taken, self.given = taken, given
+        self.taken, self.given, self.ending = taken, given, ending
         self.n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
         self.n_entered, self.is_inside = 0, False
         self._blocks = {id(block) for block in anatomy.blocks}
@@ -151,8 +156,8 @@ class _Route:
             output = call(module, *args, **kwargs)
         if module in self.given:
             output = _or(self.given[module](output), output)
-        if module is self._end and self.to == "end" and self.n_entered == self.n_blocks and not self.is_inside:
-            raise _Reached(state_of(output))
+        if module is self._end and self.n_entered == self.n_blocks and not self.is_inside:
+            self._at_end(state_of(output))
         return output
 
     def _block(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,12 +180,22 @@ class _Route:
         if new is not None:
             output, state = replace_state(output, state, new), new
         is_last = n == self.n_blocks - 1
-        if is_last and (self.to == "last block" or self.to == "end" and anatomy.body_end is None):
+        if is_last and anatomy.body_end is None:
+            self._at_end(state)
+        if is_last and self.to == "last block":
             raise _Reached(state)
         return output
 
     def _read(self, state: Tensor) -> None:
-        if self.to == "readout" or self.to == "end" and self.anatomy.body_end == "":
+        if self.anatomy.body_end == "":
+            self._at_end(state)
+        if self.to == "readout":
+            raise _Reached(state)
+
+    def _at_end(self, state: Tensor) -> None:
+        if self.ending is not None:
+            self.ending(state)
+        if self.to == "end":
             raise _Reached(state)
 
 

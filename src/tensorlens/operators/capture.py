@@ -21,6 +21,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
             doubtful = [n for n in doubtful if not best.get(n, float("inf")) <= tolerances.CAPTURE]
             found.whole = whole if doubtful else None
         kinds = _kinds(recording) if recording.states[0].dtype in HALF else [[n] for n in doubtful]
-        calls = _calls(recording) if kinds else []
+        calls = _calls(recording, 1 + max(kind[0] for kind in kinds)) if kinds else []
         for kind in kinds:
             gap = _of_block(*calls[kind[0]], generator, found) if kind[0] < len(calls) else None
             gap = best.get(kind[0]) if gap is None else gap
@@ -231,23 +232,26 @@ def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tens
 
 
 def _kinds(recording: Recording) -> list[list[int]]:
-    """Blocks that take the same steps in the same modules, whatever the numbers of experts and of blocks."""
+    """Blocks that take the same steps in the same modules, one after the other, whatever their own numbers are."""
     origin = recording.from_model("The law of capture")
-    taken: dict[int, set[Any]] = {call.n: {type(call.module)} for call in origin.calls}
-    prefixes = [len(call.path) for call in origin.calls]
+    taken: dict[int, list[Any]] = {call.n: [type(call.module)] for call in origin.calls}
+    prefixes, without_numbers = [len(call.path) for call in origin.calls], cache(partial(re.sub, r"\d+", "#"))
     for step in recording.program.steps:
         if step.block is not None:
-            module = re.sub(r"\d+", "#", step.module[prefixes[step.block] :])
+            module = without_numbers(step.module[prefixes[step.block] :])
             live = tuple([place for place, arg in enumerate(step.args) if type(arg) is Slot])
-            taken[step.block].add((step.operation, module, live))
+            taken[step.block].append((step.operation, module, live))
     kinds: dict[Any, list[int]] = {}
     for n, steps in taken.items():
-        kinds.setdefault(frozenset(steps), []).append(n)
+        kinds.setdefault(tuple(steps), []).append(n)
     return list(kinds.values())
 
 
-def _calls(recording: Recording) -> list[tuple[BlockCall, Tensor]]:
-    """How blocks are called on the first tokens of the input, and their states: by a plain pass if there are more."""
+def _calls(recording: Recording, n_blocks: int) -> list[tuple[BlockCall, Tensor]]:
+    """How the first blocks are called on the first tokens of the input, and their states.
+
+    By a plain pass that ends with the last of them, if the input has more tokens.
+    """
     origin = recording.from_model("The law of capture")
     own = [(call, _own_part(recording, call.n, recording.states[call.n])) for call in origin.calls]
     inputs = beginning(origin.inputs, MOST_TOKENS)
@@ -263,7 +267,7 @@ def _calls(recording: Recording) -> list[tuple[BlockCall, Tensor]]:
         found.append((call, layout.to_tokens(state).clone()))
 
     try:
-        run(origin.anatomy, inputs, to="last block", n_blocks=recording.n_blocks, called=note)
+        run(origin.anatomy, inputs, to="last block", n_blocks=n_blocks, called=note)
     except NOT_ALONE:
         return own
     return found

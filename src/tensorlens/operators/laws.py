@@ -200,11 +200,14 @@ class Evidence:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """Norms of several tensors: they are read from the device together."""
-    if not tensors:
-        return []
-    found = [torch.linalg.vector_norm(x, dtype=torch.float32 if x.dtype.itemsize < 4 else None) for x in tensors]
-    return torch.stack([norm.double().to(found[0].device) for norm in found]).tolist()
+    """Norms of several tensors, computed and read from a device together."""
+    found: dict[int, float] = {}
+    for kind in {(x.device, x.dtype) for x in tensors}:
+        places = [n for n, x in enumerate(tensors) if (x.device, x.dtype) == kind]
+        wide = torch.float32 if kind[1].itemsize < 4 else kind[1].to_real()
+        norms = torch._foreach_norm([tensors[n] for n in places], 2, dtype=wide)
+        found |= zip(places, torch.stack(norms).tolist(), strict=True)
+    return [found[n] for n in range(len(tensors))]
 
 
 # The laws -------------------------------------------------------------------------------------------------------------
@@ -274,16 +277,16 @@ def logits(e: Evidence) -> float | None:
     ):
         return None
     out_token = _last_read(recording, operator.shape[0])
-    try:  # the head alone takes T·V to the logits, unless it reads more than the last state
-        head = Span(recording.n_blocks, recording.n_blocks)
-        end = recording.push(e.of_v[None], head, linear=True, to_logits=True)
-    except AnatomyError:
-        end = operator.push_to_head(e.v[None], linear=True)
     weights = torch.zeros(recording.logits_at(out_token).shape, dtype=operator.dtype, device=operator.device)
     some = torch.randperm(len(weights), generator=e.generator)[:N_CLASSES].to(weights.device)
     weights[some] = e.normal(len(some))
     w = recording.head_cotangent(weights, out_token)
-    pulled = operator.pull_from_head(w)[0]
+    try:  # the head on its own, unless it reads more than the last state
+        head = Span(recording.n_blocks, recording.n_blocks)
+        end = recording.push(e.of_v[None], head, linear=True, to_logits=True)
+        pulled = operator.pull(recording.pull(w, head, to_logits=True))[0]
+    except AnatomyError:
+        end, pulled = operator.push_to_head(e.v[None], linear=True), operator.pull_from_head(w)[0]
     difference = in_float64(w * end).sum() - in_float64(pulled * e.v).sum()
     return float(difference.abs() / (in_float64(w).norm() * in_float64(end).norm()).clamp_min(tolerances.TINY))
 

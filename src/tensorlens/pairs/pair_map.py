@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -12,9 +14,12 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
+from tensorlens.maps.token_map import FIGURES
 from tensorlens.records import Index, Record, Writer, as_array
 from tensorlens.views.labels import shorten, visible
+from tensorlens.views.placed_pictures import placed_pictures
 from tensorlens.views.printing import heading, table
+from tensorlens.views.record import MapView
 from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
@@ -52,7 +57,8 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         measure: ``"cosine"`` with the norms held, or ``"dot"``.
         value: The similarity that the model gives, or the difference of two.
         n_against: How many of the columns are tokens of c; they stand before the bias.
-        meta: `model`, `pooling`, `groups`, `rules`, and the texts as `a`, `b` and `against`.
+        meta: `model`, `pooling`, `groups`, `rules`, the texts as `a`, `b` and `against`, and where an input is a
+            picture, it and its patches as `a_pictures` or `b_pictures`.
     """
 
     scores: Tensor
@@ -87,9 +93,12 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     @property
     def headline(self) -> str:
         """The question that the map answers, with its number."""
+        named = ["picture" if self.meta.get(key) else "text" for key in ("a_pictures", "b_pictures")]
         if self.n_against:
-            return f"Why is the second text closer to the first than the third is ({self._said_value})?"
-        return f"Why are these two texts similar ({self._said_value})?"
+            first, second = named
+            return f"Why is the second {second} closer to the first {first} than the third is ({self._said_value})?"
+        what = f"are these two {named[0]}s" if named[0] == named[1] else "are text and picture"
+        return f"Why {what} similar ({self._said_value})?"
 
     def _table(self) -> Table:
         return Table(as_array(self.scores), self.out_tokens, self.in_tokens)
@@ -141,7 +150,25 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
 
             path.write_text(pairs_page(self.payload(), self.headline), encoding="utf-8")
 
-        return {".html": page, **super()._writers()}
+        def figure(path: Path, kind: str) -> None:
+            from tensorlens.views import figures
+
+            figures.write_figure(self._view(), path, kind)
+
+        drawn = {suffix: partial(figure, kind=suffix.removeprefix(".")) for suffix in FIGURES}
+        return {".html": page, **drawn, **super()._writers()}
+
+    def _view(self) -> MapView:
+        """The pairs of tokens as a matrix; those with a bias are said, not drawn."""
+        return MapView(
+            scores=as_array(self.scores[:-1, :-1]),
+            out_tokens=self.out_tokens[:-1],
+            in_tokens=self.in_tokens[:-1],
+            title=self.headline,
+            bias_share=as_array(self.scores[:-1, -1]),
+            caption=tuple(self._caption()),
+            signed=True,
+        )
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values; a number that is not finite is null."""
@@ -155,4 +182,8 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
             "cells": cells,
             "top": [[one.row, one.column] for one in self.top(8)],
             "caption": [[name, visible(value)] for name, value in self._caption()],
+            "pictures": [
+                [asdict(one) for one in placed_pictures(self.meta.get(key), n)]
+                for key, n in zip(("a_pictures", "b_pictures"), self.scores.shape, strict=True)
+            ],
         }

@@ -76,6 +76,13 @@ class Projection:
         parts[-1] += given - gain * z  # where z is zero
         return parts, given
 
+    def back(self, u: Tensor, whole: Tensor) -> Tensor:
+        """Cotangents (…, place, channel) of what it gives, as cotangents of the vector `whole` (place, channel)."""
+        weight = self.weight.to(u)
+        z = whole @ weight.T + (0.0 if self.bias is None else self.bias.to(u))
+        gain = torch.where(z == 0, 0.0, self.activation(z) / torch.where(z == 0, 1.0, z))
+        return (u * gain) @ weight
+
 
 @dataclass(frozen=True)
 class Pooling:

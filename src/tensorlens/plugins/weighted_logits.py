@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tensorlens.maps.defaults import one_output
 from tensorlens.maps.targets import no_head
+from tensorlens.models.precision import in_float64
 from tensorlens.tensor import AttentionTensor
 
 
@@ -48,4 +49,4 @@ def logit_parts(T: AttentionTensor, weights: Tensor, out_token: int) -> LogitPar
     operator = T.operator
     weights = weights.to(logits)
     pulled = operator.pull_from_head(operator.recording.head_cotangent(weights, place))[0]
-    return LogitParts((pulled * operator.input).cpu(), float((weights.double() * logits.double()).sum()))
+    return LogitParts((pulled * operator.input).cpu(), float((in_float64(weights) * in_float64(logits)).sum()))

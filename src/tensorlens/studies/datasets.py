@@ -8,7 +8,9 @@ a part at a time, for data that does not fit into memory.
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +22,15 @@ from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.studies.identity import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt", ".parquet")
+LABEL_COLUMNS = ("label", "sentiment", "labels", "class", "category")
+IMAGE_COLUMNS = ("image", "img", "picture")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt", ".raw", ".tokens", ".parquet")
+SPLITS = {"test": ("test", "val", "validation"), "train": ("train",)}
+"""What the folder of a part is called."""
+NO_CLASS = ("unsup",)
+"""Folders of reviews without a label, in IMDB's archive."""
+SYNSET = re.compile(r"n\d{8}(?=_)")
+"""How the names of ImageNet's training pictures begin."""
 Row = Mapping[str, Any]
 
 
@@ -30,8 +40,10 @@ class Dataset:
 
     Attributes:
         kind: Whether `items` are texts or images.
-        items: The texts, or the paths of the images.
+        items: The texts, or the images: paths, or what a row holds.
         names: What each sample is called: a file name, or its place in the file.
+        labels: What each sample is labelled with, if that is known.
+        columns: For each sample what else its row holds, as plain values.
         fingerprint: Digest of the content.
     """
 
@@ -39,70 +51,177 @@ class Dataset:
     items: tuple[Any, ...]
     names: tuple[str, ...]
     fingerprint: str
+    labels: tuple[Any, ...] | None = None
+    columns: tuple[Row, ...] = ()
 
     def __len__(self) -> int:
         return len(self.items)
 
 
-def read_dataset(source: Any, *, column: str | None = None, split: str = "test") -> Dataset:
+def read_dataset(source: Any, *, column: str | None = None, label: str | None = None, split: str = "test") -> Dataset:
     """Read samples.
 
     Args:
-        source: A .csv, .tsv, .jsonl, .parquet or .txt file (one text per line), an image or a folder of images, a
-            folder that `datasets` wrote, a list of texts or of image paths, rows (dictionaries, such as a
-            `datasets.Dataset` gives), or the id of a data set of the `datasets` library (``id:configuration`` where it
-            has several).
-        column: The column or field with the text; found by its usual names if None.
-        split: For a data set by id: which part.
+        source: A .csv, .tsv, .jsonl, .parquet or .txt file (one text per line), an image, a folder of images or of
+            texts, by class or not, a folder that `datasets` wrote, a folder of one of these for each part (train,
+            test), a list of texts or of image paths, rows (dictionaries, such as a `datasets.Dataset` gives), or the
+            id of a data set of the `datasets` library (``id:configuration`` where it has several).
+        column: The column or field with the text or image; found by its usual names if None.
+        label: The column or field with the label; found by its usual names if None.
+        split: Which part of data that have several.
     """
     if not isinstance(source, (str, Path)):
-        return _from_list(source, column)
+        return _from_list(source, column, label)
     path = Path(source).expanduser()
-    if path.is_dir() and not (path / "state.json").is_file():
-        images = sorted(one for one in path.rglob("*") if one.suffix.lower() in IMAGE_SUFFIXES)
-        if not images:
-            raise InputError(
-                f"Expected images ({' '.join(sorted(IMAGE_SUFFIXES))}) in the folder {str(path)!r}, found none. "
-                "For texts pass the file itself."
-            )
-        return _images(images, path)
+    if path.is_dir() and not _is_saved(path):
+        return _from_folder(_part(path, split), column, label, split)
     if path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
-        return _images([path])
-    rows = list(rows_of(source, split))
-    if path.suffix.lower() == ".txt":
+        return _from_files("image", [path])
+    found = rows_of(source, split)
+    if set(IMAGE_COLUMNS) & set(getattr(found, "column_names", ())):
+        return _from_library(found, column, label)
+    rows = list(found)
+    if path.suffix.lower() in (".txt", ".raw", ".tokens"):
         rows = [row for row in rows if row["text"].strip()]
-    return _from_rows(rows, column, str(source))
+    return _from_rows(rows, column, label, str(source))
 
 
-def _from_list(source: Any, column: str | None) -> Dataset:
+def _from_list(source: Any, column: str | None, label: str | None) -> Dataset:
     if not isinstance(source, Iterable):
         raise InputError(f"Expected a path, an id or a list of texts; got {type(source).__name__}. Pass a list.")
     items = list(source)
     if items and all(isinstance(item, Mapping) for item in items):
-        return _from_rows(items, column, "the data")
+        return _from_rows(items, column, label, "the data")
     if items and all(isinstance(item, str) and Path(item).suffix.lower() not in IMAGE_SUFFIXES for item in items):
-        return _texts(items)
+        return _from_rows([{"text": item} for item in items], None, None, "the data")
     if items and all(isinstance(item, (str, Path)) for item in items):
-        return _images([Path(item) for item in items])
+        return _from_files("image", [Path(item) for item in items])
     kinds = ", ".join(sorted({type(item).__name__ for item in items})) or "an empty list"
     raise InputError(f"Expected a list of texts or of image paths; got {kinds}. Pass at least one of one kind.")
 
 
-def _from_rows(rows: Sequence[Row], column: str | None, source: str) -> Dataset:
+def _from_rows(rows: Sequence[Row], column: str | None, label: str | None, source: str) -> Dataset:
     if not rows:
         raise InputError(f"Expected at least one sample in {source!r}; got none.")
-    chosen = text_column(column, list(dict.fromkeys(name for row in rows for name in row)), source)
-    return _texts([str(row.get(chosen) or "") for row in rows])
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    is_image = column is None and not set(TEXT_COLUMNS) & set(columns) and set(IMAGE_COLUMNS) & set(columns)
+    chosen = (
+        next(name for name in IMAGE_COLUMNS if name in columns) if is_image else text_column(column, columns, source)
+    )
+    if label is not None and label not in columns:
+        raise InputError(f"Expected a column {label} in {source!r}; got {', '.join(columns)}. Name the label's column.")
+    labelled = label or next((name for name in LABEL_COLUMNS if name in columns), None)
+    items = [_picture(row.get(chosen)) if is_image else str(row.get(chosen) or "") for row in rows]
+    plain = (str, int, float, bool)
+    return Dataset(
+        kind="image" if is_image else "text",
+        items=tuple(items),
+        names=tuple(map(str, range(len(rows)))),
+        labels=None if labelled is None else tuple(row.get(labelled) for row in rows),
+        columns=tuple(
+            {name: value for name, value in row.items() if name not in (chosen, labelled) and isinstance(value, plain)}
+            for row in rows
+        ),
+        fingerprint=digest_of([_image_digest(item) for item in items] if is_image else items),
+    )
 
 
-def _texts(texts: Sequence[str]) -> Dataset:
-    names = tuple(str(place) for place in range(len(texts)))
-    return Dataset(kind="text", items=tuple(texts), names=names, fingerprint=digest_of(texts))
+@dataclass(frozen=True)
+class LazyImage:
+    """An image in a data set of the `datasets` library, decoded when it is asked for."""
+
+    rows: Any
+    index: int
+    column: str
+
+    def load(self) -> Any:
+        """The image itself."""
+        return self.rows[self.index][self.column]
 
 
-def _images(paths: Sequence[Path], folder: Path | None = None) -> Dataset:
+def _from_library(rows: Any, column: str | None, label: str | None) -> Dataset:
+    """Images of a data set of the library, none of them decoded."""
+    chosen = column or next(name for name in IMAGE_COLUMNS if name in rows.column_names)
+    labelled = label or next((name for name in LABEL_COLUMNS if name in rows.column_names), None)
+    return Dataset(
+        kind="image",
+        items=tuple(LazyImage(rows, index, chosen) for index in range(len(rows))),
+        names=tuple(map(str, range(len(rows)))),
+        labels=None if labelled is None else tuple(rows[labelled]),
+        fingerprint=digest_of([str(rows._fingerprint), str(len(rows))]),
+    )
+
+
+def _picture(value: Any) -> Any:
+    """An image as a row holds it: decoded, or as bytes or a path in a dictionary."""
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("bytes") is None:
+        return Path(str(value.get("path")))
+    from PIL import Image
+
+    return Image.open(io.BytesIO(value["bytes"]))
+
+
+def _image_digest(image: Any) -> str:
+    return _ends(image) if isinstance(image, Path) else digest_of([image.convert("RGB").resize((32, 32)).tobytes()])
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _part(path: Path, split: str) -> Path:
+    """The folder of one part, or the folder itself if it has no parts."""
+    found = next((path / name for name in SPLITS.get(split, (split,)) if (path / name).is_dir()), None)
+    return path if found is None else found
+
+
+def _from_folder(path: Path, column: str | None, label: str | None, split: str) -> Dataset:
+    if _is_saved(path):
+        return read_dataset(path, column=column, label=label, split=split)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    pictures = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    classes = [one for one in sorted(path.iterdir()) if one.is_dir() and one.name not in NO_CLASS]
+    texts = [file for file in files if file.suffix == ".txt" and file.parent in classes]
+    chosen, kind = (pictures, "image") if pictures else (texts, "text")
+    if chosen:
+        empty = next((one.name for one in classes if not any(one in file.parents for file in chosen)), None)
+        if empty is not None:
+            raise InputError(
+                f"The class folder {empty!r} in {str(path)!r} holds no {kind}. Fill it, or remove it so that the other "
+                "classes are taken."
+            )
+        return _from_files("image" if pictures else "text", chosen, path)
+    tables = [file for file in files if file.suffix.lower() in SUFFIXES]
+    of_part = [file for file in tables if re.search(rf"(^|[._-]){split}([._-]|$)", file.name)]
+    tables = of_part or tables
+    if not tables or len(tables) > 1 and {file.suffix for file in tables} != {".parquet"}:
+        raise InputError(
+            f"Expected images ({' '.join(sorted(IMAGE_SUFFIXES))}), folders of texts by class, or one file of rows in "
+            f"the folder {str(path)!r}, found {'several files' if tables else 'none'}. For texts pass the file itself."
+        )
+    return _from_rows([row for file in tables for row in rows_of(file)], column, label, str(path))
+
+
+def _from_files(kind: Literal["text", "image"], paths: Sequence[Path], folder: Path | None = None) -> Dataset:
+    """A file for each sample; its label is the folder that it is in, or a picture's own name of its class."""
     names = tuple(str(path.relative_to(folder)) if folder else path.name for path in paths)
-    return Dataset(kind="image", items=tuple(paths), names=names, fingerprint=digest_of([*names, *map(_ends, paths)]))
+    labels: list[Any] = [path.parent.name if folder and path.parent != folder else None for path in paths]
+    if not any(labels) and kind == "image":
+        labels = [found and found.group() for found in map(SYNSET.match, (path.name for path in paths))]
+    digests = list(map(_ends, paths)) if kind == "image" else []
+    items: list[Any] = list(paths) if kind == "image" else ["".join(text_lines(path)) for path in paths]
+    return Dataset(
+        kind=kind,
+        items=tuple(items),
+        names=names,
+        labels=tuple(labels) if all(labels) else None,
+        fingerprint=digest_of([*names, *digests] if kind == "image" else items),
+    )
 
 
 def _ends(path: Path) -> str:
@@ -167,7 +286,8 @@ def text_column(asked: str | None, columns: Sequence[Any], source: str) -> str:
 def rows_of(source: str | Path, split: str = "test") -> Iterable[Row]:
     """The rows of a file, of a folder that `datasets` wrote, or of a data set by its id, one after the other."""
     path = Path(source).expanduser()
-    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows, ".txt": _text_rows}
+    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
+    readers |= dict.fromkeys((".txt", ".raw", ".tokens"), _text_rows)
     if path.is_file():
         reader = readers.get(path.suffix.lower(), _json_rows if path.suffix.startswith(".json") else None)
         if reader is None:
@@ -247,5 +367,8 @@ def _library_rows(source: str | Path, split: str) -> Iterable[Row]:
             f"{str(source)!r} could not be loaded: {said}"
         ) from error
     if isinstance(found, dict):
-        raise InputError(f"{str(source)!r} holds {', '.join(map(str, found))}; name the folder of one of them.")
+        part = next((found[name] for name in SPLITS.get(split, (split,)) if name in found), None)
+        if part is None:
+            raise InputError(f"{str(source)!r} holds {', '.join(map(str, found))}; expected a part called {split}.")
+        return part
     return found

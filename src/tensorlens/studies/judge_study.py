@@ -41,7 +41,7 @@ from tensorlens.studies.datasets import rows_of
 from tensorlens.studies.identity import digest_of, model_settings
 from tensorlens.studies.intervals import N_RESAMPLES, short
 from tensorlens.studies.members import MEMBERS, check_member, member_lens, split
-from tensorlens.studies.options import check_positive, chosen_options
+from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.report import Section, Table, with_interval, write_page
 from tensorlens.studies.runs import Record, Run, StudyResult
 
@@ -67,8 +67,7 @@ PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgeOptions:
+class JudgeOptions(Options, frozen=True, kw_only=True):
     """Everything a run of judges depends on besides model and data.
 
     Attributes:
@@ -84,14 +83,14 @@ class JudgeOptions:
     group_size: int = 32
 
     def __post_init__(self) -> None:
-        check_positive(self, "limit", "group_size")
+        self.check_positive("limit", "group_size")
         if self.methods is not None:
             names = (self.methods,) if isinstance(self.methods, str) else tuple(dict.fromkeys(self.methods))
             for name in names:
                 if name != WORD_OVERLAP:
                     check_question(split(name)[0])
                     check_member(name)
-            object.__setattr__(self, "methods", names)
+            self.settle(methods=names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +228,11 @@ def run_judges(
         of = by_name[some[0].judge]
         methods = options.methods or of.methods or default_methods()
         if of.measure is not None:
-            return [_about(item) | found for item, found in zip(some, of.measure(lens, some, methods), strict=True)]
+            found = []
+            for item in some:  # each may take a minute
+                tell(f"{of.name}: {item.name}, {len(run.records()) + len(found)} of {len(items)} items done")
+                found += [_about(item) | one for one in of.measure(lens, [item], methods)]
+            return found
         key = some[0].model, of.name
         if key not in scorers:
             scorers[key] = Scorer(of.models.get(some[0].model, lens), methods, tell)
@@ -284,7 +287,7 @@ class PrefixText:
         text: The text.
 
     Raises:
-        InputError: There is no tokenizer, it does not say where tokens stand, or it ends every text with a token of
+        InputError: The lens has no tokenizer, it does not say where tokens stand, or it ends every text with a token of
             its own, so that nothing can come next.
     """
 

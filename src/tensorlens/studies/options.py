@@ -1,21 +1,40 @@
 """How a study takes its options: a record, single keywords, or a record with some of them changed.
 
-Each study has one frozen record, which checks itself when it is made; this is the one place where it is made.
+Each study has one `Options` record, which checks itself when it is made and can be read from a file; this is the one
+place where it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+import msgspec
+
 from tensorlens.errors import InputError
 
-Options = TypeVar("Options")
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that the numbers of a study depend on besides model and data."""
+
+    def settle(self, **values: Any) -> None:
+        """Put checked values in the place of what was given; for `__post_init__` alone."""
+        for name, value in values.items():
+            msgspec.structs.force_setattr(self, name, value)
+
+    def check_positive(self, *names: str) -> None:
+        """Refuse numbers below 1; None stands for no limit."""
+        for name in names:
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise InputError(f"Expected `{name}` of at least 1; got {number}.")
 
 
-def chosen_options(kind: type[Options], options: Options | None, changes: Mapping[str, Any]) -> Options:
+Chosen = TypeVar("Chosen", bound=Options)
+
+
+def chosen_options(kind: type[Chosen], options: Chosen | None, changes: Mapping[str, Any]) -> Chosen:
     """The record of a study's options.
 
     Args:
@@ -28,11 +47,11 @@ def chosen_options(kind: type[Options], options: Options | None, changes: Mappin
     """
     if options is not None and not isinstance(options, kind):
         raise InputError(f"Expected `options` of type {kind.__name__}; got {type(options).__name__}.")
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every record is a dataclass
+    known = kind.__struct_fields__
     unknown = next((name for name in changes if name not in known), None)
     if unknown is not None:
         raise InputError(f"Expected options among {', '.join(known)}; got {unknown!r}.{_hint(unknown, known)}")
-    return replace(options, **changes) if options is not None else kind(**changes)  # type: ignore[type-var]
+    return kind(**changes) if options is None else msgspec.structs.replace(options, **changes)
 
 
 def checked_names(chosen: Iterable[Any], known: Iterable[str], name: str) -> tuple[Any, ...]:
@@ -44,14 +63,6 @@ def checked_names(chosen: Iterable[Any], known: Iterable[str], name: str) -> tup
         got = repr(wrong) if chosen else "none"
         raise InputError(f"Expected `{name}` among {', '.join(known)}; got {got}.{_hint(str(wrong), known)}")
     return chosen
-
-
-def check_positive(options: Any, *names: str) -> None:
-    """Refuse numbers below 1; None stands for no limit."""
-    for name in names:
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            raise InputError(f"Expected `{name}` of at least 1; got {number}.")
 
 
 def _hint(wrong: str, known: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ Record = dict[str, Any]
 
 POLL_SECONDS = 0.2
 STALLED_AFTER_SECONDS = 3600.0
+FIRST_LINE_SECONDS, LINE_SECONDS = 5.0, 30.0
+"""When a run without a terminal first says how far it is, and how often after that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class StudyResult:
 
         Args:
             condition: Preset and replacement, as the summary calls them; the first if None.
-            metric: ``hs_mse`` or ``abs_aopc``.
+            metric: ``hs_mse``, ``abs_aopc``, ``aopc`` or ``accuracy``.
             order: ``most`` relevant first, or ``least``.
 
         Raises:
@@ -81,12 +84,13 @@ class StudyResult:
             raise InputError(f"No sample could be measured; the first: {self.summary['skipped'][0]['reason']}")
         chosen = conditions[next(iter(conditions)) if condition is None else condition]
         methods = chosen.get(order, {}).get(metric, {"methods": {}})["methods"]  # none where every method has a gap
-        return {name: methods[name]["auc"] for name in best_first(methods, order)}
+        largest = (order == "most") == (metric != "accuracy")  # which falls as more is lost
+        return {name: methods[name]["auc"] for name in best_first(methods, largest=largest)}
 
 
-def best_first(methods: Mapping[str, Any], order: str) -> list[str]:
-    """The methods of a perturbation study by their area: the largest first where the most relevant tokens go first."""
-    return sorted(methods, key=lambda name: methods[name]["auc"], reverse=order == "most")
+def best_first(methods: Mapping[str, Any], *, largest: bool) -> list[str]:
+    """The methods of a perturbation study by their area."""
+    return sorted(methods, key=lambda name: methods[name]["auc"], reverse=largest)
 
 
 class Run:
@@ -161,7 +165,7 @@ class Run:
             groups: The indices of all samples, over all processes, those that are measured together in one group. They
                 must not depend on what is done already.
             measure: From the indices of a group to their records. What it raises ends the run, to be continued later.
-            progress: Whether to show a bar; None shows it in a terminal.
+            progress: Whether to show a bar; None shows it in a terminal, and lines elsewhere.
         """
         n_samples = sum(map(len, groups))
         done = {record["index"] for record in self.records(n_samples)}
@@ -238,8 +242,10 @@ class Run:
     def _sample_files(self) -> list[Path]:
         return sorted(self.folder.glob("samples*.jsonl"), key=lambda path: (len(path.name), path.name))
 
-    def _bar(self, n_samples: int, pending: Sequence[Sequence[int]], progress: bool | None) -> tqdm:
+    def _bar(self, n_samples: int, pending: Sequence[Sequence[int]], progress: bool | None) -> tqdm | Lines:
         initial = max(0, n_samples - sum(map(len, pending)) * self.processes.count)
+        if progress is None and self.processes.is_first and not sys.stderr.isatty():
+            return Lines(self.study, n_samples, initial)
         disable = True if not self.processes.is_first else None if progress is None else not progress
         return tqdm(total=n_samples, initial=initial, disable=disable, unit="sample", desc=self.study, smoothing=0.05)
 
@@ -275,6 +281,44 @@ class Run:
                 f"The run in {str(self.folder)!r} stopped: {error.filename or 'a file of the run'}: {error.strerror}. "
                 "What is finished is kept. Make room and start it again; it continues where it stopped."
             ) from error
+
+
+class Lines:
+    """How far a run is where there is no terminal: a line on standard error now and then, also while nothing ends.
+
+    Args:
+        study: Name of the study.
+        total: How many samples there are.
+        done: How many were finished before.
+    """
+
+    def __init__(self, study: str, total: int, done: int) -> None:
+        self.study, self.total, self.done, self.before = study, total, done, done
+        self.began, self._stop = time.monotonic(), Event()
+        self._thread = Thread(target=self._speak, daemon=True)
+
+    def __enter__(self) -> Lines:
+        if self.done < self.total:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def update(self, n: int) -> None:
+        """So many more are finished."""
+        self.done = min(self.total, self.done + n)
+
+    def _speak(self) -> None:
+        wait = FIRST_LINE_SECONDS
+        while not self._stop.wait(wait):
+            seconds, new = time.monotonic() - self.began, self.done - self.before
+            left = f", about {seconds / new * (self.total - self.done):.0f} s left" if new else ""
+            sys.stderr.write(f"{self.study}: {self.done} of {self.total} samples after {seconds:.0f} s{left}\n")
+            sys.stderr.flush()
+            wait = LINE_SECONDS
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

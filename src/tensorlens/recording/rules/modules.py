@@ -59,12 +59,17 @@ def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
 
 def has_adapter(cls: type) -> bool:
     """Whether a class or one of its ancestors has an adapter, which need not apply to every module."""
-    return any(qualified(one) in ADAPTERS for one in cls.__mro__)
+    return not ADAPTERS.keys().isdisjoint(_ancestors(cls))
 
 
 def adapted_places() -> set[str]:
     """Classes whose parts may have adapters, by the names that these have in them."""
     return {name.rpartition(".")[0] for name in ADAPTERS}
+
+
+@lru_cache(maxsize=4096)
+def _ancestors(cls: type) -> list[str]:
+    return [qualified(one) for one in cls.__mro__]
 
 
 @lru_cache(maxsize=4096)
@@ -74,10 +79,13 @@ def qualified(cls: type) -> str:
 
 
 def _has_forward_of(module: nn.Module, cls: type) -> bool:
-    """Whether a module does what the adapted class does: neither a subclass nor the instance has its own forward."""
+    """Whether a module does what the adapted class does: no subclass, instance or patch gave it another forward."""
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # accelerate calls what it found
-    is_own = own is None or getattr(own, "__func__", None) is cls.forward  # type: ignore[attr-defined]
-    return is_own and type(module).forward is cls.forward  # type: ignore[attr-defined]
+    forward: Any = cls.forward  # type: ignore[attr-defined]
+    is_own = own is None or getattr(own, "__func__", None) is forward
+    writer = next(one for one in cls.__mro__ if "forward" in vars(one))
+    is_written_there = getattr(forward, "__qualname__", None) == f"{writer.__qualname__}.forward"
+    return is_own and is_written_there and type(module).forward is forward
 
 
 def _activation(gain: Callable[[Tensor], Tensor]) -> Adapter:

@@ -6,10 +6,11 @@ One sample of the run is one input. The summary pools directions and inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError, InputError, MethodError
@@ -20,6 +21,7 @@ from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.operators.bounds import Reading, product_bound
 from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies.fidelity_study.measures import (
+    alternative_bounds,
     as_record,
     distance_to_jacobian,
     errors_along,
@@ -30,7 +32,7 @@ from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_pr
 from tensorlens.studies.fidelity_study.report import fidelity_report
 from tensorlens.studies.fidelity_study.summary import fidelity_summary
 from tensorlens.studies.identity import digest_of, model_settings, tensor_digest
-from tensorlens.studies.options import chosen_options
+from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.runs import Run, StudyResult
 from tensorlens.tensor import AttentionTensor
 
@@ -38,8 +40,7 @@ SIZES = tuple(float(f"{10 ** (k / 4):.6g}") for k in range(-12, 3))
 """Lengths of a move relative to the input's, from 0.001 to about 3."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FidelityOptions:
+class FidelityOptions(Options, frozen=True, kw_only=True):
     """Everything a fidelity run depends on besides model and inputs.
 
     Attributes:
@@ -94,7 +95,7 @@ def fidelity(
     chosen = chosen_options(FidelityOptions, options, changes)
     several = list(inputs) if _is_list_of_texts(inputs) else [inputs]
     described = [_described(lens, one) for one in several]
-    run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": asdict(chosen)})
+    run = Run(out, "fidelity", model_settings(lens) | {"inputs": described, "options": structs.asdict(chosen)})
     run.work(
         [[i] for i in range(len(several))], lambda group: [measure(lens, several[i], chosen) for i in group], progress
     )
@@ -151,4 +152,4 @@ def measure_norms(T: AttentionTensor, options: FidelityOptions) -> dict[str, Any
         except (AnatomyError, MethodError) as error:
             found[f"log10_{reading}"] = None
             found[f"why_not_{reading}"] = str(error)
-    return found
+    return found | {"alternatives": alternative_bounds(T)}

@@ -19,7 +19,9 @@ from tensorlens.models.precision import in_float64
 
 Order = Literal["most", "least"]
 ORDERS: tuple[Order, ...] = ("most", "least")
-METRICS = ("hs_mse", "abs_aopc")
+METRICS = ("hs_mse", "abs_aopc", "aopc", "accuracy")
+RISING = ("hs_mse", "abs_aopc", "aopc")
+"""Metrics that grow as more is lost; accuracy falls."""
 GRID = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 """Convention: the paper says 0 to 30 % and not in how many steps."""
 
@@ -55,20 +57,31 @@ def hidden_state_mse(
     return (in_float64(perturbed) - in_float64(clean)).square().mean(-1)
 
 
-def absolute_aopc(clean: Float[Tensor, " class"], perturbed: Float[Tensor, "copy class"]) -> Float[Tensor, " copy"]:
-    r"""$|p_X(c) - p_{X_f}(c)|$ for the class c that wins on the clean input.
+def probability_drop(clean: Float[Tensor, " class"], perturbed: Float[Tensor, "copy class"]) -> Float[Tensor, " copy"]:
+    r"""AOPC: $p_X(c) - p_{X_f}(c)$ for the class c that wins on the clean input.
 
-    Paper: it calls this AOPC, which elsewhere is the signed drop.
+    Paper: its AOPC is the absolute value of this, here abs-AOPC.
     """
     winner = int(clean.argmax())
     probability = in_float64(clean).softmax(-1)[winner]
-    return (in_float64(perturbed).softmax(-1)[:, winner] - probability).abs()
+    return probability - in_float64(perturbed).softmax(-1)[:, winner]
+
+
+def is_right(logits: Float[Tensor, "copy class"], label: int) -> Float[Tensor, " copy"]:
+    """1 where the label wins: the accuracy of one sample, as the paper's text defines its curve."""
+    return in_float64((logits.argmax(-1) == label).float())
+
+
+def is_better(order: Order, metric: str) -> bool:
+    """Whether a larger area is better: more is lost early where the most relevant tokens go first."""
+    return (order == "most") == (metric in RISING)
 
 
 def auc(curve: Sequence[float], grid: Sequence[float]) -> float:
     """Area under a curve over its range: the mean height, by trapezoids.
 
-    Convention: divided by the range, so that it does not depend on where the grid ends.
+    Convention: divided by the range, so that it does not depend on where the grid ends. Times the range it is the
+    other scale of the AUC, the area itself; the paper does not say which one it reports.
     """
     area = sum(
         (right - left) * (low + high) / 2

@@ -11,20 +11,32 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool
+from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.batches import Asked, DatasetMaps
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.controls import random_scores
+from tensorlens.maps.methods import joins_norms
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
+from tensorlens.models.precision import in_float64
 from tensorlens.studies.intervals import short
 from tensorlens.studies.members import member_lens, split
-from tensorlens.studies.perturbation_study.measures import ORDERS, absolute_aopc, hidden_state_mse, masks_along, ranking
+from tensorlens.studies.perturbation_study.drawing import Piece
+from tensorlens.studies.perturbation_study.measures import (
+    ORDERS,
+    hidden_state_mse,
+    is_right,
+    masks_along,
+    probability_drop,
+    ranking,
+)
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.plain_model import Outputs, PlainModel
 from tensorlens.studies.perturbation_study.samples import Sample, Samples, maskable
+from tensorlens.tensor import AttentionTensor
 
 RANDOM = "control.random"
 Missing = str
@@ -52,9 +64,20 @@ class Measurement:
 
     def __init__(self, lens: Lens, samples: Samples, options: PerturbationOptions) -> None:
         self.samples, self.options = samples, options
-        self.plain = PlainModel(lens, options.batch_size)
-        self.out_token = -1 if samples.is_causal else 0
-        self.maps = GroupMaps(lens, [name for name in options.methods or () if name != RANDOM], self.out_token, options)
+        self.plain = PlainModel(lens, options.watch, options.batch_size)
+        self.maps = GroupMaps(lens, [name for name in options.methods or () if name != RANDOM], options)
+
+    def watched(self) -> str:
+        """What is watched, in words; that a state is made of logits, one channel per class, is said."""
+        where = {"first": "the first token", "last": "the last token", "mean": "the mean of all tokens"}
+        for index in range(len(self.samples)):
+            try:
+                found = self.plain.run(self.samples.load(index).inputs)
+            except TensorLensError:  # it is skipped later, and says why
+                continue
+            is_logits = found.logits is not None and torch.equal(found.logits, found.states)
+            return f"{'logits' if is_logits else 'the state'} of {where[self.options.watch]}"
+        return f"the state of {where[self.options.watch]}"
 
     def measure(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The records of a group of samples; one that cannot be measured is skipped and says why."""
@@ -66,7 +89,7 @@ class Measurement:
         plans = {index: self._plans(sample, scores[index]) for index, sample in chosen.items()}
         cells = {how: self._cells(chosen, clean, plans, how) for how in self.options.replacements or ()}
         return [
-            {"name": self.samples.names[index]}
+            _about(self.samples.pieces[index])
             | (
                 {"skipped": skipped[index]}
                 if index in skipped
@@ -85,11 +108,14 @@ class Measurement:
                 skipped[index] = str(error)
                 continue
             presets = self.options.presets
-            bare = [preset for preset in presets if not maskable(sample, self.samples.is_causal, preset)]
+            bare = [preset for preset in presets if not self._maskable(sample, preset)]
             if bare:
                 skipped[index] = f"None of its tokens, {sample.n_tokens} in all, may be replaced under `{bare[0]}`."
             else:
                 yield index, sample
+
+    def _maskable(self, sample: Sample, preset: str) -> list[int]:
+        return maskable(sample, self.samples.is_causal, preset, self.options.keep_first)
 
     def _scored(
         self, samples: Mapping[int, Sample], skipped: dict[int, str]
@@ -112,7 +138,7 @@ class Measurement:
             by_shape.setdefault(tuple(value.shape for value in sample.inputs.values()), []).append(index)
         found: dict[int, Outputs] = {}
         for some in by_shape.values():
-            outputs = self.plain.run(_joined([samples[index].inputs for index in some]), self.out_token)
+            outputs = self.plain.run(_joined([samples[index].inputs for index in some]))
             found |= {index: outputs[place : place + 1] for place, index in enumerate(some)}
         for index in samples:
             if bool(found[index].states.isfinite().all()):
@@ -135,10 +161,7 @@ class Measurement:
             return [(order, masks_along(tokens, sample.n_tokens, self.options.grid)) for order, tokens in ranked]
 
         return {
-            preset: {
-                method: plan(found, maskable(sample, self.samples.is_causal, preset))
-                for method, found in scores.items()
-            }
+            preset: {method: plan(found, self._maskable(sample, preset)) for method, found in scores.items()}
             for preset in self.options.presets
         }
 
@@ -164,14 +187,23 @@ class Measurement:
             empty = torch.zeros(0, sample.n_tokens, dtype=torch.bool)
             masks[index], inverse = torch.cat([empty, *wanted]).unique(dim=0, return_inverse=True)
             places[index] = iter(inverse.split([len(part) for part in wanted]))
-        changes = changes_of(self.plain, self.samples, samples, clean, masks, replacement, self.out_token)
+        changes = changes_of(self.plain, self.samples, samples, clean, masks, replacement)
         return {
             index: {
-                preset: {method: _cell(plan, places[index], changes[index]) for method, plan in of_preset.items()}
+                preset: {
+                    method: _cell(plan, places[index], changes[index], self._start(samples[index], clean[index]))
+                    for method, plan in of_preset.items()
+                }
                 for preset, of_preset in plans[index].items()
             }
             for index in samples
         }
+
+    def _start(self, sample: Sample, clean: Outputs) -> dict[str, float]:
+        """Where curves begin that do not begin at 0: whether the model is right with nothing replaced."""
+        if sample.label is None or clean.logits is None:
+            return {}
+        return {"accuracy": float(is_right(clean.logits, sample.label)[0])}
 
     def _record(self, sample: Sample, clean: Outputs, cells: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         conditions = {
@@ -183,8 +215,19 @@ class Measurement:
         return {"n_tokens": sample.n_tokens, "state_power": power, "conditions": conditions}
 
 
-def _cell(plan: Plan, places: Iterator[Tensor], changes: Changes | Missing) -> dict[str, Any]:
-    """Curves from 0 on, averaged over the score vectors of an order; `places` of the plan's masks come in turn."""
+def _about(piece: Piece) -> dict[str, Any]:
+    """What a record says of its sample besides what was measured."""
+    more = {"label": piece.label, "unit": piece.unit, "columns": piece.columns}
+    return {"name": piece.name} | {name: value for name, value in more.items() if value not in (None, {})}
+
+
+def _cell(
+    plan: Plan, places: Iterator[Tensor], changes: Changes | Missing, start: Mapping[str, float]
+) -> dict[str, Any]:
+    """Curves averaged over the score vectors of an order, from nothing replaced on.
+
+    `places` of the plan's masks come in turn.
+    """
     if isinstance(plan, str):
         return {"missing": plan}
     rows = torch.stack([next(places) for _ in plan])  # (order and score vector, step)
@@ -192,7 +235,10 @@ def _cell(plan: Plan, places: Iterator[Tensor], changes: Changes | Missing) -> d
         return {"missing": changes}
     return {
         order: {
-            metric: [0.0, *(short(value) for value in values[rows[[one == order for one, _ in plan]]].mean(0))]
+            metric: [
+                start.get(metric, 0.0),
+                *(short(value) for value in values[rows[[one == order for one, _ in plan]]].mean(0)),
+            ]
             for metric, values in changes.items()
         }
         for order in ORDERS
@@ -203,17 +249,16 @@ def _cell(plan: Plan, places: Iterator[Tensor], changes: Changes | Missing) -> d
 
 
 class GroupMaps:
-    """The maps of groups of samples at one output: one recording of a group for each member of the rules asked for.
+    """The scores of groups of samples at one output: one recording of a group for each member of the rules asked for.
 
     Args:
         lens: The model.
         methods: Names in `METHODS`, those of T perhaps with a member after an @.
-        out_token: The output that is explained.
-        options: Probes and seed of `tensor.norm`.
+        options: The watched output, and how norms are made and joined.
     """
 
-    def __init__(self, lens: Lens, methods: Sequence[str], out_token: int, options: PerturbationOptions) -> None:
-        self.lens, self.methods = lens, tuple(methods)
+    def __init__(self, lens: Lens, methods: Sequence[str], options: PerturbationOptions) -> None:
+        self.lens, self.methods, self.watch = lens, tuple(methods), options.watch
         by_member: dict[str | None, list[str]] = {}
         for name in methods:
             by_member.setdefault(split(name)[1] if "@" in name else None, []).append(name)
@@ -221,7 +266,9 @@ class GroupMaps:
         for member, names in by_member.items():
             bases = tuple(split(name)[0] for name in names)
             probes = options.norm_probes if "tensor.norm" in bases else None
-            asked = Asked(methods=bases, out_token=out_token, probes=probes, seed=options.seed)
+            raw = options.raw_norms and any(map(joins_norms, bases))
+            out_token = 0 if options.watch == "first" else -1
+            asked = Asked(methods=bases, out_token=out_token, probes=probes, seed=options.seed, raw=raw)
             self._works.append((names, DatasetMaps((member_lens(lens, member) if member else lens).specimen, asked)))
 
     def of(self, samples: Sequence[Sample]) -> list[Maps | Missing]:
@@ -238,7 +285,8 @@ class GroupMaps:
                     prepared[i] = self.lens.prepare(sample.value)
                 except TensorLensError as error:
                     found[i] = str(error)
-            for i, maps in zip(prepared, _made(work, list(prepared.values())), strict=True):
+            make = _pooled if self.watch == "mean" else _made
+            for i, maps in zip(prepared, make(work, list(prepared.values())), strict=True):
                 so_far = found[i]
                 if not isinstance(so_far, str):
                     found[i] = maps if isinstance(maps, str) else so_far | dict(zip(names, maps, strict=True))
@@ -251,10 +299,41 @@ def _made(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap |
         made = work.window(prepared)
     except TensorLensError as error:
         return [str(error)] if len(prepared) == 1 else [_made(work, [one])[0] for one in prepared]
-    return [
-        [one if isinstance(one, TokenMap) else f"{type(one).__name__}: {one}".splitlines()[0] for one in maps.values()]
-        for maps in made
-    ]
+    return [[one if isinstance(one, TokenMap) else _reason(one) for one in maps.values()] for maps in made]
+
+
+def _pooled(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap | Missing] | Missing]:
+    r"""The same for the mean of all outputs, $m = \frac1L\sum_i X^N_i$, sample by sample.
+
+    In+Out is $\langle m, \frac1L\sum_i T_{ij} x_j\rangle$ by one pull. Convention: of other methods the mean of
+    the rows is taken.
+    """
+
+    def row(tensor: AttentionTensor, name: str) -> TokenMap | Missing:
+        try:
+            if name == "tensor.in_class" or name.startswith("control."):
+                return tensor.map(name, -1)
+            found = tensor.map(name, None, **work.asked.options(name))
+        except TensorLensError as error:
+            return _reason(error)
+        scores = found.scores.mean(0, keepdim=True)
+        if name == "tensor.in_out":
+            cotangent = (tensor.output.mean(0) / len(tensor.output)).expand_as(tensor.output)
+            scores = (in_float64(tensor.T @ cotangent) * in_float64(tensor.input)).sum(-1)[None]
+        return replace(found, scores=scores, out_tokens=("mean",), bias_share=found.bias_share.mean(0, keepdim=True))
+
+    made: list[list[TokenMap | Missing] | Missing] = []
+    for one in prepared:
+        try:
+            tensor = work.specimen.look(one)
+            made.append([row(tensor, name) for name in work.asked.methods])
+        except TensorLensError as error:
+            made.append(str(error))
+    return made
+
+
+def _reason(error: TensorLensError) -> Missing:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 # Replaced copies ------------------------------------------------------------------------------------------------------
@@ -267,7 +346,6 @@ def changes_of(
     clean: Mapping[int, Outputs],
     masks: Mapping[int, Bool[Tensor, "copy token"]],
     replacement: str,
-    out_token: int,
 ) -> dict[int, Changes | Missing]:
     """For each sample how far each of its copies moves the output, by metric; or why that cannot be measured.
 
@@ -277,7 +355,9 @@ def changes_of(
     found: dict[int, Changes | Missing] = {}
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for index, sample in loaded.items():
-        metrics = ["hs_mse", *(["abs_aopc"] if clean[index].logits is not None else [])]
+        metrics = ["hs_mse"]
+        if clean[index].logits is not None:
+            metrics += ["abs_aopc", "aopc", *(["accuracy"] if sample.label is not None else [])]
         try:
             shapes = samples.shapes(sample, masks[index], replacement)
         except InputError as error:
@@ -292,9 +372,9 @@ def changes_of(
             del of_one_shape[: plain.batch_size]
             parts = [(index, [row for _, row in rows]) for index, rows in groupby(batch, key=lambda place: place[0])]
             copies = [samples.copies(loaded[index], masks[index][rows], replacement) for index, rows in parts]
-            outputs, start = plain.run(_joined(copies), out_token), 0
+            outputs, start = plain.run(_joined(copies)), 0
             for index, rows in parts:
-                _put(found[index], rows, clean[index], outputs[start : start + len(rows)])
+                _put(found[index], rows, loaded[index].label, clean[index], outputs[start : start + len(rows)])
                 start += len(rows)
     return {index: _finite(changes, replacement) for index, changes in found.items()}
 
@@ -303,11 +383,14 @@ def _joined(inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
 
 
-def _put(changes: Changes | Missing, rows: list[int], clean: Outputs, perturbed: Outputs) -> None:
+def _put(changes: Changes | Missing, rows: list[int], label: int | None, clean: Outputs, perturbed: Outputs) -> None:
     assert not isinstance(changes, str), "only samples that can be copied are in a batch"
     changes["hs_mse"][rows] = hidden_state_mse(clean.states[0], perturbed.states).cpu()
     if clean.logits is not None and perturbed.logits is not None:
-        changes["abs_aopc"][rows] = absolute_aopc(clean.logits[0], perturbed.logits).cpu()
+        changes["aopc"][rows] = probability_drop(clean.logits[0], perturbed.logits).cpu()
+        changes["abs_aopc"][rows] = changes["aopc"][rows].abs()
+        if label is not None:
+            changes["accuracy"][rows] = is_right(perturbed.logits, label).cpu()
 
 
 def _finite(changes: Changes | Missing, replacement: str) -> Changes | Missing:

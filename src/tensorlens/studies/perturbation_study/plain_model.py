@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tensorlens.lens import Lens
 from tensorlens.memory import is_out_of_memory
-from tensorlens.models.layouts import state_of
+from tensorlens.models.anatomy import Anatomies, Anatomy
 from tensorlens.models.runner import run
 
 NO_TOKEN = -1
@@ -44,18 +44,19 @@ class PlainModel:
 
     Args:
         lens: Its model is used and left in the mode it was in.
+        watch: Which state is read: ``first``, ``last`` or the ``mean`` of all tokens.
         batch_size: Inputs at a time, by the device if None; halved when memory runs out.
     """
 
-    def __init__(self, lens: Lens, batch_size: int | None = None) -> None:
-        self.anatomy = lens.anatomy
+    def __init__(self, lens: Lens, watch: str = "last", batch_size: int | None = None) -> None:
+        self.lens, self.watch = lens, watch
+        self.anatomies = Anatomies(lens.model, lens.specimen.blocks)  # those of the lens are checked by recordings
         self.batch_size = batch_size or BATCH_SIZES.get(next(lens.model.parameters()).device.type, 64)
         parameters = inspect.signature(lens.model.forward).parameters
-        self.has_head = lens.anatomy.body is not lens.model
         self.keeps_last = "logits_to_keep" in parameters
         self.options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
-    def run(self, inputs: dict[str, Tensor], out_token: int) -> Outputs:
+    def run(self, inputs: dict[str, Tensor]) -> Outputs:
         """The outputs for a batch of any size."""
         n_inputs = len(next(iter(inputs.values())))
         parts: list[Outputs] = []
@@ -63,7 +64,7 @@ class PlainModel:
         while start < n_inputs:
             batch = {name: value[start : start + self.batch_size] for name, value in inputs.items()}
             try:
-                parts.append(self._run(batch, out_token))
+                parts.append(self._run(batch))
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) or self.batch_size == 1:
                     raise
@@ -78,23 +79,31 @@ class PlainModel:
         return self._states(inputs, {})[0].shape[1]
 
     def _states(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
-        """The state after the final norm, and the model's output."""
+        """$X^N$, where the body of the model ends, and what the model returned."""
         states: list[Tensor] = []
-        given = {self.anatomy.body: lambda output: states.append(state_of(output))}
+        one = {name: value[:1] for name, value in inputs.items()}
+        anatomy = self.anatomies.at(self.lens.specimen.arguments(one))
         arguments = inputs | self.options | options
-        output = run(self.anatomy, arguments, given=given, within=_without_padding(self.anatomy.model))
-        return states[0], output
+        output = run(anatomy, arguments, ending=states.append, within=_without_padding(anatomy.model))
+        return as_tokens(states[-1], anatomy), output if anatomy.has_head else None
 
-    def _run(self, inputs: dict[str, Tensor], out_token: int) -> Outputs:
-        keep = {"logits_to_keep": 1} if self.keeps_last and out_token == -1 else {}
+    def _run(self, inputs: dict[str, Tensor]) -> Outputs:
+        keep = {"logits_to_keep": 1} if self.keeps_last and self.watch == "last" else {}
         states, output = self._states(inputs, keep)
-        logits = getattr(output, "logits", None) if self.has_head else None
+        logits = getattr(output, "logits", None)
         if logits is not None and logits.dim() == 3:
             # A masked language model has classes at the masked tokens, not at the token its states are read at.
-            logits = logits[:, -1] if out_token == -1 else None
-        return Outputs(
-            states=states[:, out_token].float(), logits=None if logits is None or logits.dim() != 2 else logits.float()
-        )
+            logits = logits[:, -1] if self.watch == "last" else None
+        watched = states.mean(1) if self.watch == "mean" else states[:, -1 if self.watch == "last" else 0]
+        return Outputs(states=watched.float(), logits=None if logits is None or logits.dim() != 2 else logits.float())
+
+
+def as_tokens(state: Tensor, anatomy: Anatomy) -> Tensor:
+    """A state as (sample, token, channel), whatever its layout."""
+    if state.dim() == 3:
+        return state
+    axis = anatomy.channels[-1] if anatomy.channels and anatomy.channels[-1] is not None else state.dim() - 1
+    return state.movedim(axis, -1).flatten(1, -2)
 
 
 @contextmanager

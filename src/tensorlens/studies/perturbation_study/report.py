@@ -7,18 +7,24 @@ from functools import partial
 from typing import Any
 
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.studies.perturbation_study.measures import ORDERS, Order, is_better
 from tensorlens.studies.report import Section, Table, with_interval, write_page
 from tensorlens.studies.runs import Run, best_first
 from tensorlens.views.study_figures.perturbation import perturbation_curves
 
-TITLES = {
-    ("most", "hs_mse"): "HS-MSE, most relevant first (higher is better)",
-    ("most", "abs_aopc"): "Change of probability, most relevant first (higher is better)",
-    ("least", "hs_mse"): "HS-MSE, least relevant first (lower is better)",
-    ("least", "abs_aopc"): "Change of probability, least relevant first (lower is better)",
+METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC", "aopc": "AOPC, signed", "accuracy": "accuracy"}
+LABELS = {
+    "hs_mse": "mean squared change of the output state",
+    "abs_aopc": "absolute change of probability",
+    "aopc": "drop of probability",
+    "accuracy": "accuracy",
 }
-METRICS = {"hs_mse": "HS-MSE", "abs_aopc": "abs-AOPC"}
-LABELS = {"hs_mse": "mean squared change of the output state", "abs_aopc": "absolute change of probability"}
+TITLES: dict[tuple[Order, str], str] = {
+    (order, metric): f"{METRICS[metric]}, {order} relevant first "
+    f"({'higher' if is_better(order, metric) else 'lower'} is better)"
+    for order in ORDERS
+    for metric in METRICS
+}
 FEW = 20
 """Samples below which intervals by resampling mean little."""
 
@@ -27,16 +33,17 @@ def perturbation_report(run: Run, summary: dict[str, Any], maps: Sequence[TokenM
     """Write `report.html` from a run's summary, with some maps below."""
     sections = [Section(title="What was measured", text=_head(run.settings, summary), tables=[_against(summary)])]
     for condition, order, metric, result in each_result(summary):
-        curves = {name: result["methods"][name]["curve"] for name in best_first(result["methods"], order)}
+        ranked = best_first(result["methods"], largest=is_better(order, metric))
+        curves = {name: result["methods"][name]["curve"] for name in ranked}
         title = f"{condition}: {TITLES[order, metric]}"
         draw = partial(perturbation_curves, curves, summary["grid"], title, LABELS[metric], run.settings["methods"])
-        sections.append(Section(title=title, figures=[draw], tables=[_table(result, order)]))
+        sections.append(Section(title=title, figures=[draw], tables=[_table(result, ranked)]))
     missing = _missing(summary)
     sections += [Section(title="Missing", text="\n".join(missing))] if missing else []
     write_page(run, f"Perturbation study of {run.settings['model']}", sections, maps)
 
 
-def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, Order, str, dict[str, Any]]]:
     """Condition, order, metric and what was found there."""
     for condition, found in summary.get("conditions", {}).items():
         for order, metric in TITLES:
@@ -74,7 +81,7 @@ def _against(summary: Mapping[str, Any]) -> Table:
     ]
 
 
-def _table(result: Mapping[str, Any], order: str) -> Table:
+def _table(result: Mapping[str, Any], ranked: Sequence[str]) -> Table:
     each = result.get("tensor_against_each", {})
     return [
         {
@@ -85,7 +92,7 @@ def _table(result: Mapping[str, Any], order: str) -> Table:
             if "probability" in each.get(name, {})
             else "",
         }
-        for name in best_first(result["methods"], order)
+        for name in ranked
     ]
 
 

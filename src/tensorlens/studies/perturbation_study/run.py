@@ -6,10 +6,11 @@ all methods; the replaced copies go through the plain model in batches, those of
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
@@ -30,7 +31,21 @@ MIN_GROUPS = 8
 """Groups into which even a small run is cut: several processes have to find work."""
 N_EXAMPLES = 3
 """Samples whose maps stand in the report."""
-SETTINGS = ("methods", "presets", "replacements", "grid", "absolute", "seed", "n_random", "norm_probes", "limit")
+SETTINGS = (
+    "methods",
+    "presets",
+    "replacements",
+    "grid",
+    "draw",
+    "watch",
+    "keep_first",
+    "absolute",
+    "raw_norms",
+    "seed",
+    "n_random",
+    "norm_probes",
+    "limit",
+)
 """Options that the numbers depend on. Those about lengths and cuts are among the subject's own settings."""
 
 
@@ -48,7 +63,8 @@ def perturbation(
 
     For each method the highest-ranked tokens are replaced first, a growing fraction f of them, and the change of the
     watched output is measured: HS-MSE, $\frac1D\lVert F(X)_o - F(X_f)_o\rVert^2$, and, where the model has classes
-    there, the change of probability of the class it chose (abs-AOPC). The least relevant first is measured too.
+    there, the drop of probability of the class it chose (AOPC, and its absolute value, abs-AOPC). Where samples have
+    labels, so is whether it is still right (accuracy). The least relevant first is measured too.
 
     Args:
         lens: The model, with its tokenizer or image processor.
@@ -62,11 +78,14 @@ def perturbation(
         The summary and where everything is. Started again with the same settings, a run continues where it stopped.
     """
     asked = chosen_options(PerturbationOptions, options, changes)
-    dataset = data if isinstance(data, Dataset) else read_dataset(data, column=asked.column, split=asked.split)
+    dataset = data
+    if not isinstance(data, Dataset):
+        dataset = read_dataset(data, column=asked.column, label=asked.label, split=asked.split)
     samples = _samples(lens, dataset, asked)
     chosen = _settled(asked, samples)
-    run = Run(out, "perturbation", _describe(lens, dataset, samples, chosen))
     measurement = Measurement(lens, samples, chosen)
+    watched = {"watched": measurement.watched()}
+    run = Run(out, "perturbation", _describe(lens, dataset, samples, chosen) | watched)
     run.work(groups_of(samples, chosen), measurement.measure, progress)
 
     def report(run: Run, summary: dict[str, Any]) -> None:
@@ -76,11 +95,10 @@ def perturbation(
 
 
 def _samples(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Samples:
+    drawn: dict[str, Any] = {"limit": options.limit, "draw": options.draw, "seed": options.seed}
     if dataset.kind == "image":
-        return Images(lens, dataset, limit=options.limit)
-    return Texts(
-        lens, dataset, n_tokens=options.n_tokens, min_tokens=options.min_tokens, cut=options.cut, limit=options.limit
-    )
+        return Images(lens, dataset, **drawn)
+    return Texts(lens, dataset, n_tokens=options.n_tokens, min_tokens=options.min_tokens, cut=options.cut, **drawn)
 
 
 def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOptions:
@@ -88,7 +106,9 @@ def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOpti
     replacements = samples.replacements[:1] if options.replacements is None else options.replacements
     replacements = checked_names(replacements, samples.replacements, "replacements")
     samples.check(replacements)
-    return replace(options, replacements=replacements, presets=options.presets if samples.is_causal else ("strict",))
+    presets = options.presets if samples.is_causal else ("strict",)
+    watch = ("last" if samples.is_causal else "first") if options.watch == "auto" else options.watch
+    return replace(options, replacements=replacements, presets=presets, watch=watch)
 
 
 def groups_of(samples: Samples, options: PerturbationOptions) -> list[list[int]]:
@@ -111,7 +131,7 @@ def _examples(lens: Lens, samples: Samples, summary: dict[str, Any], options: Pe
     """Maps of the first samples, by the best method of each group."""
     first = next((result for *_, result in each_result(summary)), None)
     methods = [] if first is None else [name for name in first["best"].values() if name != RANDOM]
-    maps = GroupMaps(lens, methods, -1 if samples.is_causal else 0, options)
+    maps = GroupMaps(lens, methods, options)
     made = []
     for index in range(min(N_EXAMPLES, len(samples)) if methods else 0):
         try:

@@ -6,8 +6,9 @@ measured on them is in `measures`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
-from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.precision import in_float64
-from tensorlens.studies.datasets import Dataset
+from tensorlens.studies.datasets import Dataset, LazyImage
+from tensorlens.studies.perturbation_study.drawing import Piece, chosen_pieces, image_pieces, text_pieces
 from tensorlens.studies.perturbation_study.plain_model import PlainModel
 
 Cut = Literal["each", "windows"]
@@ -36,6 +37,8 @@ class Sample:
         inputs: What the model takes, a batch of one.
         n_tokens: Tokens that enter the first block.
         fixed: Tokens that are never replaced under any preset.
+        label: The class that it is labelled with, by its number in the model; None if that is not known.
+        piece: What it was made of.
     """
 
     name: str
@@ -43,16 +46,40 @@ class Sample:
     inputs: dict[str, Tensor]
     n_tokens: int
     fixed: frozenset[int]
+    piece: Piece
+    label: int | None = None
 
 
-def maskable(sample: Sample, is_causal: bool, preset: str) -> list[int]:
+def maskable(sample: Sample, is_causal: bool, preset: str, keep_first: int = 0) -> list[int]:
     """The tokens that may be replaced.
 
     Convention: special tokens never. The last token of a decoder, whose state is watched, is replaced under
     ``paper-like``, as the paper's numbers suggest, and kept under ``strict``.
     """
     kept = set(sample.fixed) | ({sample.n_tokens - 1} if is_causal and preset == "strict" else set())
-    return [token for token in range(sample.n_tokens) if token not in kept]
+    return [token for token in range(sample.n_tokens) if token not in kept and token >= keep_first]
+
+
+SENTIMENTS = {"neg": 0, "negative": 0, "pos": 1, "positive": 1}
+
+
+def class_index(label: Any, model: Any, n_labels: int) -> int | None:
+    """The number that a model gives to a label: the same number, its own name for it, or a sentiment of two.
+
+    Args:
+        label: As the data have it.
+        model: Has the names of its classes in its configuration.
+        n_labels: How many different labels the data have.
+    """
+    config = getattr(model, "config", None)
+    names: dict[Any, str] = getattr(config, "id2label", None) or {}
+    if isinstance(label, bool) or label is None:
+        return None
+    if isinstance(label, int) or str(label).isdecimal():
+        return int(label)
+    known = {name.lower(): int(number) for number, name in names.items()}
+    text = str(label).strip().lower()
+    return known.get(text, SENTIMENTS.get(text) if max(n_labels, len(names)) == 2 else None)
 
 
 class Texts:
@@ -65,6 +92,8 @@ class Texts:
         min_tokens: Shorter samples are left out.
         cut: ``each`` text is a sample; ``windows`` joins all texts and cuts windows of `n_tokens`.
         limit: How many samples at most.
+        draw: In the order of the ``file``, or at ``random``.
+        seed: Random seed for the draw.
     """
 
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
@@ -78,8 +107,10 @@ class Texts:
         min_tokens: int = 1,
         cut: Cut = "each",
         limit: int | None = None,
+        draw: str = "file",
+        seed: int = 0,
     ) -> None:
-        self.lens, self.data, self.cut = lens, data, cut
+        self.lens, self.cut = lens, cut
         self.tokenizer = tokenizer_of(lens.processor)
         if self.tokenizer is None:
             raise InputError(
@@ -88,8 +119,11 @@ class Texts:
         longest = max_tokens(lens.model)
         self.n_tokens = n_tokens if longest is None else min(n_tokens, longest)
         self.min_tokens = min_tokens
-        self.before, self.after = _wrapping(self.tokenizer)
-        self.names, self.ids = self._samples(limit)
+        self.before, self.after = wrapping(self.tokenizer)
+        made = cut_texts(self.tokenizer, data, self.n_tokens, min_tokens, cut=cut, limit=limit, draw=draw, seed=seed)
+        self.pieces, self._n_seen = made
+        self._n_labels = 0 if data.labels is None else len(set(map(str, data.labels)))
+        self.ids = [[*self.before, *piece.content, *self.after] for piece in self.pieces]
         self.is_causal = _is_causal(lens, self.ids)
         self._mean: Tensor | None = None
 
@@ -98,12 +132,16 @@ class Texts:
 
     def load(self, index: int) -> Sample:
         """The token ids of one text between its special tokens."""
-        ids = self.ids[index]
+        ids, piece = self.ids[index], self.pieces[index]
         n_tokens = len(ids)
         fixed = frozenset([*range(len(self.before)), *range(n_tokens - len(self.after), n_tokens)])
         tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
         inputs = {"input_ids": tensor}
-        return Sample(name=self.names[index], value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed)
+        is_next = self.cut == "windows"
+        label = piece.label if is_next else class_index(piece.label, self.lens.model, self._n_labels)
+        return Sample(
+            name=piece.name, value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label, piece=piece
+        )
 
     def length(self, index: int) -> int:
         """Tokens of one text."""
@@ -163,50 +201,6 @@ class Texts:
         lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self._n_seen - len(self.ids)}
         return lengths | {"cut": self.cut, "replacement_token": token}
 
-    def _samples(self, limit: int | None) -> tuple[list[str], list[list[int]]]:
-        names, samples, self._n_seen = [], [], 0
-        room = self.n_tokens - len(self.before) - len(self.after)
-        if room < 1:
-            raise InputError(
-                f"Expected `n_tokens` above the {len(self.before) + len(self.after)} special tokens of every text; "
-                f"got {self.n_tokens}."
-            )
-        for name, content in self._contents(room):
-            if limit is not None and len(samples) == limit:
-                break
-            self._n_seen += 1
-            ids = [*self.before, *content[:room], *self.after]
-            if len(ids) >= self.min_tokens:
-                names.append(name)
-                samples.append(ids)
-        if not self._n_seen:
-            raise InputError("Expected texts; got none. Is the file empty?")
-        if not samples:
-            raise InputError(
-                f"Expected texts of at least {self.min_tokens} tokens; none of {self._n_seen} is. Lower `min_tokens`."
-            )
-        return names, samples
-
-    def _contents(self, room: int) -> Iterator[tuple[str, list[int]]]:
-        """Names and token ids without special tokens."""
-        if self.cut == "each":
-            for name, text in zip(self.data.names, self.data.items, strict=True):
-                yield name, self._encode(text)
-            return
-        ids: list[int] = []
-        n_windows = 0
-        for text in self.data.items:
-            if text.strip().startswith("=") and text.strip().endswith("="):
-                continue  # a heading of WikiText
-            ids += self._encode(text.strip() + "\n")
-            while len(ids) >= room:
-                yield f"window {n_windows}", ids[:room]
-                ids, n_windows = ids[room:], n_windows + 1
-
-    def _encode(self, text: str) -> list[int]:
-        check_unicode(text)
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
     def check(self, replacements: Sequence[str]) -> None:
         """Refuse a replacement that on this model does not do what it says.
 
@@ -220,7 +214,7 @@ class Texts:
         masks = torch.zeros(1, sample.n_tokens, dtype=torch.bool)
         masks[0, sample.n_tokens // 2] = True
         hidden, deleted = (
-            PlainModel(self.lens).run(self.copies(sample, masks, how), -1).states[0] for how in ("attention", "delete")
+            PlainModel(self.lens).run(self.copies(sample, masks, how)).states[0] for how in ("attention", "delete")
         )
         if bool((hidden - deleted).abs().max() <= 1e-5 * hidden.abs().max()):
             raise InputError(
@@ -245,7 +239,35 @@ class Texts:
         return self._mean  # type: ignore[return-value]
 
 
-def _wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
+def cut_texts(
+    tokenizer: Any,
+    data: Dataset,
+    n_tokens: int,
+    min_tokens: int,
+    *,
+    cut: str,
+    limit: int | None,
+    draw: str,
+    seed: int,
+) -> tuple[list[Piece], int]:
+    """The texts that a study sees, and how many were looked at; needs a tokenizer and no model.
+
+    Raises:
+        InputError: There is none that is long enough.
+    """
+    n_special = sum(map(len, wrapping(tokenizer)))
+    if n_tokens <= n_special:
+        raise InputError(f"Expected `n_tokens` above the {n_special} special tokens of every text; got {n_tokens}.")
+    pieces = text_pieces(tokenizer, data, n_tokens - n_special, cut=cut, draw=draw, seed=seed)
+    found, n_seen = chosen_pieces(pieces, least=min_tokens - n_special, limit=limit)
+    if not n_seen:
+        raise InputError("Expected texts; got none. Is the file empty?")
+    if not found:
+        raise InputError(f"Expected texts of at least {min_tokens} tokens; none of {n_seen} is. Lower `min_tokens`.")
+    return found, n_seen
+
+
+def wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special tokens that a tokenizer puts before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
@@ -263,7 +285,7 @@ def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
     # All other tokens change: one of many may be lost in a first output that averages over them.
     other = ids[0] if set(ids) != {ids[0]} else ids[0] - 1 if ids[0] else 1
     pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=lens.model.device)  # type: ignore[arg-type]
-    states = PlainModel(lens).run({"input_ids": pair}, 0).states
+    states = PlainModel(lens, "first").run({"input_ids": pair}).states
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
 
@@ -272,24 +294,31 @@ class Images:
 
     Args:
         lens: The model and its image processor.
-        data: The paths.
+        data: The images.
         limit: How many at most.
+        draw: In the order of the ``file``, or at ``random``.
+        seed: Random seed for the draw.
     """
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
     is_causal = False
 
-    def __init__(self, lens: Lens, data: Dataset, *, limit: int | None = None) -> None:
+    def __init__(
+        self, lens: Lens, data: Dataset, *, limit: int | None = None, draw: str = "file", seed: int = 0
+    ) -> None:
         self.lens = lens
-        self.paths, self.names = data.items[:limit], data.names[:limit]
+        self.pieces = list(islice(image_pieces(data, draw=draw, seed=seed), limit))
+        self._n_labels = 0 if data.labels is None else len(set(map(str, data.labels)))
         self._special: int | None = None
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.pieces)
 
     def load(self, index: int) -> Sample:
         """The pixels of one image."""
-        prepared = make_input(self.paths[index], self.lens.model, self.lens.processor)
+        piece = self.pieces[index]
+        image = piece.content.load() if isinstance(piece.content, LazyImage) else piece.content
+        prepared = make_input(image, self.lens.model, self.lens.processor)
         grid = prepared.grid(self.lens.model)
         if grid is None:
             raise InputError(
@@ -298,11 +327,13 @@ class Images:
         pixels = prepared.arguments["pixel_values"]
         n_special = self._n_special(pixels, grid[0] * grid[1])
         return Sample(
-            name=self.names[index],
-            value=self.paths[index],
+            name=piece.name,
+            value=image,
             inputs={"pixel_values": pixels},
             n_tokens=n_special + grid[0] * grid[1],
             fixed=frozenset(range(n_special)),
+            label=class_index(piece.label, self.lens.model, self._n_labels),
+            piece=piece,
         )
 
     def length(self, index: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tensorlens.studies.intervals import interval, resampled_means, short
-from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, auc
+from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, auc, is_better
 
 GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}
 
@@ -41,6 +41,7 @@ def perturbation_summary(records: Sequence[dict[str, Any]], settings: dict[str, 
         "skipped": skipped[:50],
         "grid": settings["grid"],
         "n_tokens": _span([record["n_tokens"] for record in measured]),
+        "n_labelled": sum("label" in record for record in measured),
         "conditions": {name: _condition(measured, name, settings) for name in conditions},
     }
 
@@ -52,12 +53,13 @@ def _span(values: Sequence[int]) -> dict[str, Any]:
 def _condition(records: Sequence[dict[str, Any]], condition: str, settings: dict[str, Any]) -> dict[str, Any]:
     cells = [record["conditions"][condition] for record in records if condition in record["conditions"]]
     found: dict[str, Any] = {"missing": _missing(cells, settings["methods"])}
+    units = [record.get("unit") for record in records if condition in record["conditions"]]
     for order in ORDERS:
         for metric in METRICS:
             curves = {method: _curves(cells, method, order, metric) for method in settings["methods"]}
             curves = {method: array for method, array in curves.items() if np.isfinite(array).any()}
             if curves:
-                found.setdefault(order, {})[metric] = _compare(curves, order, settings)
+                found.setdefault(order, {})[metric] = Comparing(order, metric, units, settings).result(curves)
     return found
 
 
@@ -78,54 +80,68 @@ def _curves(cells: Sequence[dict[str, Any]], method: str, order: str, metric: st
     return np.array([curve if curve is not None else [np.nan] * n_steps for curve in curves], dtype=np.float64)
 
 
-def _compare(curves: dict[str, np.ndarray], order: str, settings: dict[str, Any]) -> dict[str, Any]:
-    areas = {
-        method: np.array([auc(row, settings["grid"]) for row in array.tolist()]) for method, array in curves.items()
-    }
-    methods = {method: _method(areas[method], curves[method], settings["seed"]) for method in areas}
-    found: dict[str, Any] = {"methods": methods}
-    best = {name: _best(methods, name, order) for name in ("tensor", "baseline", "peer", "control")}
-    found["best"] = {name: method for name, method in best.items() if method is not None}
-    if best["tensor"] and best["baseline"]:
-        found["tensor_against_baseline"] = _against(areas, best["tensor"], best["baseline"], order, settings["seed"])
-    if best["tensor"]:
-        found["tensor_against_each"] = {
-            method: _against(areas, best["tensor"], method, order, settings["seed"])
-            for method in areas
-            if group(method) != "tensor"
+class Comparing:
+    """Compares the methods of one condition by one metric.
+
+    Args:
+        order: Which tokens went first.
+        metric: What was measured.
+        units: What each sample belongs to; all None where it is its own unit.
+        settings: The run's: grid and seed.
+    """
+
+    def __init__(self, order: Any, metric: str, units: Sequence[str | None], settings: dict[str, Any]) -> None:
+        self.grid, self.seed = settings["grid"], settings["seed"]
+        self.units = np.array(units, dtype=str) if any(unit is not None for unit in units) else None
+        self.sign = 1.0 if is_better(order, metric) else -1.0
+
+    def result(self, curves: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Areas with intervals, the best of each group of methods, and the tensor's advantage over the others."""
+        areas = {name: np.array([auc(row, self.grid) for row in array.tolist()]) for name, array in curves.items()}
+        methods = {name: self._method(areas[name], curves[name]) for name in areas}
+        found: dict[str, Any] = {"methods": methods}
+        best = {name: self._best(methods, name) for name in ("tensor", "baseline", "peer", "control")}
+        found["best"] = {name: method for name, method in best.items() if method is not None}
+        if best["tensor"] and best["baseline"]:
+            found["tensor_against_baseline"] = self._against(areas, best["tensor"], best["baseline"])
+        if best["tensor"]:
+            found["tensor_against_each"] = {
+                name: self._against(areas, best["tensor"], name) for name in areas if group(name) != "tensor"
+            }
+        return found
+
+    def _means(self, values: np.ndarray, present: np.ndarray) -> np.ndarray:
+        units = None if self.units is None else self.units[present].tolist()
+        return resampled_means(values[present], self.seed, units)
+
+    def _best(self, methods: dict[str, Any], wanted: str) -> str | None:
+        candidates = sorted(method for method in methods if group(method) == wanted)
+        return max(candidates, key=lambda method: self.sign * methods[method]["auc"]) if candidates else None
+
+    def _method(self, areas: np.ndarray, curves: np.ndarray) -> dict[str, Any]:
+        present = np.isfinite(areas)
+        mean = areas[present].mean()
+        return {
+            "n": int(present.sum()),
+            "n_units": int(present.sum()) if self.units is None else len(set(self.units[present])),
+            "auc": short(mean),
+            "area": short(mean * (self.grid[-1] - self.grid[0])),
+            "interval": [short(bound) for bound in interval(self._means(areas, present))],
+            "curve": [short(value) for value in curves[present].mean(0)],
         }
-    return found
 
-
-def _best(methods: dict[str, Any], wanted: str, order: str) -> str | None:
-    """Highest area where the most relevant tokens go first, lowest where the least relevant do."""
-    candidates = sorted(method for method in methods if group(method) == wanted)
-    choose = max if order == "most" else min
-    return choose(candidates, key=lambda method: methods[method]["auc"]) if candidates else None
-
-
-def _method(areas: np.ndarray, curves: np.ndarray, seed: int) -> dict[str, Any]:
-    present = np.isfinite(areas)
-    return {
-        "n": int(present.sum()),
-        "auc": short(areas[present].mean()),
-        "interval": [short(bound) for bound in interval(resampled_means(areas[present], seed))],
-        "curve": [short(value) for value in curves[present].mean(0)],
-    }
-
-
-def _against(areas: dict[str, np.ndarray], first: str, second: str, order: str, seed: int) -> dict[str, Any]:
-    """The paired difference of two methods, over the samples that both have."""
-    difference = areas[first] - areas[second]
-    difference = difference[np.isfinite(difference)] * (1.0 if order == "most" else -1.0)
-    if not len(difference):
-        return {"first": first, "second": second, "n": 0}
-    resampled = resampled_means(difference, seed)
-    return {
-        "first": first,
-        "second": second,
-        "n": len(difference),
-        "advantage": short(difference.mean()),
-        "interval": [short(bound) for bound in interval(resampled)],
-        "probability": short((resampled > 0).mean() + (resampled == 0).mean() / 2),
-    }
+    def _against(self, areas: dict[str, np.ndarray], first: str, second: str) -> dict[str, Any]:
+        """The paired difference of two methods, over the samples that both have; positive where the first is better."""
+        difference = (areas[first] - areas[second]) * self.sign
+        present = np.isfinite(difference)
+        if not present.any():
+            return {"first": first, "second": second, "n": 0}
+        resampled = self._means(difference, present)
+        return {
+            "first": first,
+            "second": second,
+            "n": int(present.sum()),
+            "advantage": short(difference[present].mean()),
+            "interval": [short(bound) for bound in interval(resampled)],
+            "probability": short((resampled > 0).mean() + (resampled == 0).mean() / 2),
+        }

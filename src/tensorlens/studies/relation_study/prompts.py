@@ -157,16 +157,20 @@ def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> Split:
     return Split(train=tuple(covering[:n_train]), test=tuple(covering[n_train:]))
 
 
-def training_prompts(tokens: Tokens, template: str, train: Sequence[Fact]) -> list[RelationPrompt]:
-    """For each training fact its query after the other m - 1 facts."""
+def training_prompts(
+    tokens: Tokens, template: str, train: Sequence[Fact], *, with_all: bool = False
+) -> list[RelationPrompt]:
+    """For each training fact its query after the other m - 1 facts, or after all m."""
     return [
-        make_prompt(tokens, template, [other for other in train if other is not fact], fact.subject) for fact in train
+        make_prompt(tokens, template, [other for other in train if with_all or other is not fact], fact.subject)
+        for fact in train
     ]
 
 
-def testing_prompts(tokens: Tokens, template: str, split: Split) -> list[RelationPrompt]:
-    """For each test fact its query after the first m - 1 training facts, so that lengths agree with training."""
-    return [make_prompt(tokens, template, split.train[:-1], fact.subject) for fact in split.test]
+def testing_prompts(tokens: Tokens, template: str, split: Split, *, with_all: bool = False) -> list[RelationPrompt]:
+    """For each test fact its query after the first m - 1 training facts, or all: lengths agree with training."""
+    examples = split.train if with_all else split.train[:-1]
+    return [make_prompt(tokens, template, examples, fact.subject) for fact in split.test]
 
 
 # Scores --------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ the mean operator of the whole model, ``lre.fixed@embedding`` is LRE on the toke
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from tensorlens.errors import InputError, TensorLensError
@@ -20,7 +20,7 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import own_modes
 from tensorlens.studies.identity import model_settings
-from tensorlens.studies.options import check_positive, chosen_options
+from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.plain_states import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
@@ -54,8 +54,7 @@ SCALES = tuple(i / 4 for i in range(21))
 """LRE's grid: 21 points on [0, 5]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelationOptions:
+class RelationOptions(Options, frozen=True, kw_only=True):
     """Everything a relation run depends on besides model and data.
 
     Attributes:
@@ -65,6 +64,8 @@ class RelationOptions:
         top_k: Test facts are kept if the object's first token is among the model's `top_k`.
         min_test: Test facts that a split needs to be scored, and half of the splits must be.
         max_test: Test facts per split at most, drawn at random.
+        test_examples: Examples in a test prompt: ``m-1``, as in training, or all ``m``. A mean needs prompts of one
+            length, so with ``m`` those of training hold all m too, their own fact among them.
         starts: Blocks to start from; 0 is the whole model.
         lre_scale: The fixed β.
         scales: The grid that a tuned β is chosen from.
@@ -80,16 +81,19 @@ class RelationOptions:
     top_k: int = 20
     min_test: int = 3
     max_test: int = 100
+    test_examples: Literal["m-1", "m"] = "m-1"
     starts: tuple[int, ...] = (0,)
     lre_scale: float = 2.5
     scales: tuple[float, ...] = SCALES
     opening: str = "auto"
     with_lre: bool = True
     limit: int | None = None
-    categories: Collection[str] | None = None
+    categories: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, "n_train", "n_splits", "top_k", "min_test", "max_test", "limit")
+        self.check_positive("n_train", "n_splits", "top_k", "min_test", "max_test", "limit")
+        if self.test_examples not in ("m-1", "m"):
+            raise InputError(f"Expected `test_examples` to be m-1 or m; got {self.test_examples!r}.")
         if not self.starts:
             raise InputError("`starts` must name at least one block to start from, such as (0,); got none.")
 
@@ -133,7 +137,7 @@ def relations(
 
 def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> dict[str, Any]:
     """Relations by name and content; what chose them need not be compared."""
-    settings = asdict(options)
+    settings = structs.asdict(options)
     del settings["limit"], settings["categories"]
     return model_settings(lens) | {
         "relations": {relation.key: relation.digest for relation in found},
@@ -186,7 +190,8 @@ class _Decoder:
         if len(aligned) < needed:
             raise _Skip(f"{len(aligned)} facts of one token length; {needed} are needed")
         facts = split_facts(aligned, options.n_train, options.seed + split)
-        train = training_prompts(self.tokens, relation.template, facts.train)
+        with_all = options.test_examples == "m"
+        train = training_prompts(self.tokens, relation.template, facts.train, with_all=with_all)
         if len({prompt.layout for prompt in train}) > 1:
             raise _Skip("the training prompts have different token lengths")
         test = self._known(relation, facts, train[0], options.seed + split)
@@ -207,7 +212,7 @@ class _Decoder:
 
     def _known(self, relation: Relation, facts: Split, like: RelationPrompt, seed: int) -> _Test:
         """The test facts that align with training and that the model knows."""
-        pairs = zip(facts.test, testing_prompts(self.tokens, relation.template, facts), strict=True)
+        pairs = zip(facts.test, self._testing_prompts(relation, facts), strict=True)
         aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
         if not aligned:
             return _Test(facts=[], prompts=[], answers=[], expected=[], n_candidates=0)
@@ -222,6 +227,10 @@ class _Decoder:
         columns = zip(*(rows[i] for i in chosen), strict=True) if chosen else ([], [], [], [])
         known, prompts, answers, expected = (list(column) for column in columns)
         return _Test(facts=known, prompts=prompts, answers=answers, expected=expected, n_candidates=len(aligned))
+
+    def _testing_prompts(self, relation: Relation, facts: Split) -> list[RelationPrompt]:
+        with_all = self.options.test_examples == "m"
+        return testing_prompts(self.tokens, relation.template, facts, with_all=with_all)
 
     def _model_scores(self, relation: Relation, test: _Test) -> dict[str, Any]:
         said = [self.tokens.decode(answer) for answer in test.answers]

@@ -25,8 +25,8 @@ class Pairs {
     const header = element("header", {}, [element("h2", { text: data.title }), shade]);
     const third = data.columns.length - 1 - data.nAgainst;
     this.sides = [
-      this.buildText(0, "First text", data.rows, 0, data.rows.length - 1),
-      this.buildText(1, "Second text", data.columns, 0, third),
+      this.buildText(0, data.pictures[0].length ? "First picture" : "First text", data.rows, 0, data.rows.length - 1),
+      this.buildText(1, data.pictures[1].length ? "Second picture" : "Second text", data.columns, 0, third),
     ];
     if (data.nAgainst) this.sides.push(this.buildText(1, "Third text: its pairs count against", data.columns, third, data.columns.length - 1));
     this.tokens = [[], []];
@@ -56,7 +56,11 @@ class Pairs {
       return span;
     });
     const tokens = element("p", { class: "tokens", dir: directionOf(labels) }, spans);
-    return { axis, spans, node: element("section", {}, [element("h3", { text: name }), tokens]) };
+    const pictures = new Pictures(start ? [] : this.data.pictures[axis], (k) => this.pick([axis, k]));
+    // Patches are in the picture; beside it stands what is not, such as a class token.
+    spans.forEach((span, k) => (span.hidden = pictures.holds(start + k) >= 0));
+    const parts = pictures.pictures.length ? [pictures.node, tokens] : [tokens];
+    return { axis, spans, pictures, node: element("section", {}, [element("h3", { text: name }), ...parts]) };
   }
 
   pick(place) {
@@ -83,6 +87,9 @@ class Pairs {
       span.style.backgroundColor = colours.css(Math.max(-1, Math.min(1, share)));
       span.style.color = colours.inkOn(Math.max(-1, Math.min(1, share)));
     }));
+    for (const { axis, pictures } of this.sides) {
+      pictures.paint((k) => (!place ? sums[axis][k] : axis === place[0] ? 0 : this.score(axis, k, place[1]) ?? 0), colours, place && axis === place[0] ? place[1] : null);
+    }
     this.list(place);
     this.grid.mark = place && (place[0] ? [this.best(place), place[1]] : [place[1], this.best(place)]);
     this.grid.draw(this.data.cells, this.shade, this.limit);

@@ -1,0 +1,1 @@
+"""The paper's own tables, one command each: its models, its protocol, its numbers beside ours."""

@@ -1,0 +1,128 @@
+"""The paper's protocol as a record and a file: what it says, and for what it leaves open what was taken.
+
+A file (.json or .toml) holds any part of `Protocol`; the rest is as here. So whoever knows better can correct it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorlens.errors import InputError
+from tensorlens.studies.options import Options
+from tensorlens.studies.perturbation_study.options import PerturbationOptions
+from tensorlens.studies.relation_study.run import RelationOptions
+
+MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
+TENSOR = ("tensor.norm", "tensor.in_out", "tensor.in_class")
+BASELINES = tuple(f"{join}.{measure}" for join in ("rollout", "mean") for measure in MEASURES)
+CONTROLS = ("control.random", "control.recency", "control.position", "control.embedding_norm")
+
+
+class Training(Options, frozen=True, kw_only=True):
+    """How a model is fine-tuned for sentiment before it is measured; the paper says only that it was.
+
+    Attributes:
+        epochs: Passes over the reviews; 0 does not train, and then the model must have been trained before.
+        learning_rate: The largest one, after a tenth of the steps.
+        batch_size: Reviews at a time.
+        n_tokens: Longer reviews are cut.
+        limit: Reviews at most.
+        held_out: Share of the data that is measured on and not trained on, where they have no parts of their own.
+    """
+
+    epochs: int = 2
+    learning_rate: float = 5e-5
+    batch_size: int = 32
+    n_tokens: int = 128
+    limit: int | None = None
+    held_out: float = 0.5
+
+    def __post_init__(self) -> None:
+        self.check_positive("batch_size", "n_tokens", "limit")
+        if not 0 < self.held_out < 1:
+            raise InputError(f"Expected `held_out` between 0 and 1; got {self.held_out}.")
+
+
+class Protocol(Options, frozen=True, kw_only=True):
+    """Everything that the paper's tables depend on besides models and data.
+
+    Attributes:
+        n_samples: Samples of a perturbation table; the paper does not say how many.
+        stratify: Draw in turn from each label or class; data without labels are refused. Otherwise at random.
+        perturbation: Grid, replacement, which tokens may go, watched output, norms.
+        relations: Splits, prompts, filters, starting layers.
+        training: Fine-tuning of ModernBERT and Gemma3.
+        tables: By table, single options of it that differ.
+    """
+
+    n_samples: int = 1000
+    stratify: bool = True
+    perturbation: PerturbationOptions = PerturbationOptions(
+        methods=(*TENSOR, *BASELINES, *CONTROLS),
+        draw="random",
+        presets=("paper-like", "strict"),
+        n_tokens=128,
+        min_tokens=128,
+    )
+    relations: RelationOptions = RelationOptions(n_train=3, n_splits=6, top_k=20, starts=(0, 4, 8, 12))
+    training: Training = Training()
+    tables: dict[str, dict[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        self.check_positive("n_samples")
+
+
+def read_protocol(path: str | Path | None) -> Protocol:
+    """The protocol, with what a file says in the place of the paper's.
+
+    Raises:
+        InputError: The file cannot be read, or says something that no protocol has.
+    """
+    if path is None:
+        return Protocol()
+    file = Path(path).expanduser()
+    readers = {".json": msgspec.json.decode, ".toml": msgspec.toml.decode}
+    if file.suffix.lower() not in readers:
+        raise InputError(f"`--protocol` must be a .json or .toml file; got {str(path)!r}.")
+    try:
+        document = readers[file.suffix.lower()](file.read_bytes())
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise InputError(f"The protocol {str(path)!r} could not be read: {error}") from error
+    if not isinstance(document, dict):
+        raise InputError(f"The protocol {str(path)!r} must be an object of settings; got {type(document).__name__}.")
+    return _converted(document, str(path))
+
+
+def with_changes(options: PerturbationOptions, *changes: Mapping[str, Any]) -> PerturbationOptions:
+    """The same with single options changed, checked as those of a file."""
+    plain = msgspec.to_builtins(options)
+    for change in changes:
+        plain |= change
+    try:
+        return msgspec.convert(plain, PerturbationOptions)
+    except msgspec.ValidationError as error:
+        raise InputError(f"The protocol's `tables` hold something else than options: {error}") from error
+
+
+def differences(options: Options, usual: Options) -> list[str]:
+    """What differs between two records, a line each."""
+    return [
+        f"{name} = {getattr(options, name)!r} in the place of {getattr(usual, name)!r}"
+        for name in options.__struct_fields__
+        if getattr(options, name) != getattr(usual, name)
+    ]
+
+
+def _converted(document: dict[str, Any], where: str) -> Protocol:
+    plain = msgspec.to_builtins(Protocol())
+    for name, value in document.items():
+        inner = plain.get(name)
+        plain[name] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
+    try:
+        return msgspec.convert(plain, Protocol)
+    except msgspec.ValidationError as error:
+        raise InputError(f"The protocol {where!r} is not one: {error}. Known are the fields of `Protocol`.") from error

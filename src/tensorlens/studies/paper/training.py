@@ -1,0 +1,141 @@
+"""Fine-tuning for sentiment: the models of the paper's Table 2 are measured after it, in the same command."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from tensorlens.errors import InputError
+from tensorlens.models.resolving import resolve
+from tensorlens.strict_json import from_json, to_json, write_json
+from tensorlens.studies.datasets import Dataset
+from tensorlens.studies.paper.protocol import Training
+from tensorlens.studies.perturbation_study.samples import class_index
+
+LABELS = {0: "negative", 1: "positive"}
+LINE_SECONDS = 30.0
+RECORD = "trained.json"
+Pair = tuple[str, int]
+
+
+def is_classifier(model: str, revision: str | None = None) -> bool:
+    """Whether a checkpoint has a head for whole texts, so that it was trained before."""
+    from transformers import AutoConfig
+
+    place = resolve(model, revision)
+    config = AutoConfig.from_pretrained(place.path, **place.options)
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def trained(
+    model: str, data: Dataset, held_out: Dataset, folder: Path, options: Training, *, seed: int, device: str | None
+) -> dict[str, Any]:
+    """Train a classifier of sentiment into `folder`, unless it is there already; what is known of it.
+
+    Args:
+        model: Folder or hub id of the model without a head.
+        data: Labelled reviews to train on.
+        held_out: Labelled reviews to say its accuracy on.
+        folder: Where it goes, whole or not at all.
+        options: How.
+        seed: Random seed for the order of reviews and the head.
+        device: Where it runs; the accelerator if None.
+
+    Raises:
+        InputError: The protocol forbids training, or labels are not sentiments.
+    """
+    if not options.epochs:
+        raise InputError(
+            f"{model} has no head for sentiment, and the paper measures it after fine-tuning. Set training.epochs in "
+            "the protocol to 1 or more, or pass a model that was trained with --model."
+        )
+    about = {"model": model, "seed": seed, "data": data.fingerprint, **structs.asdict(options)}
+    record = folder / RECORD
+    if record.is_file():
+        known = from_json(record.read_bytes())
+        if {name: known.get(name) for name in about} == from_json(to_json(about)):
+            return known
+        raise InputError(f"The model in {str(folder)!r} was trained in another way. Choose another folder for the run.")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    place = resolve(model)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(place.path)
+    made = AutoModelForSequenceClassification.from_pretrained(
+        place.path, num_labels=2, id2label=LABELS, label2id={name: i for i, name in LABELS.items()}, dtype=torch.float32
+    )
+    made.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    made.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    _train(made, tokenizer, _pairs(data, options.limit), options)
+    unseen = _pairs(held_out, options.limit)
+    found = about | {"n_training": len(_pairs(data, options.limit)), "n_held_out": len(unseen)}
+    found["accuracy"] = _accuracy(made, tokenizer, unseen, options)
+    begun = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(begun, ignore_errors=True)
+    made.save_pretrained(begun)
+    tokenizer.save_pretrained(begun)
+    write_json(begun / RECORD, found)
+    begun.rename(folder)
+    return found
+
+
+def _pairs(data: Dataset, limit: int | None) -> list[Pair]:
+    given = data.labels or ()
+    labels = [class_index(label, None, 2) for label in given]
+    wrong = [label for label, number in zip(given, labels, strict=True) if number not in LABELS]
+    if wrong or not labels:
+        got = repr(wrong[0]) if wrong else "none"
+        raise InputError(f"Fine-tuning for sentiment needs labels 0 and 1, or neg and pos; got {got}.")
+    return list(zip(data.items, labels, strict=True))[:limit]  # type: ignore[arg-type]
+
+
+def _batches(rows: Sequence[Pair], tokenizer: Any, device: Any, options: Training) -> Iterator[tuple[Any, Any]]:
+    for start in range(0, len(rows), options.batch_size):
+        texts, labels = zip(*rows[start : start + options.batch_size], strict=True)
+        inputs = tokenizer(list(texts), truncation=True, max_length=options.n_tokens, padding=True, return_tensors="pt")
+        yield inputs.to(device), torch.tensor(labels, device=device)
+
+
+def _train(model: Any, tokenizer: Any, rows: list[Pair], options: Training) -> None:
+    model.train()
+    n_steps = options.epochs * -(-len(rows) // options.batch_size)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, options.learning_rate, total_steps=max(2, n_steps), pct_start=0.1
+    )
+    began = last = time.monotonic()
+    step = 0
+    for _ in range(options.epochs):
+        random.shuffle(rows)
+        for inputs, labels in _batches(rows, tokenizer, model.device, options):
+            loss = torch.nn.functional.cross_entropy(model(**inputs).logits.float(), labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            schedule.step()
+            optimiser.zero_grad()
+            step += 1
+            if time.monotonic() - last > LINE_SECONDS or step == 1:
+                last = time.monotonic()
+                sys.stderr.write(f"training: step {step} of {n_steps}, loss {loss.item():.3f}, {last - began:.0f} s\n")
+    model.eval()
+
+
+@torch.no_grad()
+def _accuracy(model: Any, tokenizer: Any, rows: Sequence[Pair], options: Training) -> float:
+    right = sum(
+        int((model(**inputs).logits.argmax(-1) == labels).sum())
+        for inputs, labels in _batches(rows, tokenizer, model.device, options)
+    )
+    return right / len(rows)

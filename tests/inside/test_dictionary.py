@@ -1,0 +1,184 @@
+"""Dictionaries: features, bias and error sum to what they take apart, files of others load, graphs keep their sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import save_file
+
+import tensorlens as tl
+from tensorlens.inside.dictionary import Encoder
+
+IDS = [5, 6, 7, 8, 9, 10]
+D = 16
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def dictionary(reads: Any = "output", n: int = 40, **more: Any) -> tl.Dictionary:
+    encoder = Encoder(weight=drawn(n, D), bias=drawn(n) - 1, reads=reads, **more)
+    return tl.Dictionary(encoders=(encoder,), decoders=(drawn(n, D, seed=3),), bias=drawn(D, seed=4))
+
+
+def tensor(name: str = "gpt2", rules: str = "paper") -> tl.AttentionTensor:
+    return tl.Lens(zoo.build(name, "sdpa"), rules=rules)(IDS)
+
+
+@pytest.mark.parametrize("effect", ["total", "direct"])
+@pytest.mark.parametrize("reads", ["output", "input", "stream"])
+@pytest.mark.parametrize("name", ["gpt2", "neox-parallel", "llama"])
+def test_features_bias_and_error_sum_to_the_feed_forward(name: str, reads: Any, effect: Any) -> None:
+    T = tensor(name)
+    plain = T.components(-1, 4, effect)
+    fine = T.components(-1, 4, effect, features={1: dictionary(reads)})
+    own = [
+        i
+        for i, label in enumerate(fine.labels)
+        if label.block == 1 and label.kind in ("feature", "decoder bias", "error")
+    ]
+    whole = next(i for i, label in enumerate(plain.labels) if str(label) == "block 1, feed-forward")
+    assert len(own) > 10 and not any(str(label) == "block 1, feed-forward" for label in fine.labels)
+    torch.testing.assert_close(fine.scores[own].sum(0), plain.scores[whole], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(fine.scores.sum(), plain.scores.sum(), rtol=1e-10, atol=1e-12)
+    assert fine.meta["error_share"]["1"] > 0
+
+
+def test_a_features_score_is_its_activation_times_what_its_direction_is_worth() -> None:
+    model: Any = zoo.build("gpt2", "sdpa")
+    T = tl.Lens(model)(IDS)
+    given, kept = dictionary("input"), []
+    handle = model.transformer.h[2].mlp.register_forward_pre_hook(lambda m, args: kept.append(args[0]))
+    with torch.no_grad():
+        model(torch.tensor([IDS]))
+    handle.remove()
+    f = torch.nn.functional.linear(kept[0][0], given.encoders[0].weight, given.encoders[0].bias).relu()
+    found = T.components(-1, 4, features={2: given})
+    place = next(i for i, label in enumerate(found.labels) if label.kind == "feature" and label.feature == 7)
+    norm = model.transformer.ln_f
+    before: list[torch.Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda m, args: before.append(args[0]))
+    with torch.no_grad():
+        model(torch.tensor([IDS]))
+    handle.remove()
+    d, s = given.decoders[0][7], before[0][0, -1]
+    sigma = (s.var(unbiased=False) + norm.eps).sqrt()
+    worth = (((d - d.mean()) / sigma) * norm.weight * model.lm_head.weight[4]).sum()
+    assert float(found.scores[place, -1]) == pytest.approx(float((f[-1, 7] * worth).detach()), rel=1e-9)
+    assert not found.scores[place, :-1].any()  # nothing after the last feed-forward moves between tokens
+
+
+@pytest.mark.parametrize("reads", ["output", "input", "stream"])
+@pytest.mark.parametrize("rules", ["paper", "attn_lrp"])
+def test_a_graph_over_features_keeps_its_sums(reads: Any, rules: str) -> None:
+    T = tensor("gpt2", rules)
+    graph = T.graph(-1, 4, 1.0, max_nodes=150, features={1: dictionary(reads, 12), 2: dictionary(reads, 12)})
+    opened = [i for i, node in enumerate(graph.nodes) if node.component.kind == "feature"]
+    assert opened, "features are nodes"
+    for place in opened:
+        node = graph.nodes[place]
+        into = sum(edge.weight for edge in graph.edges if edge.target == place)
+        assert into + node.constant + node.cut == pytest.approx(node.value, rel=1e-9, abs=1e-12)
+    whole = T.graph(-1, 4, 1.0, max_nodes=5000, features={1: dictionary(reads, 12)})
+    assert whole.share == pytest.approx(1.0)
+    for node in whole.nodes:
+        assert abs(node.cut) <= 1e-9 * max(1.0, abs(node.value)), "nothing is cut off where all edges are kept"
+    assert set(whole.meta["error_share"]) == {"1"}
+
+
+def test_folders_of_saelens_load(tmp_path: Path) -> None:
+    weights = {"W_enc": drawn(D, 8), "b_enc": drawn(8), "W_dec": drawn(8, D), "b_dec": drawn(D)}
+    x = drawn(3, D)
+    for architecture, more in (("standard", {}), ("jumprelu", {"threshold": drawn(8).abs()}), ("topk", {})):
+        folder = tmp_path / architecture
+        folder.mkdir()
+        save_file(
+            {name: one.contiguous() for name, one in (weights | more).items()}, folder / "sae_weights.safetensors"
+        )
+        config = {
+            "architecture": architecture,
+            "apply_b_dec_to_input": True,
+            "normalize_activations": "none",
+            **({"k": 2} if architecture == "topk" else {}),
+            "metadata": {"hook_name": "blocks.1.hook_mlp_out"},
+        }
+        (folder / "cfg.json").write_text(json.dumps(config))
+        loaded = tl.Dictionary.load(folder)
+        before = (x - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
+        expected = before.relu()
+        if architecture == "jumprelu":
+            expected = before.relu() * (before > more["threshold"])
+        if architecture == "topk":
+            best = before.topk(2).indices
+            expected = torch.zeros_like(before).scatter(1, best, before.relu().gather(1, best))
+        torch.testing.assert_close(loaded.encoders[0](x), expected)
+        assert loaded.meta["block"] == 1 and loaded.encoders[0].reads == "output"
+        again = tl.Dictionary.load(loaded.save(tmp_path / f"{architecture}-again"))
+        torch.testing.assert_close(again.encoders[0](x), expected)
+        T = tensor()
+        total = T.components(-1, 4, features={1: loaded}).scores.sum()
+        torch.testing.assert_close(total, T.components(-1, 4).scores.sum(), rtol=1e-10, atol=1e-12)
+
+
+def test_transcoders_per_layer_and_across_layers_load(tmp_path: Path) -> None:
+    per_layer, across = tmp_path / "plt", tmp_path / "clt"
+    per_layer.mkdir()
+    across.mkdir()
+    for n in range(3):
+        one = {"W_enc": drawn(9, D, seed=n), "b_enc": drawn(9), "W_dec": drawn(9, D), "b_dec": drawn(D)}
+        save_file(one, per_layer / f"layer_{n}.safetensors")
+        read = {f"W_enc_{n}": drawn(9, D, seed=n), f"b_enc_{n}": drawn(9), f"b_dec_{n}": drawn(D)}
+        save_file(read | {f"threshold_{n}": drawn(1, 9).abs()}, across / f"W_enc_{n}.safetensors")
+        save_file({f"W_dec_{n}": drawn(9, 3 - n, D, seed=n)}, across / f"W_dec_{n}.safetensors")
+    T = tensor()
+    plain = T.components(-1, 4)
+    for folder in (per_layer, across):
+        loaded = tl.Dictionary.load(folder)
+        assert sorted(loaded) == [0, 1, 2]
+        found = T.components(-1, 4, features=loaded)
+        torch.testing.assert_close(found.scores.sum(), plain.scores.sum(), rtol=1e-10, atol=1e-12)
+    assert [len(loaded[n].encoders) for n in range(3)] == [1, 2, 3]
+    kinds = {label.kind for label in found.labels}
+    assert {"feature", "feature of block 0", "feature of block 1", "error", "decoder bias"} <= kinds
+    graph = T.graph(-1, 4, 1.0, max_nodes=400, features=loaded)
+    for place, node in enumerate(graph.nodes):
+        if node.component.kind.startswith("feature"):
+            into = sum(edge.weight for edge in graph.edges if edge.target == place)
+            assert into + node.constant + node.cut == pytest.approx(node.value, rel=1e-9, abs=1e-12)
+
+
+def test_a_dictionary_trained_here_explains_more_than_a_mean(tmp_path: Path) -> None:
+    lens = tl.Lens(zoo.build("gpt2", "sdpa", torch.float32))
+    texts = [torch.randint(0, 40, (12,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(40)]
+    for kind in ("dictionary", "transcoder"):
+        fitted = tl.Dictionary.fit(
+            lens, texts, block=1, kind=kind, n_features=48, k=6, steps=500, batch_size=128, progress=False
+        )
+        assert fitted.meta["error_share"] < 0.7 and fitted.n_features == 48
+        again = tl.Dictionary.load(fitted.save(tmp_path / kind))
+        found, same = (lens(IDS).components(-1, 4, features={1: one}) for one in (fitted, again))
+        torch.testing.assert_close(found.scores, same.scores)
+        n_active = sum(label.kind == "feature" for label in found.labels)
+        assert 0 < n_active <= 6 * len(IDS)
+
+
+def test_what_is_not_a_dictionary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(tl.InputError, match="has none of them"):
+        tl.Dictionary.load(tmp_path)
+    (tmp_path / "cfg.json").write_text("{}")
+    with pytest.raises(tl.InputError, match="Could not read a dictionary"):
+        tl.Dictionary.load(tmp_path)
+    for wrong in ({9: dictionary()}, {0: "dictionary"}):
+        with pytest.raises(Exception, match="features"):
+            tensor().components(-1, 4, features=wrong)  # type: ignore[arg-type]
+    narrow = tl.Dictionary(
+        encoders=(Encoder(weight=drawn(4, 3), bias=drawn(4)),), decoders=(drawn(4, 3),), bias=drawn(3)
+    )
+    with pytest.raises(tl.InputError, match="16 channels"):
+        tensor().components(-1, 4, features={1: narrow})
