@@ -105,7 +105,7 @@ class Ask(OpenAsk, frozen=True, kw_only=True):
         if self.rules is not None:
             Rules.of(self.rules)
         if self.method is not None and self.method not in METHODS:
-            raise InputError(f"There is no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
+            raise InputError(f"TensorLens has no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
         if self.against is not None and self.target is None:
             raise InputError("Expected a target with the contrast target, got none. Choose what to explain first.")
         for pick in (self.target, self.against):
