@@ -177,6 +177,29 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
                 _check_text(text, limits)
 
 
+class SimilarAsk(OpenAsk, frozen=True, kw_only=True):
+    """What someone wants to know about two texts.
+
+    Attributes:
+        first: The text of the rows.
+        second: The text of the columns.
+        against: A third text: why is the second closer to the first than this one is?
+        groups: Parts of the texts.
+    """
+
+    first: str
+    second: str
+    against: str | None = None
+    groups: Literal["words", "sentences", "lines", "tokens"] = "words"
+
+    def check(self, limits: Limits) -> None:
+        """Refuse texts that are empty or too long."""
+        super().check(limits)
+        for text in (self.first, self.second, self.against):
+            if text is not None:
+                _check_text(text, limits)
+
+
 AnyQuestion = TypeVar("AnyQuestion", bound=OpenAsk)
 
 
