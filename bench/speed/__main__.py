@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bench.speed import parts
+from bench.speed.walks import walks
 from bench.tables import markdown
 from tensorlens.strict_json import write_json
 from tensorlens.versions import package_versions
@@ -27,6 +28,8 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
     "scaling": (lambda: parts.scaling(256, 1024, 8), lambda: parts.scaling(8, 64, 2)),
     "program": (lambda: parts.program(LARGE, 1024, 8), lambda: parts.program(("tiny",), 8, 2)),
     "certificates": (lambda: parts.certificates(LARGE, 1024, 8), lambda: parts.certificates(("tiny",), 8, 2)),
+    "clock": (lambda: parts.clock(LARGE, 1024, 8), lambda: parts.clock(("tiny",), 8, 2)),
+    "walks": (lambda: walks("tiny", 8), lambda: walks("tiny", 8)),
     "long": (lambda: parts.long_input("Llama-8B", 8192, 32), lambda: parts.long_input("tiny", 16, 2)),
     "answers": (lambda: parts.answers("Llama-8B", 6000, 200), lambda: parts.answers("tiny", 40, 20)),
     "batches": (lambda: parts.batches("SmolLM2", 2048, 128, 256), lambda: parts.batches("tiny", 4, 8, 2)),

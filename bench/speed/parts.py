@@ -17,6 +17,7 @@ from bench.speed.paper_way import WAYS, patched
 from bench.speed.timing import Timing, clear, timed
 from tensorlens.models.precision import matmul_mode
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
+from tensorlens.recording.tape import Tape
 from tensorlens.studies import perturbation
 
 Rows = list[dict[str, Any]]
@@ -166,6 +167,50 @@ def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
         del model, lens, lrp, T, works
         clear()
     return rows
+
+
+def clock(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
+    """What recording costs in Python per torch function that it sees, and in passes; the same at twice the length."""
+    rows, ids, longer = [], token_ids(n_tokens), token_ids(2 * n_tokens)
+    for name in names:
+        model = build(name, half(), num_hidden_layers=n_blocks)
+        lens, lrp = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp())
+        (forward, both), (twice, _) = passes(model, ids, keep=0), passes(model, longer, keep=0)
+        T = lens(ids)
+        T.map("tensor.in_class", -1)
+        works: dict[str, tuple[Callable[[], Any], Timing]] = {
+            "map": (lambda lens=lens: lens(ids).map("tensor.in_class", -1), both),
+            "map, AttnLRP": (lambda lrp=lrp: lrp(ids).map("tensor.in_class", -1), both),
+            "recording": (lambda lens=lens: lens(ids), forward),
+            f"recording, {2 * n_tokens}": (lambda lens=lens: lens(longer), twice),
+            "a further output": (lambda T=T: T.map("tensor.in_class", -2), forward),
+            "push": (lambda T=T: T.apply(T.input), forward),
+        }
+        times = {label: timed(work, n=7) for label, (work, _) in works.items()}
+        n_calls = functions_seen(lambda lens=lens: lens(ids))
+        over = (times["recording"].fastest - forward.fastest) / n_calls
+        row: dict[str, Any] = {"model": name, "tokens": n_tokens, "forward": forward, "calls": n_calls}
+        row |= {"µs per call": f"{1e6 * over:.1f}"}
+        rows.append(row | {label: f"{times[label].seconds / per.seconds:.2f}" for label, (_, per) in works.items()})
+        del model, lens, lrp, T, works
+        clear()
+    return rows
+
+
+def functions_seen(work: Callable[[], Any]) -> int:
+    """How many torch functions a recording sees."""
+    own, n_seen = Tape.call, [0]
+
+    def call(*args: Any) -> Any:
+        n_seen[0] += 1
+        return own(*args)
+
+    Tape.call = call  # type: ignore[method-assign]
+    try:
+        work()
+    finally:
+        Tape.call = own  # type: ignore[method-assign]
+    return n_seen[0]
 
 
 def certified(lens: tl.Lens, ids: Sequence[int], forward: Timing) -> dict[str, Any]:

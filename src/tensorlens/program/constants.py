@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
@@ -28,7 +27,10 @@ class Constants(Sequence[Tensor]):
     def __init__(self, values: Iterable[Tensor | None], names: Mapping[int, str] | None = None) -> None:
         self.values = list(values)
         self.names = dict(names or {})
-        self._versions = [_version(value) for value in self.values]
+        self._versions = [
+            None if value is None or type(value) is not Tensor or value.is_inference() else value._version
+            for value in self.values
+        ]
         self._block_of: dict[int, int] = {}
         self._remake: Remake | None = None
         self._fetched: int | None = None
@@ -69,7 +71,7 @@ class Constants(Sequence[Tensor]):
         self._fetched = block
         for n, value in self._remake(block).items():
             self.values[n] = value
-            self._versions[n] = _version(value)
+            self._versions[n] = None if value.is_inference() else value._version
 
     def check(self, places: Iterable[int] | None = None) -> None:
         """Raise if a weight was written to since it was bound: T belongs to the model as it was.
@@ -97,9 +99,3 @@ class Constants(Sequence[Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["values"], state["names"])
-
-
-def _version(value: Tensor | None) -> int | None:
-    if value is None or value.is_inference() or type(value) is not torch.Tensor:
-        return None
-    return value._version

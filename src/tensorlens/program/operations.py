@@ -53,9 +53,12 @@ class Operation:
 
     def pull(self, args: Sequence[Any], options: dict[str, Any]) -> Pull:
         """The transpose at some arguments: from a cotangent u to cotangents of the live ones, in order."""
-        live, transpose = [arg for arg in args if type(arg) is Spec], self._transpose
-        if any([type(arg) is tuple or type(arg) is list for arg in args]):
-            live = [leaf for leaf in leaves(list(args)) if type(leaf) is Spec]
+        live, transpose = list[Spec](), self._transpose
+        for arg in args:
+            if type(arg) is Spec:
+                live.append(arg)
+            elif type(arg) is tuple or type(arg) is list:
+                live += [leaf for leaf in leaves(arg) if type(leaf) is Spec]
 
         def pulled(u: Tensor) -> tuple[Tensor, ...]:
             found = NotImplemented if transpose is None or u.is_complex() else transpose(u, *args, **options)

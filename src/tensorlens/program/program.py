@@ -302,7 +302,7 @@ class Program:
         step = self.steps[n]
         args = filled(step.args, self.specs, self._tensors)
         found = OPERATIONS[step.operation].pull(args, step.options)
-        if getattr(self.constants, "is_complete", True):
+        if self._tensors is not self.constants or type(self.constants) is list:
             self._pulls[n] = found
         return found
 

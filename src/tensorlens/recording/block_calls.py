@@ -157,11 +157,8 @@ class KeptBlocks:
         """A block has ended: drop its dead steps, and its constants if there is no more room for them."""
         places = run.prune(self._since, self._first)
         self.calls.append(call)
-        held = [
-            n
-            for n in range(self._first, len(run.constants))
-            if run.constants[n] is not None and not run.is_weight_constant(n)
-        ]
+        some = range(self._first, len(run.constants))
+        held = [n for n in some if run.constants[n] is not None and not run.of_weights[n]]
         self._spent += sum([run.constants[n].nbytes for n in held])  # type: ignore[union-attr]
         is_dropped = call.is_closed and (self._has_other_weights or not self._has_room())
         output = raw(Tensor.clone, output) if is_dropped else None

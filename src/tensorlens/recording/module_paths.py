@@ -43,8 +43,9 @@ class ModulePlaces:
 
     def adapted(self) -> dict[int, str]:
         """Modules that an adapter means by their place in their parent, by identity, and those places."""
+        places = adapted_places()
         parents = {kind: qualified(kind) for kind in set(map(type, self.tree.values()))}
-        wanted = {kind: name for kind, name in parents.items() if name in adapted_places()}
+        wanted = {kind: name for kind, name in parents.items() if name in places}
         return {
             id(child): f"{wanted[type(parent)]}.{name}"
             for parent in (self.tree.values() if wanted else ())

@@ -207,8 +207,8 @@ class Recorder:
         if not self.n_entered:
             return
         state = output[0] if type(output) is tuple and output else output
-        state = state if is_live(state) else raw(main_tensor, output)
-        if is_live(state):
+        state = state if type(state) is Live else raw(main_tensor, output)
+        if type(state) is Live:
             self.modules.append(ModuleOutput(name, self.run.slot_of(state)))
         elif state is not None and found_in(args, kwargs):
             self.modules.append(ModuleOutput(name, None))

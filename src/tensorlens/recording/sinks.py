@@ -48,7 +48,7 @@ def without_sink(values: Any) -> Any:
 
 def with_live_sinks(program: Program) -> Program:
     """The program with no sink held; itself if none is."""
-    if all(step.note != NOTE for step in program.steps):
+    if NOTE not in [step.note for step in program.steps]:
         return program
     emptied = program.makers
     steps = [

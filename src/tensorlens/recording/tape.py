@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
@@ -82,6 +83,8 @@ class Tape:
         self._bound: dict[int, tuple[Held, Tensor, int]] = {}
         self._keys: list[int] = []
         self._versions: list[int] = []
+        self.of_weights: list[bool] = []
+        """For each constant whether it is one of the model's own, or a view of one."""
 
     @property
     def module(self) -> str:
@@ -135,8 +138,12 @@ class Tape:
                     index = arg.slot if arg.stamp >= 0 and arg.stamp == arg._version else self.slot_of(arg)
                     slots.append(index)
                     coded.append(SLOTS[index])
-                elif kind in _PLAIN:
+                elif kind in _PLAIN or kind is tuple and _PLAIN.issuperset(map(type, arg)):
                     coded.append(arg)
+                elif kind is Tensor or kind is Parameter:
+                    constant = self.bind(arg)
+                    held.append(constant.index)
+                    coded.append(constant)
                 else:
                     coded.append(self._code(arg, slots, held))
         slot = self.new_slot(spec) if self._n_slots >= len(SLOTS) else self._n_slots
@@ -179,13 +186,21 @@ class Tape:
 
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor; a new one if its memory was written to since it got the last."""
+        with _guard():
+            if x.stamp >= 0 and x.stamp == x._version:
+                return x.slot
         if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
             self.writes.refresh(x)
         return x.slot
 
     def bind(self, value: Tensor) -> Held:
         """Bind a tensor as a constant: by reference, and once per tensor and version of its memory."""
-        key, version = id(value), version_of(value)
+        key = id(value)
+        try:
+            with _guard():
+                version = value._version
+        except RuntimeError:
+            version = UNCOUNTED
         known = self._bound.get(key)
         if known is not None and known[2] == version:
             return known[0]
@@ -194,18 +209,20 @@ class Tape:
             HELD.reach(n)
         held = HELD[n]
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
-        constant = value_of(value)
+        constant = value if type(value) is Tensor and not value.requires_grad else raw(Tensor.detach, value)
         if (self.copies or version == UNCOUNTED) and not self._is_fixed(value):
             constant = raw(Tensor.clone, constant)
             version = version_of(constant)
         self.constants.append(constant)
         self._keys.append(key)
         self._versions.append(version)
+        with _guard():
+            self.of_weights.append(key in self.weights or id(value._base) in self.weights)
         return held
 
     def _is_fixed(self, value: Tensor) -> bool:
         """Whether a tensor is bound by reference always: a weight, but no buffer that the model writes over."""
-        return self.is_weight(value) and (not self.copies or isinstance(value, torch.nn.Parameter))
+        return self.is_weight(value) and (not self.copies or isinstance(value, Parameter))
 
     def is_weight(self, value: Tensor) -> bool:
         """Whether a tensor is one of the model's own, or a view of one."""
@@ -213,11 +230,6 @@ class Tape:
             return True
         with torch._C.DisableTorchFunctionSubclass():
             return id(value._base) in self.weights
-
-    def is_weight_constant(self, n: int) -> bool:
-        """Whether a constant lies in the memory of the model's own."""
-        known = self._bound.get(self._keys[n])
-        return known is not None and self.is_weight(known[1])
 
     def forget_constant(self, n: int) -> None:
         """Drop a constant; if the tensor is bound again, it becomes a new one."""
@@ -375,12 +387,13 @@ class Tape:
     def changed_constants(self) -> list[int]:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
-        return [n for n, (value, version) in pairs if value is not None and version_of(value) != version]
+        with _guard():
+            return [n for n, (x, then) in pairs if x is not None and then != UNCOUNTED and x._version != then]
 
     def leave_inference_mode(self) -> None:
         """Make ordinary tensors of constants that a model's own inference mode made: others may be differentiated."""
         for n, value in enumerate(self.constants):
-            if value is not None and value.is_inference() and not self.is_weight_constant(n):
+            if value is not None and value.is_inference() and not self.of_weights[n]:
                 self.constants[n] = value.clone()
 
     # Functions --------------------------------------------------------------------------------------------------------
@@ -395,7 +408,7 @@ class Tape:
                 return self.call(function, types, args, kwargs)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
-        if kwargs:
+        if kwargs and (not args or "axis" in kwargs or "keepdims" in kwargs):
             args, kwargs = spelled_alike(name, args, kwargs)
         if not is_kernel and torch._C._is_any_autocast_enabled():
             return self.by_kernels(function, args, kwargs)  # whose casts are below the function
@@ -524,9 +537,15 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.of = of
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: compiled code is off in a pass, and to switch it off again takes longer than most kernels."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        of = self.of
+        kwargs, of = kwargs or {}, self.of
+        if not of.alive and not of.writes.cells:  # nothing is live yet
+            return func(*args, **kwargs)
         if of.writes.cells:
             of.writes.revive(args, kwargs)
         met = found_in(args, kwargs)

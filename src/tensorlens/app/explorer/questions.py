@@ -105,7 +105,7 @@ class Ask(OpenAsk, frozen=True, kw_only=True):
         if self.rules is not None:
             Rules.of(self.rules)
         if self.method is not None and self.method not in METHODS:
-            raise InputError(f"There is no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
+            raise InputError(f"TensorLens has no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
         if self.against is not None and self.target is None:
             raise InputError("Expected a target with the contrast target, got none. Choose what to explain first.")
         for pick in (self.target, self.against):
@@ -173,6 +173,29 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
         """Refuse texts that are empty or too long."""
         super().check(limits)
         for text in (self.prompt, self.answer, self.against):
+            if text is not None:
+                _check_text(text, limits)
+
+
+class SimilarAsk(OpenAsk, frozen=True, kw_only=True):
+    """What someone wants to know about two texts.
+
+    Attributes:
+        first: The text of the rows.
+        second: The text of the columns.
+        against: A third text: why is the second closer to the first than this one is?
+        groups: Parts of the texts.
+    """
+
+    first: str
+    second: str
+    against: str | None = None
+    groups: Literal["words", "sentences", "lines", "tokens"] = "words"
+
+    def check(self, limits: Limits) -> None:
+        """Refuse texts that are empty or too long."""
+        super().check(limits)
+        for text in (self.first, self.second, self.against):
             if text is not None:
                 _check_text(text, limits)
 

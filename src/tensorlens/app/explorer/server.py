@@ -24,14 +24,14 @@ from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.kept import Recent
 from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, WhyAsk, read_question
+from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_question
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.strict_json import to_json
 from tensorlens.views.captions import is_of_tensor
-from tensorlens.views.page import component, inside_component, isolated, payload
+from tensorlens.views.page import component, inside_component, isolated, pairs_component, payload
 
 STATIC = Path(__file__).parent / "static"
 _SHARED = "mount, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
@@ -93,10 +93,12 @@ class _Explorer:
             Route("/static/{name}", self.static),
             Route("/component.js", self.component),
             Route("/inside.js", self.inside_component),
+            Route("/pairs.js", self.pairs_component),
             Route("/api/start", self.start),
             self._question("open", OpenAsk),
             self._question("map", Ask),
             self._question("answer", AnswerAsk),
+            self._question("similar", SimilarAsk),
             self._question("predictions", Ask),
             self._question("inside", Ask),
             self._question("ablate", AblateAsk),
@@ -138,6 +140,10 @@ class _Explorer:
 
     async def inside_component(self, request: Request) -> Response:
         script = isolated(inside_component(), "window.TensorLensInside = { Inside };")
+        return Response(script, media_type=_KINDS[".js"])
+
+    async def pairs_component(self, request: Request) -> Response:
+        script = isolated(pairs_component(), "window.TensorLensPairs = { Pairs };")
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:

@@ -37,11 +37,6 @@ def role_after(name: str, *args: Any) -> Role | None:
     return after_linear(name, roles, tape().rules, reads_weight=reads_weight)
 
 
-def handed_on(name: str, x: Live) -> Role | None:
-    """What a linear function makes of the role of its one argument; most have none."""
-    return None if x.role is None else role_after(name, x)
-
-
 def same(x: Live, value: Tensor, role: Role | None) -> Live:
     """The same numbers in another tensor: no step at all."""
     return x if value is x else tape().live(value, tape().slot_of(x), role)
@@ -61,8 +56,8 @@ def reshaped(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
         raise run.refusal(f"{name} as another type of numbers")
     shape = tuple(value.shape)
     if shape == spec.shape:
-        return same(x, value, handed_on(name, x))
-    return run.emit("reshape", value, x, shape, role=handed_on(name, x))
+        return same(x, value, x.role and role_after(name, x))
+    return run.emit("reshape", value, x, shape, role=x.role and role_after(name, x))
 
 
 @of_value("transpose permute t movedim adjoint get:T get:mT get:H get:mH")
@@ -85,7 +80,7 @@ def permuted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
         axes.reverse()
     else:
         axes[-2:] = axes[:-3:-1]
-    return run.emit("permute", value, x, tuple(axes), role=handed_on(name, x))
+    return run.emit("permute", value, x, tuple(axes), role=x.role and role_after(name, x))
 
 
 @of_value("expand expand_as broadcast_to")
@@ -94,14 +89,14 @@ def expanded(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     x = args[0]
     if type(x) is not Live:
         return value
-    return run.emit("expand", value, x, tuple(value.shape), role=handed_on(name, x))
+    return run.emit("expand", value, x, tuple(value.shape), role=x.role and role_after(name, x))
 
 
 @of_value("contiguous clone detach alias positive resolve_conj resolve_neg lift_fresh lift _conj_copy view_copy")
 def unchanged(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same numbers. `detach` changes none of them, so T includes paths that training leaves out."""
     x = args[0]
-    return same(x, value, handed_on(name, x) or (x.role if x.role is Role.GATE else None))
+    return same(x, value, x.role and (role_after(name, x) or (x.role if x.role is Role.GATE else None)))
 
 
 @family("detach_ requires_grad_ get:data deepcopy")
@@ -126,7 +121,7 @@ def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
         return run.held(value, Role.CHOICE) if kind is torch.bool else _rounded(x, value)
     if kind.itemsize == 1:
         raise run.refusal(f"a cast to {kind}")
-    role = handed_on("to", x)
+    role = x.role and role_after("to", x)
     if kind is spec.dtype and value.device == spec.device:
         return same(x, value, role)
     run.note_cast(value, spec.dtype)
@@ -160,7 +155,7 @@ def part(run: Tape, x: Live, at: Any, value: Tensor) -> Live:
         if not (type(one) is slice and _is_plain_slice(one) or type(one) is int or one is ... or one is None):
             parts = _plain_index(parts)
             break
-    return run.emit("index", value, x, parts, role=handed_on("getitem", x))
+    return run.emit("index", value, x, parts, role=x.role and role_after("getitem", x))
 
 
 def _is_plain_slice(at: slice) -> bool:
@@ -390,7 +385,7 @@ def summed(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     dims = (dims,) if type(dims) is int else tuple(dims) if dims else tuple(range(n))
     if run.n_samples > 1 and any([dim % n == 0 for dim in dims]):
         run.note_part(name, x)
-    return run.emit(name, value, x, dims, keepdim, role=handed_on(name, x))
+    return run.emit(name, value, x, dims, keepdim, role=x.role and role_after(name, x))
 
 
 def _refuse_nan(name: str) -> Any:
@@ -413,8 +408,7 @@ def added(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[
         a, b, name = b, a, "sub"
     if alpha != 1:
         b = b * alpha
-    role = None if role_of(a) is role_of(b) is None else role_after(name, a, b)
-    return run.emit(name, value, _as_wide(run, a, value), _as_wide(run, b, value), role=role)
+    return run.emit(name, value, _as_wide(run, a, value), _as_wide(run, b, value), role=role_after(name, a, b))
 
 
 def _as_wide(run: Tape, x: Any, value: Tensor) -> Any:
@@ -425,7 +419,7 @@ def _as_wide(run: Tape, x: Any, value: Tensor) -> Any:
 @of_value("neg")
 def negated(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """-x."""
-    return run.emit("mul", value, args[0], -1, role=handed_on("neg", args[0]))
+    return run.emit("mul", value, args[0], -1, role=args[0].role and role_after("neg", args[0]))
 
 
 # Choices of values by masks and places ------------------------------------------------------------------------------

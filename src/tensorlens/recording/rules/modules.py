@@ -59,12 +59,17 @@ def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
 
 def has_adapter(cls: type) -> bool:
     """Whether a class or one of its ancestors has an adapter, which need not apply to every module."""
-    return any(qualified(one) in ADAPTERS for one in cls.__mro__)
+    return not ADAPTERS.keys().isdisjoint(_ancestors(cls))
 
 
 def adapted_places() -> set[str]:
     """Classes whose parts may have adapters, by the names that these have in them."""
     return {name.rpartition(".")[0] for name in ADAPTERS}
+
+
+@lru_cache(maxsize=4096)
+def _ancestors(cls: type) -> list[str]:
+    return [qualified(one) for one in cls.__mro__]
 
 
 @lru_cache(maxsize=4096)

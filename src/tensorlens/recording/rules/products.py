@@ -13,7 +13,7 @@ from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tap
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
-from tensorlens.recording.rules.linear import handed_on, role_after
+from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape, spec_of
@@ -48,12 +48,11 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _by_constant(run: Tape, x: Live, factor: Any, value: Tensor) -> Live:
-    role = handed_on("mul", x)
+    role = x.role and role_after("mul", x)
     if role_of(factor) is Role.GATE and not is_factor(role, run.rules):
         role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
-    if run.spec(x).dtype is not value.dtype:
-        return run.emit("mul", value, x.to(value.dtype), value_of(factor), role=role)
-    return run.emit("mul", value, x, value_of(factor), role=role)
+    wide: Any = x if run.spec(x).dtype is value.dtype else x.to(value.dtype)
+    return run.emit("mul", value, wide, factor if type(factor) not in FOLLOWED else value_of(factor), role=role)
 
 
 def _by_convention(a: Live, b: Live, how: str | None, value: Tensor) -> Live:
@@ -146,18 +145,15 @@ def _operand(x: Any) -> Any:
 def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear layer. If input and weight are both live, the weight is held."""
     run = tape()
-    given: tuple[Any, ...] = (*args, *(kwargs[key] for key in ("weight", "bias") if key in kwargs), None)
-    x, weight, bias = given[:3]
-    if is_live(weight):
+    x, weight, bias, *_ = (*args, None, None)
+    weight, bias = (kwargs.get("weight", weight), kwargs.get("bias", bias)) if kwargs else (weight, bias)
+    if type(weight) is Live:
         if is_live(x):
             return _live_weight(x, weight, bias)
         found = torch.matmul(x, weight.mT) if weight.dim() > 1 else torch.matmul(x, weight)
         return found if bias is None else found + bias
-    value = (
-        raw(function, x, weight, bias)
-        if type(weight) in (Tensor, nn.Parameter, *FOLLOWED)
-        else function(value_of(x), weight, bias)
-    )
+    is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight) in FOLLOWED
+    value = raw(function, x, weight, bias) if is_plain else function(value_of(x), weight, bias)
     return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
 
 

@@ -4,6 +4,7 @@ import { AnswerPanel, answerFragment, answerFromFragment, isAnswerLink } from ".
 import { getJson } from "./api.js";
 import { choice } from "./controls.js";
 import { EXAMPLES, Panel } from "./panel.js";
+import { SimilarPanel, isSimilarLink, similarFragment, similarFromFragment } from "./similar.js";
 import { FRESH, fromFragment, toFragment } from "./state.js";
 
 const { element, button, visible, shadeAround, chooseShade, onShadeChange } = window.TensorLens;
@@ -78,19 +79,21 @@ class Explorer {
     else if (view.text && view.model) await panel.greet();
   }
 
-  // Two pages: maps of a text, and answers.
+  // Three pages: maps of a text, answers, and two texts that are similar.
   showPage() {
-    const isAnswer = this.answer !== null;
+    const page = this.answer === null ? "map" : this.answer instanceof SimilarPanel ? "similar" : "answer";
     document.querySelectorAll(".pages a").forEach((link) => {
-      if ((link.dataset.page === "answer") === isAnswer) link.setAttribute("aria-current", "page");
+      if (link.dataset.page === page) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     });
-    this.compare.hidden = isAnswer;
+    this.compare.hidden = this.answer !== null;
   }
 
   restoreAnswer() {
-    const view = answerFromFragment(location.hash);
-    this.answer = new AnswerPanel(this.catalogue, view, { onChange: () => this.write(), onCopy: (text) => this.copy(text, "Copied.") });
+    const isSimilar = isSimilarLink(location.hash);
+    const view = isSimilar ? similarFromFragment(location.hash) : answerFromFragment(location.hash);
+    const hooks = { onChange: () => this.write(), onCopy: (text) => this.copy(text, "Copied.") };
+    this.answer = isSimilar ? new SimilarPanel(this.catalogue, view, hooks) : new AnswerPanel(this.catalogue, view, hooks);
     this.place.replaceChildren(this.answer.node);
     this.place.classList.remove("two");
     this.showPage();
@@ -101,7 +104,7 @@ class Explorer {
   restore() {
     this.answer?.stop();
     this.answer = null;
-    if (isAnswerLink(location.hash)) {
+    if (isAnswerLink(location.hash) || isSimilarLink(location.hash)) {
       this.panels.forEach((panel) => panel.stop());
       this.panels = [];
       this.restoreAnswer();
@@ -162,7 +165,8 @@ class Explorer {
   }
 
   write() {
-    this.written = this.answer ? answerFragment(this.answer.view) : toFragment(this.panels.map(({ view }) => view));
+    const single = this.answer instanceof SimilarPanel ? similarFragment : answerFragment;
+    this.written = this.answer ? single(this.answer.view) : toFragment(this.panels.map(({ view }) => view));
     history.replaceState(null, "", this.written);
   }
 
