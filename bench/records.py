@@ -4,8 +4,8 @@
 `truth` (one number per unit that is ranked) and `scores` (by method, one number per unit). Nothing is published that is
 not computed from these files; ``python -m bench tables`` does it on any machine.
 
-**Halves.** What to use is chosen on one half and reported on the other: sets of sentences by their order in the
-alphabet, documents and prompts by their number. No item, and no document, is in both.
+**Halves.** What to use is chosen on one half and reported on the other: sets of sentences by their order in `SETS`,
+documents and prompts by their number. No item, and no document, is in both.
 """
 
 from __future__ import annotations
@@ -23,6 +23,22 @@ import numpy as np
 from tensorlens.recording.conventions import RULE_SETS
 
 FOLDER = Path(__file__).parent / "records"
+SETS = (
+    "anaphor_gender_agreement",
+    "anaphor_number_agreement",
+    "animate_subject_passive",
+    "determiner_noun_agreement_1",
+    "determiner_noun_agreement_irregular_1",
+    "determiner_noun_agreement_with_adj_irregular_1",
+    "determiner_noun_agreement_with_adjective_1",
+    "distractor_agreement_relational_noun",
+    "distractor_agreement_relative_clause",
+    "ioi_dataset",
+    "irregular_plural_subject_verb_agreement_1",
+    "npi_present_1",
+    "regular_plural_subject_verb_agreement_1",
+)
+"""Sets of sentences in the order of the alphabet: the first, third, … are for choosing. Others are for reporting."""
 DRAWS = 2000
 """Bootstrap resamples of an interval."""
 
@@ -108,7 +124,7 @@ class Records:
     def half(self, line: Line) -> int:
         """0 for the half on which is chosen, 1 for the half that is reported."""
         if KINDS[self.judge].by_set:
-            return sorted({one["set"] for one in self.lines}).index(line["set"]) % 2
+            return SETS.index(line["set"]) % 2 if line["set"] in SETS else 1
         return _number(line["item"]) % 2
 
 
@@ -129,11 +145,19 @@ def _read(path: Path) -> Records:
 
 
 def keep(lines: Iterable[Line], about: dict[str, Any], path: Path) -> int:
-    """Write the lines of a run as records, scores to five digits; the same lines give the same bytes."""
-    kept = [json.dumps(about, sort_keys=True, allow_nan=False)]
+    """Write the lines of a run as records, scores to five digits; the same lines give the same bytes.
+
+    Lines of the same item are put together. A method that was not asked about every item is left out, and so is an item
+    about which the model was wrong.
+    """
+    kept, found = [json.dumps(about, sort_keys=True, allow_nan=False)], dict[str, Line]()
     for line in lines:
-        if line.get("truth") is None or not line.get("scores"):
-            continue  # the model was wrong about it, and nothing was explained
+        if line.get("truth") is not None and line.get("scores"):
+            before = found.get(line["item"], line)
+            found[line["item"]] = before | {"scores": before["scores"] | line["scores"]}
+    common = set.intersection(*(set(line["scores"]) for line in found.values())) if found else set()
+    for line in found.values():
+        line["scores"] = {name: some for name, some in line["scores"].items() if name in common}
         scores = {name: [_short(one) for one in some] for name, some in line["scores"].items()}
         truth = [_short(one) for one in line["truth"]]
         made = {"judge": line["judge"], "set": line["set"], "item": line["item"], "truth": truth, "scores": scores}

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 from typing import Any
 
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, models
 
 import tensorlens as tl
 from bench.speed.models import SMOLLM2
@@ -29,8 +31,13 @@ def model_of_its_shape(device: str) -> Any:
 def in_transformer_lens(model: Any, clean: torch.Tensor, corrupted: torch.Tensor) -> Any:
     """One pair by TransformerLens: two runs with hooks, and the gradient of the clean one."""
     bridge = importlib.import_module("transformer_lens.model_bridge").TransformerBridge
-    tokenizer = None
-    made = bridge.boot_transformers("smollm2", hf_model=model, tokenizer=tokenizer, device=str(model.device))
+    words = Tokenizer(models.BPE(vocab={"<s>": 0, "a": 1}, merges=[]))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>")
+    with tempfile.TemporaryDirectory() as folder:  # it asks for the config by name
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+        made = bridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device=str(model.device))
     wanted = ("attn.o.hook_in", "attn.hook_out", "mlp.hook_out")
 
     def run(ids: torch.Tensor, *, back: bool) -> tuple[dict[str, Any], dict[str, Any]]:

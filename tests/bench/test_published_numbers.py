@@ -49,11 +49,26 @@ def mean_over_orders(tied, before):
 
 
 def halves(judge, lines):
-    names = sorted({line["set"] for line in lines})
+    names = [
+        "anaphor_gender",
+        "anaphor_number",
+        "animate",
+        "determiner_noun_agreement_1",
+        "determiner_noun_agreement_irr",
+        "determiner_noun_agreement_with_adj_irr",
+        "determiner_noun_agreement_with_adjective",
+        "distractor_agreement_relational",
+        "distractor_agreement_relative",
+        "ioi",
+        "irregular",
+        "npi",
+        "regular",
+    ]
     found = ({}, {})
     for line in lines:
         numbers = [part for part in line["item"].split(":")[1:] if part]
-        half = names.index(line["set"]) % 2 if judge == "evidence" else int(numbers[0]) % 2
+        number = [line["set"].startswith(name) for name in names].index(True) if judge == "evidence" else numbers[0]
+        half = int(number) % 2
         for method, scores in line["scores"].items():
             value = expected(judge, scores, line["truth"])
             found[half].setdefault(method, {}).setdefault(line["set"], []).append(value)
@@ -109,3 +124,31 @@ def test_pages_hold_what_the_command_prints():
         for key, there in re.findall(r"<!-- records: (.+?) -->\n(.*?)<!-- /records -->", page, re.DOTALL):
             made = block(key)
             assert there.strip() == (made or "").strip(), f"run python -m bench tables --write ({key})"
+
+
+def test_reasons_say_what_the_records_say():
+    import tensorlens as tl
+
+    by_name = {path.name.partition(".")[0]: halves(*_judged(path))[1] for path in FILES}
+
+    def value(name, method):
+        return mean_of_means(by_name[name][method])
+
+    word, passage, component = (tl.recommended(one).because for one in ("word", "passage", "component"))
+    for name, said in (("evidence-smollm2-135m", "{} of the"), ("evidence-gemma3-270m", "{} on Gemma 3")):
+        baselines = [value(name, one) for one in by_name[name] if not one.startswith("tensor.")]
+        assert said.format(f"{value(name, 'tensor.in_class@attn_lrp') - max(baselines):.2f}") in word
+    assert value("evidence-gemma3-270m", "tensor.in_class@half_gate") > value(
+        "evidence-gemma3-270m", "tensor.in_class@attn_lrp"
+    )
+    documents = by_name["documents-smollm2-135m"]
+    right = {name: sum(map(sum, documents[f"attn_lrp, {name}"].values())) for name in ("runner_up", "centred")}
+    assert f"{right['runner_up']:.0f} of {sum(map(len, documents['attn_lrp, centred'].values()))}" in passage
+    assert f"finds {right['centred']:.0f} of them" in passage
+    of = [value("patching-smollm2-135m", f"patching@{name}") for name in ("jacobian", "paper")]
+    assert f"{of[0]:.2f} on held-out" in component and f"rules have {of[1]:.2f}" in component
+
+
+def _judged(path):
+    _, lines = lines_of(path)
+    return lines[0]["judge"], lines

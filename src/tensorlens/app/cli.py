@@ -33,6 +33,7 @@ from tensorlens.app.paper_command import paper
 from tensorlens.app.perturb_command import perturb
 from tensorlens.app.relations_command import relations_
 from tensorlens.app.similar_command import similar
+from tensorlens.app.size_command import size_
 from tensorlens.errors import TensorLensError
 from tensorlens.studies.processes import tell_launcher
 
@@ -109,6 +110,7 @@ _add("Explain", "explore", explore, "Ask in the browser, click by click.")
 _add("Inspect", "inside", inside, "Where in the model? Heads, flow and graph.")
 _add("Inspect", "circuit", circuit_, "Which edges carry the difference of two inputs?")
 _add("Inspect", "check", check_, "Is the operator exact for this model?")
+_add("Inspect", "size", size_, "What will it cost? Memory and time from the config alone.")
 _add("Inspect", "models", models, "List the bundled models, and how to install them.")
 _add("Inspect", "methods", methods, "List the available map methods.")
 _add("Data sets", "maps", maps, "Map every row of a data set, as a table.", continues=True)

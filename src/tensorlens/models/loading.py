@@ -185,6 +185,16 @@ def _pin_attention(config: PretrainedConfig) -> None:
         config._attn_implementation_internal = None
 
 
+def read_config(name: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> PretrainedConfig:
+    """The config of a model alone: a folder may hold nothing else."""
+    has_config = (Path(name) / "config.json").is_file()
+    place = Location(path=str(name), is_local=True) if has_config else _reachable(resolve(name, revision))
+    with _quiet(), _converted(place):
+        config = _load_config(name, place, trust_remote_code)
+    _pin_attention(config)
+    return config
+
+
 def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -205,7 +215,7 @@ def _load_model(
     import transformers
 
     with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
-        model_class = _own_class(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
+        model_class = model_class_of(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
     if place.is_local:
         _check_weights(name, Path(place.path), config, model_class, trust=options["trust_remote_code"])
     model, missing = _read(name, place, model_class, config, options)
@@ -232,7 +242,7 @@ def _check_weights(name: str | Path, folder: Path, config: PretrainedConfig, mod
         check_proportion(name, config, model_class, files)
 
 
-def _own_class(config: PretrainedConfig) -> Any:
+def model_class_of(config: PretrainedConfig) -> Any:
     """The class the checkpoint was saved from, with the head it was trained with."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING

@@ -1,0 +1,250 @@
+r"""What a model will cost before its weights are there: memory and time from its config alone.
+
+Cost is affine in the number of blocks: $c(N) = c_0 + N c_1$. A model with the config's shape, random weights and few
+blocks is built on the device, and each work is done on it for two numbers of blocks, which gives $c_0$ and $c_1$. So
+kernels, waiting times and types are those of the device at hand, for any architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tensorlens.errors import InputError, check_whole
+from tensorlens.lens import Lens
+from tensorlens.models.loading import model_class_of, read_config
+from tensorlens.tensor import AttentionTensor
+from tensorlens.views.printing import text_as_html
+
+REPEATS = 3
+"""How often a work is timed; the median counts."""
+
+LONG = 2.0
+"""Seconds after which a work is not repeated."""
+
+
+class Cost(NamedTuple):
+    """A work, about how many seconds it takes, and how much memory it needs beside the weights."""
+
+    work: str
+    seconds: float
+    n_bytes: int
+
+
+class Sizes(NamedTuple):
+    """What a model costs on a device.
+
+    Attributes:
+        model: Its name.
+        device: Where it was tried.
+        dtype: Type of the weights.
+        n_tokens: Tokens of the input.
+        n_parameters: How many the whole model has.
+        weight_bytes: What its weights take.
+        costs: By work.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    n_tokens: int
+    n_parameters: int
+    weight_bytes: int
+    costs: tuple[Cost, ...]
+
+    def __str__(self) -> str:
+        first = f"{self.model}: {self.n_parameters / 1e6:,.0f} million parameters"
+        lines = [f"{first}, {_gib(self.weight_bytes)} of {self.dtype}; {self.n_tokens} tokens on {self.device}"]
+        width = max(len(cost.work) for cost in self.costs)
+        lines += [f"  {c.work:<{width}}  {_seconds(c.seconds):>8}  {_gib(c.n_bytes):>10}" for c in self.costs]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
+
+
+def size(
+    model: str,
+    *,
+    n_tokens: int = 128,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Sizes:
+    """Memory and time of the usual works, from a model's config alone.
+
+    Args:
+        model: A folder or hub id whose config can be read, or a bundled model.
+        n_tokens: Tokens of the input.
+        device: Where to try it; the accelerator if there is one.
+        dtype: Type of the weights; float32 if None.
+        trust_remote_code: Whether code that comes with the model may run.
+        revision: Which state of the model, as for `load`.
+    """
+    config = read_config(model, trust_remote_code=trust_remote_code, revision=revision)
+    return sizes_of(config, name=str(model), n_tokens=n_tokens, device=device, dtype=dtype)
+
+
+def sizes_of(
+    config: Any,
+    *,
+    name: str,
+    n_tokens: int = 128,
+    device: str | None = None,
+    dtype: str | None = None,
+    slices: bool = True,
+) -> Sizes:
+    """The same for a config of transformers.
+
+    Args:
+        config: The config of a text model.
+        name: What to call it.
+        n_tokens: Tokens of the input.
+        device: Where to try it.
+        dtype: Type of the weights.
+        slices: Whether to try slices and norms, which take as many pulls as there are channels.
+
+    Raises:
+        InputError: The model does not take token ids, or has no number of blocks.
+    """
+    n_tokens = check_whole(n_tokens, "n_tokens", 2)
+    kind = getattr(torch, dtype or "float32")
+    where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
+    n_blocks = getattr(config, "num_hidden_layers", None)
+    if not isinstance(n_blocks, int) or not hasattr(config, "vocab_size"):
+        raise InputError(f"`size` needs a config of a text model with a number of blocks; {name} has none.")
+    with torch.device("meta"):
+        whole = model_class_of(config)._from_config(config, dtype=kind)
+    n_parameters = sum(one.numel() for one in whole.parameters())
+    few = _few(config, n_blocks)
+    tried = [costs_of(_with_blocks(config, k), kind, where, n_tokens, slices=slices) for k in few]
+    costs = tuple(_at(first, second, few, n_blocks) for first, second in zip(*tried, strict=True))
+    label = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
+    return Sizes(
+        name, label, str(kind).removeprefix("torch."), n_tokens, n_parameters, n_parameters * kind.itemsize, costs
+    )
+
+
+def _few(config: Any, n_blocks: int) -> tuple[int, int]:
+    """Two numbers of blocks that hold every kind of block in the same proportions."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    period = next((p for p in range(1, 9) if len(kinds) > p and kinds[: 2 * p] == kinds[:p] * 2), 1)
+    return min(period, n_blocks), min(3 * period, n_blocks)
+
+
+def _with_blocks(config: Any, n_blocks: int) -> Any:
+    small = copy.deepcopy(config)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:n_blocks]
+    small.num_hidden_layers = n_blocks
+    return small
+
+
+def _at(first: Cost, second: Cost, few: tuple[int, int], n_blocks: int) -> Cost:
+    """What a work costs with all blocks, by the line through two numbers of them."""
+    span = max(1, few[1] - few[0])
+
+    def line(a: float, b: float) -> float:
+        return max(b, a + (b - a) / span * (n_blocks - few[0]))
+
+    return Cost(first.work, line(first.seconds, second.seconds), int(line(first.n_bytes, second.n_bytes)))
+
+
+def costs_of(
+    config: Any, dtype: torch.dtype, device: torch.device, n_tokens: int, *, slices: bool = True
+) -> list[Cost]:
+    """What each work costs on a model of a config with random weights, measured: once as a warm-up, then timed.
+
+    Args:
+        config: The config, with as many blocks as it says.
+        dtype: Type of the weights.
+        device: Where it runs.
+        n_tokens: Tokens of the input.
+        slices: Whether to try slices and norms.
+    """
+    with torch.device(device):
+        model = model_class_of(config)._from_config(config, dtype=dtype).eval()
+    lens, ids = Lens(model), torch.arange(n_tokens).remainder(config.vocab_size - 1).add(1).tolist()
+    return [_cost(name, work, model, device) for name, work in _works(lens, ids, slices)]
+
+
+def _works(lens: Lens, ids: list[int], slices: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    device = next(lens.model.parameters()).device
+    inputs = torch.tensor([ids], device=device)
+    has_head = lens(ids).context.classes is not None
+    method = "tensor.in_class" if has_head else "tensor.in_out"
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return lens.model(inputs)
+
+    def one_map() -> AttentionTensor:
+        T = lens(ids)
+        T.map(method, out_token=-1) if not T.operator.recording.pools else T.map(method)
+        return T
+
+    T = lens(ids)
+    yield "forward pass", forward
+    yield "map, from token ids", one_map
+    if slices:
+        yield "one slice of T, all channels of one output", lambda: T.rows(-1)
+        yield "norms of one output", lambda: T.map("tensor.norm", out_token=-1)
+    yield "data set, per sample", lambda: list(lens.maps([ids] * 8, method, batch_size=8, progress=False))
+
+
+def _cost(name: str, work: Callable[[], Any], model: nn.Module, device: torch.device) -> Cost:
+    """The median time, and on an accelerator the peak of memory, elsewhere what an operator holds."""
+    before, times, result = _allocated(device), list[float](), None
+    while len(times) <= REPEATS and (not times or times[0] < LONG):  # the first one warms up
+        _finish(device)
+        start = time.perf_counter()
+        result = work()
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    used = _peak(device) - before if device.type == "cuda" else _held(result, model)
+    each = 8 if name.startswith("data set") else 1
+    return Cost(name, median(times[1:] or times) / each, max(0, used) // each)
+
+
+def _held(result: Any, model: nn.Module) -> int:
+    """Bytes of what a work gave; of an operator, of what its program holds beside the weights."""
+    if isinstance(result, Tensor):
+        return result.numel() * result.element_size()
+    if not isinstance(result, AttentionTensor):
+        return 0
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    recording = result.operator.recording
+    tensors = [*getattr(recording.program.constants, "values", ()), *recording.states]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(n for place, n in kept.items() if place not in own)
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**27 else f"{n_bytes / 2**20:.1f} MiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
