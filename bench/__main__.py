@@ -220,6 +220,24 @@ def tables(
     published.write() if write else typer.echo(published.everything())
 
 
+def paper_records(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of `tensorlens paper` or `perturb`.")],
+    name: Annotated[str, typer.Option(help="Model and data: mpnet-imdb, smollm2-wikitext, dinov2-images, …")],
+) -> None:
+    """Pack the samples of a run into bench/records/paper, for the table of claims."""
+    from bench.studies.claims import pack
+
+    typer.echo(f"Wrote {pack(run, name)}")
+
+
+def paper_table() -> None:
+    """Print which claims of the paper hold, from the records in bench/records/paper; no model is loaded."""
+    Teller("paper-table")("the claims of the paper from bench/records/paper", at_once=True)
+    from bench.studies.claims import table
+
+    typer.echo(table())
+
+
 def families(
     only: Annotated[list[str] | None, typer.Option(help="Model types, such as llama; all if left out.")] = None,
     task: Annotated[list[str] | None, typer.Option(help="Tasks: causal, masked, seq2seq, vision, audio.")] = None,
@@ -278,6 +296,8 @@ app.command("judge")(with_records(judge))
 app.command("passages")(with_records(passages))
 app.command("keep")(keep)
 app.command("tables")(tables)
+app.command("paper-records")(paper_records)
+app.command("paper-table")(paper_table)
 app.command("families")(with_records(families))
 
 

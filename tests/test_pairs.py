@@ -222,6 +222,15 @@ def test_many_passages_record_each_input_once(monkeypatch: pytest.MonkeyPatch) -
     assert found[1].value == pytest.approx(1.0)
 
 
+def test_a_recording_that_was_stopped_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = tl.Lens(build("bert"))
+    with monkeypatch.context() as broken:
+        broken.setattr("tensorlens.specimen.record", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lens(A)
+    assert tl.similarity(lens, B, B).value == pytest.approx(1.0)
+
+
 # Poolings of the model's own -----------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from inspect import signature
 from typing import Any
 
 import torch
@@ -85,9 +86,10 @@ def picture_rows(device: str, tiny: bool) -> list[dict[str, str]]:
     model, side = vision_language(device, tiny), 8 if tiny else 74  # patches of 14 pixels, merged two by two
     ids = [*range(100, 110), START, *[IMAGE] * (side // 2) ** 2, END, *range(200, 216)]
     pixels = torch.randn(side * side, 1176, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    kinds = {"mm_token_type_ids": torch.tensor([[int(token == IMAGE) for token in ids]])}
     prompt = {
         "input_ids": torch.tensor([ids]),
-        "mm_token_type_ids": torch.tensor([[int(token == IMAGE) for token in ids]]),
+        **(kinds if "mm_token_type_ids" in signature(model.forward).parameters else {}),
         "pixel_values": pixels,
         "image_grid_thw": torch.tensor([[1, side, side]]),
     }

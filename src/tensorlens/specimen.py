@@ -72,12 +72,12 @@ class Specimen:
     def _record(self, arguments: dict[str, Any], rules: Rules, n_samples: int) -> Recording:
         arguments = self.arguments(arguments)
         anatomy = self.anatomies.at(arguments)
+        seen, self.anatomies.seen = self.anatomies.seen, None  # a recording that is stopped leaves nothing behind
         found = record(anatomy, arguments, rules, n_samples=n_samples)
         if found.origin is not None and found.origin.anatomy is not anatomy:
             self.anatomies.learn(arguments, found.origin.anatomy)
-        if self.anatomies.seen is not None:
-            refuse_other_numbers(found, self.anatomies.seen)
-            self.anatomies.seen = None
+        if seen is not None:
+            refuse_other_numbers(found, seen)
         return found
 
     # Held sinks -------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class AttentionTensor(InsideQuestions):
             raise InputError(f"Heads are named by block, such as {{0: [1, 2]}}; got {chosen!r}.")
         for block, heads in chosen.items():
             if type(block) is not int or not 0 <= block < self.n_blocks:
-                raise InputError(f"There is no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
+                raise InputError(f"This operator has no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
             index = self.operator.span.start + block
             multiplier = self._head_multiplier(index, check_iterable(heads, "heads", "heads of a block"), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))

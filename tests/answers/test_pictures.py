@@ -158,7 +158,7 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
     cases = [
         ("take text only", lens_on(), ask(PICTURE)),
         ("no chat template", bare, ask(PICTURE)),
-        ("There is no image", lens, ask(tmp_path / "none.png")),
+        ("Found no image", lens, ask(tmp_path / "none.png")),
         ("cannot be read as an image", lens, ask(tmp_path / "no.png")),
         ("must be a picture of Pillow's", lens, ask("https://example.org/cat.png")),
         ("A part of a message is", lens, [{"role": "user", "content": [{"type": "sound"}]}]),

@@ -79,7 +79,7 @@ def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
     for changes, message in (
         ({"judges": "evidense"}, "Did you mean 'evidence'"),
         ({"methods": ["tensor.in_class@attnlrp"]}, "After an @"),
-        ({"methods": ["tensor.in_clas"]}, "There is no method"),
+        ({"methods": ["tensor.in_clas"]}, "TensorLens has no method"),
         ({"peers": ["lxd"]}, "Expected `peers` among"),
     ):
         with pytest.raises((InputError, MethodError), match=message):

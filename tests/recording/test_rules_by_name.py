@@ -26,8 +26,8 @@ def test_pairs_change_the_default_or_the_set_before_them():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("royal", "There is no rule set 'royal'. Choose paper, cp_lrp"),
-        ("", "There is no rule set ''"),
+        ("royal", "TensorLens has no rule set 'royal'. Choose paper, cp_lrp"),
+        ("", "TensorLens has no rule set ''"),
         ("gate=half,attn_lrp", "no choice 'attn_lrp'"),
         ("door=half", "Choose among attention, gate, norm, activation"),
         ("gate=shut", "`gate` must be one of freeze_gate"),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, RunFolder
+from tensorlens.app.options import FinalNorm, Input, Json, Model, ModelOptions, RunFolder, listed
 from tensorlens.app.printing import print_json, print_rows
+from tensorlens.errors import InputError
+
+if TYPE_CHECKING:
+    from tensorlens.studies.runs import StudyResult
 
 
 def fidelity_(
@@ -23,6 +29,9 @@ def fidelity_(
     ] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of directions and probes.")] = 0,
+    revisions: Annotated[
+        str | None, typer.Option(help="Checkpoints to compare, separated by commas: a run in a folder for each.")
+    ] = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -31,23 +40,45 @@ def fidelity_(
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """
-    reading.check(model)
+    states = {name: replace(reading, revision=name) for name in listed(revisions)}
+    if revisions is not None and not states:
+        raise InputError("`--revisions` must name at least one checkpoint, such as step1000,step143000.")
+    for one in states.values() or [reading]:
+        one.check(model)
     text = options.read_input(input)
-    from tensorlens.studies.fidelity_study.report import error_table, norm_table, property_table
     from tensorlens.studies.fidelity_study.run import FidelityOptions
     from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
 
-    lens = reading.lens(model, final_norm=final_norm)
     chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
-    result = run_fidelity(lens, text, out, options=chosen)
-    summary = result.summary
+    made = {
+        name: run_fidelity(of.lens(model, final_norm=final_norm), text, folder, options=chosen)
+        for name, of, folder in [(n, s, out / n.replace("/", "-")) for n, s in states.items()] or [("", reading, out)]
+    }
     if json:
-        print_json(summary)
-        return
-    print_rows(norm_table(summary))
+        print_json({name: one.summary for name, one in made.items()} if states else made[""].summary)
+    elif states:
+        _compare(made)
+    else:
+        _print(made[""])
+
+
+def _compare(made: Mapping[str, StudyResult]) -> None:
+    """One line for each checkpoint."""
+    from tensorlens.studies.fidelity_study.report import dynamics
+
+    print_rows([{"revision": name} | dynamics(one.summary) for name, one in made.items()])
+
+
+def _print(result: StudyResult) -> None:
+    """Norms and bounds, errors, properties, and where the rest is."""
+    from tensorlens.studies.fidelity_study import report
+
+    summary = result.summary
+    print_rows(report.norm_table(summary))
+    print_rows(report.alternative_table(summary))
     typer.echo("\nmedian errors relative to F(X)")
-    print_rows(error_table(summary))
+    print_rows(report.error_table(summary))
     if summary["properties"]:
         typer.echo("\nproperties of the slice T[i]")
-        print_rows(property_table(summary))
+        print_rows(report.property_table(summary))
     typer.echo(f"\nReport: {result.report}")

@@ -41,7 +41,9 @@ def check_method_name(name: str) -> None:
     if name not in METHOD_NAMES:
         near = get_close_matches(name, METHOD_NAMES, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise MethodError(f"There is no method {name!r}.{hint} `tensorlens methods` lists all {len(METHOD_NAMES)}.")
+        raise MethodError(
+            f"TensorLens has no method {name!r}.{hint} `tensorlens methods` lists all {len(METHOD_NAMES)}."
+        )
 
 
 def check_name_with_member(name: str) -> None:

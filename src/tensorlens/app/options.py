@@ -186,7 +186,7 @@ def read_input(value: str, *, images: bool = True) -> str:
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
         raise InputError(
-            f"There is no image at {text!r}. Check the path; to pass it as a text, pipe it in and give - as INPUT."
+            f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and give - as INPUT."
         )
     return text
 

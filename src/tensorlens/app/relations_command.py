@@ -59,7 +59,7 @@ def relations_(
         starts=starts,
         with_lre=asked.lre,
         limit=asked.limit,
-        categories=asked.category or None,
+        categories=tuple(asked.category) if asked.category else None,
     )
     lens = reading.lens(model, final_norm=False, device=Processes.device())
     result = run_relations(lens, data, out, options=chosen)

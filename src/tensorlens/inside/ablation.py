@@ -130,7 +130,7 @@ def _chosen(run: Pass, components: Any) -> list[Editable]:
         if part is None:
             some = ", ".join(repr(name) for name in list(by_name)[:3])
             raise InputError(
-                f"There is no component {one!r} that can be switched off; expected a head as (block, head), a "
+                f"This model has no component {one!r} that can be switched off; expected a head as (block, head), a "
                 f"component of `T.components`, or a name such as {some}."
             )
         found.append(part)

@@ -32,7 +32,7 @@ def gathered(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tenso
         raise InputError("Expected texts to train on; got none.")
     T = lens(first)
     if not 0 <= block < T.n_blocks:
-        raise InputError(f"There is no block {block!r}; expected one of 0 to {T.n_blocks - 1}.")
+        raise InputError(f"This operator has no block {block!r}; expected one of 0 to {T.n_blocks - 1}.")
     run = Pass(T.operator, {0: 1.0}, T.shape[0] - 1)
     own = [part for part in parts(run.block(block)) if part.component.kind == "feed-forward"]
     seat = seat_of(run, own[0]) if own else None

@@ -61,7 +61,7 @@ class InsideQuestions(ComputedByAnother):
         named = [check_iterable(some, name, "blocks") for name, some in (("neurons", neurons), ("experts", experts))]
         wrong = [n for some in named for n in some if type(n) is not int or not 0 <= n < stop - start]
         if wrong:
-            raise InputError(f"There is no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
+            raise InputError(f"This operator has no block {wrong[0]!r}; expected some of 0 to {stop - start - 1}.")
         in_neurons, in_experts = (frozenset(start + n for n in blocks) for blocks in named)
         finer = Finer(in_neurons, in_experts, self._features(features))
         return component_map(self._explained(out_token, target), effect, finer)

@@ -104,7 +104,7 @@ def score_map(
         raise InputError(f"`by` must be 'token' or 'component'; got {by!r}.")
     start, stop = operator.span
     if type(block) is not int or not 0 <= block < stop - start:
-        raise InputError(f"There is no block {block!r}; expected one of 0 to {stop - start - 1}.")
+        raise InputError(f"This operator has no block {block!r}; expected one of 0 to {stop - start - 1}.")
     attention = attention if attention is None else check_whole(attention, "attention")
     question = _Score(operator, ScoreQuestion(start + block, head, query, keys, attention))
     maps, labels = question.by_token(tokens) if by == "token" else question.by_component(start + block)

@@ -356,7 +356,7 @@ def check_question(
     if not isinstance(name, str) or name not in METHODS:
         near = get_close_matches(str(name), METHODS, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise MethodError(f"There is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
+        raise MethodError(f"TensorLens has no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
     if target is not None and not METHODS[name].takes_target:
         raise MethodError(
             f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."

@@ -59,7 +59,7 @@ def open_picture(path: Path) -> Any:
         with Image.open(path) as opened:
             return opened.convert("RGB")
     except FileNotFoundError:
-        raise InputError(f"There is no image at {str(path)!r}. To map that text itself, pass token ids.") from None
+        raise InputError(f"Found no image at {str(path)!r}. To map that text itself, pass token ids.") from None
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
         raise InputError(
             f"{str(path)!r} cannot be read as an image: {error}. Expected a PNG, JPEG or similar file."

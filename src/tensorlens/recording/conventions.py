@@ -142,7 +142,7 @@ class Rules(Printed):
         name, pairs = ("paper", [first, *others]) if "=" in first else (first, others)
         if name not in RULE_SETS:
             raise InputError(
-                f"There is no rule set {name!r}. Choose {', '.join(RULE_SETS)}, or give pairs such as "
+                f"TensorLens has no rule set {name!r}. Choose {', '.join(RULE_SETS)}, or give pairs such as "
                 "gate=half,attention=hold."
             )
         choices: dict[str, Any] = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
     from tensorlens.studies.relation_study.run import relations as relations
     from tensorlens.studies.runs import StudyResult as StudyResult
+    from tensorlens.studies.vocabulary import word_pairs as word_pairs
 
 _WHERE = {
     "block_ranges": "fidelity_study.properties",
@@ -33,6 +34,7 @@ _WHERE = {
     "RelationOptions": "relation_study.run",
     "relations": "relation_study.run",
     "StudyResult": "runs",
+    "word_pairs": "vocabulary",
 }
 
 

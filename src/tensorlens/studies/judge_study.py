@@ -287,7 +287,7 @@ class PrefixText:
         text: The text.
 
     Raises:
-        InputError: There is no tokenizer, it does not say where tokens stand, or it ends every text with a token of
+        InputError: The lens has no tokenizer, it does not say where tokens stand, or it ends every text with a token of
             its own, so that nothing can come next.
     """
 

@@ -29,7 +29,7 @@ def check_member(name: str) -> None:
     """
     base, member = split(name)
     if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
-        raise MethodError(f"There is no method {name!r}. After an @, maps of T take one of {', '.join(MEMBERS)}.")
+        raise MethodError(f"TensorLens has no method {name!r}. After an @, maps of T take one of {', '.join(MEMBERS)}.")
 
 
 def member_lens(lens: Lens, member: str) -> Lens:

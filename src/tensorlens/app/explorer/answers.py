@@ -14,7 +14,17 @@ from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.kept import Parts, Recent
 from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, Spoken, Subject, WhyAsk, read_picture
+from tensorlens.app.explorer.questions import (
+    AblateAsk,
+    AnswerAsk,
+    Ask,
+    OpenAsk,
+    SimilarAsk,
+    Spoken,
+    Subject,
+    WhyAsk,
+    read_picture,
+)
 from tensorlens.app.explorer.rows import compute_map
 from tensorlens.errors import InputError
 from tensorlens.inside.inside_record import Why
@@ -23,8 +33,9 @@ from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, has_one_row
 from tensorlens.maps.headlines import Headlined, headlined
 from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.inputs import tokenizer_of
-from tensorlens.recommendations import default_method, default_output, has_predictions
+from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.pairs.similarity import similarity
+from tensorlens.recommendations import default_method, default_output, has_predictions, recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload
@@ -105,6 +116,16 @@ class Answers:
         made = self._certified(job, key, made, found.tensor)
         return {"type": "done", "result": key, "is_kept": is_kept, "text": found.text} | facts(made)
 
+    def similar(self, job: Job, ask: SimilarAsk) -> Event:
+        """The pair map of two texts, or of three."""
+        lens = self._lens(job, ask.model)
+        job.tell("progress", stage="One model pass for each text", done=None)
+        first, second, third = (
+            None if text is None else _as_text(lens, text, self.limits) for text in (ask.first, ask.second, ask.against)
+        )
+        found = similarity(lens, first, second, against=third, groups=ask.groups)
+        return {"type": "done", "pairs": found.payload()}
+
     def inside(self, job: Job, ask: Ask) -> Event:
         """Heads, flow and graph for what a map is about."""
         T = self._parts(job, ask.subject).whole
@@ -162,9 +183,7 @@ class Answers:
 
     def _tensor(self, lens: Lens, subject: Subject) -> AttentionTensor:
         if subject.text is not None:
-            ids, offsets = _tokens(lens, subject.text, self.limits)
-            # By its ids: given a text that ends in .png, a lens would open that file.
-            return lens(replace(lens.prepare(ids), kind="text", text=subject.text, offsets=offsets))
+            return lens(_as_text(lens, subject.text, self.limits))
         picture = self.images.get(subject.image or "")
         if picture is None:
             raise InputError("That image has expired. Please upload it again.")
@@ -175,6 +194,7 @@ class Answers:
         kept = self.said.get(spoken)
         if kept is None:
             lens = self._lens(job, spoken.model)
+            lens = lens.with_rules(spoken.rules or recommended("passage").rules)
             _tokens(lens, spoken.prompt, self.limits)
             prompt: Any = [{"role": "user", "content": spoken.prompt}] if spoken.is_chat else spoken.prompt
             job.tell("progress", stage="Model pass" if spoken.answer else "Answering", done=None)
@@ -182,6 +202,12 @@ class Answers:
             kept = lens.answer(prompt, spoken.answer, max_new_tokens=spoken.max_new_tokens, **telling)
             self.said.put(spoken, kept, Parts(kept.tensor).n_bytes)
         return kept
+
+
+def _as_text(lens: Lens, text: str, limits: Limits) -> ModelInput:
+    """A text by its ids: given one that ends in .png, a lens would open that file."""
+    ids, offsets = _tokens(lens, text, limits)
+    return replace(lens.prepare(ids), kind="text", text=text, offsets=offsets)
 
 
 class _Telling:

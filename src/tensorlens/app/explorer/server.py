@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -22,16 +23,16 @@ from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.doors import Access, Guard, StrictJson
 from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.kept import Recent
-from tensorlens.app.explorer.library import Library, input_kind
+from tensorlens.app.explorer.library import Library, can_answer, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, WhyAsk, read_question
+from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_question
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.strict_json import to_json
 from tensorlens.views.captions import is_of_tensor
-from tensorlens.views.page import component, inside_component, isolated, payload
+from tensorlens.views.page import component, inside_component, isolated, pairs_component, payload
 
 STATIC = Path(__file__).parent / "static"
 _SHARED = "mount, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
@@ -93,10 +94,12 @@ class _Explorer:
             Route("/static/{name}", self.static),
             Route("/component.js", self.component),
             Route("/inside.js", self.inside_component),
+            Route("/pairs.js", self.pairs_component),
             Route("/api/start", self.start),
             self._question("open", OpenAsk),
             self._question("map", Ask),
             self._question("answer", AnswerAsk),
+            self._question("similar", SimilarAsk),
             self._question("predictions", Ask),
             self._question("inside", Ask),
             self._question("ablate", AblateAsk),
@@ -140,9 +143,12 @@ class _Explorer:
         script = isolated(inside_component(), "window.TensorLensInside = { Inside };")
         return Response(script, media_type=_KINDS[".js"])
 
+    async def pairs_component(self, request: Request) -> Response:
+        script = isolated(pairs_component(), "window.TensorLensPairs = { Pairs };")
+        return Response(script, media_type=_KINDS[".js"])
+
     async def start(self, request: Request) -> Response:
         """What there is to choose from."""
-        names, opened = self.library.names, self.library.opened
         methods = [
             {
                 "name": name,
@@ -156,7 +162,7 @@ class _Explorer:
         return StrictJson(
             {
                 "version": __version__,
-                "models": [{"name": n, "kind": input_kind(opened[n]) if n in opened else None} for n in names],
+                "models": [self._about(name) for name in self.library.names],
                 "methods": methods,
                 "rules": list(RULE_SETS),
                 "maps": [title for title, _ in self.library.maps],
@@ -164,6 +170,13 @@ class _Explorer:
                 "limits": asdict(self.limits),
             }
         )
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """What is known of a model before it is asked: nothing until it is loaded."""
+        lens = self.library.opened.get(name)
+        if lens is None:
+            return {"name": name, "kind": None, "answers": None}
+        return {"name": name, "kind": input_kind(lens), "answers": can_answer(lens)}
 
     # Questions --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import Hidden
+from tensorlens.errors import TensorLensError
+from tensorlens.maps.baselines import HAS_RESIDUAL, average, block_matrices, rollout
 from tensorlens.memory import in_parts
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.plain_states import plain_states, true_function
@@ -155,6 +157,33 @@ def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[s
     sizes = {"tensor": by_tensor, "jacobian": by_jacobian, "difference": by_tensor - by_jacobian}
     norms = {name: float(image.square().sum((1, 2)).mean().sqrt()) for name, image in sizes.items()}
     return norms | {"relative": norms["difference"] / max(norms["jacobian"], 1e-300)}
+
+
+def alternative_bounds(T: AttentionTensor) -> dict[str, dict[str, float]]:
+    r"""What the eight baselines allow where Proposition 1 is asked of them: $R\otimes I$ in the place of T.
+
+    The proposition needs $T·X + B = F(X)$. A baseline has no B, and $\Vert RX - F(X)\Vert/\Vert F(X)\Vert$ (`at_x`) is
+    the error that it begins with. With $B := F(X) - RX$ the bound holds for any R with $\Vert R\Vert_2$ (`norm`),
+    itself at most the product, or the mean, of the blocks' norms (`log10_blocks`); so does T = 0, with norm 0.
+    """
+    found: dict[str, dict[str, float]] = {}
+    x, output = in_float64(T.input), in_float64(T.output)
+    for measure, has_residual in HAS_RESIDUAL.items():
+        try:
+            blocks = [in_float64(one if one.dim() == 2 else one[0]) for one in block_matrices(T.operator, measure)]
+        except TensorLensError:  # it does not apply to these blocks
+            continue
+        for join in ("rollout", "mean") if measure != "alti" else ():
+            steps = [rollout([one], has_residual=has_residual or join == "mean") for one in blocks]
+            R = rollout(blocks, has_residual=has_residual) if join == "rollout" else average(blocks)
+            norms = torch.stack([torch.linalg.matrix_norm(step, 2) for step in steps])
+            log10 = norms.log10().sum() if join == "rollout" else norms.mean().log10()
+            found[f"{join}.{measure}"] = {
+                "norm": float(torch.linalg.matrix_norm(R, 2)),
+                "log10_blocks": float(log10),
+                "at_x": float((R @ x - output).norm() / output.norm()) if x.shape == output.shape else float("inf"),
+            }
+    return found
 
 
 def as_record(direction: Direction, errors: Errors) -> dict[str, Any]:

@@ -30,6 +30,19 @@ def norm_table(summary: dict[str, Any]) -> Table:
     ]
 
 
+def alternative_table(summary: dict[str, Any]) -> Table:
+    """The baselines in the place of T: their norm, the bound from their blocks, and the error at the input itself."""
+    return [
+        {
+            "in the place of T": name,
+            "‖R‖₂": f"{one['norm']:.3g}",
+            "from its blocks": f"1e{one['log10_blocks']:.2f}",
+            "‖RX − F(X)‖/‖F(X)‖": f"{one['at_x']:.3g}",
+        }
+        for name, one in summary["norms"].get("alternatives", {}).items()
+    ]
+
+
 def error_table(summary: dict[str, Any]) -> Table:
     """Median errors relative to F(X) at some sizes."""
     rows = []
@@ -50,11 +63,23 @@ def property_table(summary: dict[str, Any]) -> Table:
     ]
 
 
+def dynamics(summary: dict[str, Any]) -> dict[str, str]:
+    """One line of a run, to be compared over checkpoints of a training."""
+    norms, whole = summary["norms"], [one for one in summary["properties"] if one["kind"] == "suffix"][:1]
+    found = {
+        "‖T‖₂": f"{norms['measured']:.4g}",
+        "‖T − J‖/‖J‖": f"{norms['relative_distance_to_jacobian']:.3g}",
+        "stable rank": f"{norms['stable_rank']:.3g}",
+    }
+    return found | {line: f"{one[line]:.3g}" for one in whole for line in LINES[1:]}
+
+
 def fidelity_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` into a run's folder."""
-    held = "Every error is below every right-hand side." if summary["holds"] else "A BOUND IS VIOLATED."
+    none = " No baseline gives F(X) at X, so the proposition does not speak of it: its error begins above zero."
+    held = "Every error is below every right-hand side." + none if summary["holds"] else "A BOUND IS VIOLATED."
     sections = [
-        Section(title="Bounds", text=held, tables=[norm_table(summary)]),
+        Section(title="Bounds", text=held, tables=[norm_table(summary), alternative_table(summary)]),
         Section(title="Errors", figures=[partial(error_curves, summary)], tables=[error_table(summary)]),
     ]
     if summary["properties"]:

@@ -21,6 +21,7 @@ from tensorlens.models.plain_text import IMAGE_SUFFIXES
 from tensorlens.operators.bounds import Reading, product_bound
 from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies.fidelity_study.measures import (
+    alternative_bounds,
     as_record,
     distance_to_jacobian,
     errors_along,
@@ -151,4 +152,4 @@ def measure_norms(T: AttentionTensor, options: FidelityOptions) -> dict[str, Any
         except (AnatomyError, MethodError) as error:
             found[f"log10_{reading}"] = None
             found[f"why_not_{reading}"] = str(error)
-    return found
+    return found | {"alternatives": alternative_bounds(T)}

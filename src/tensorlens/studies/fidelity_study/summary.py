@@ -23,10 +23,19 @@ def fidelity_summary(records: list[dict[str, Any]]) -> dict[str, Any]:
             "measured": _middle([norm["measured"]["value"] for norm in norms]),
             "relative_distance_to_jacobian": _middle([norm["frobenius"]["relative"] for norm in norms]),
             "stable_rank": _middle([norm["stable_rank"] for norm in norms]),
+            "alternatives": _alternatives([norm.get("alternatives", {}) for norm in norms]),
             **{name: _middle([norm[name] for norm in norms]) for name in norms[0] if name.startswith("log10_")},
         },
         "holds": all(_holds(record) for record in records),
         "properties": mean_properties([record["properties"] for record in records]),
+    }
+
+
+def _alternatives(every: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float | None]]:
+    """For each baseline, medians over inputs."""
+    return {
+        name: {what: _middle([one[name][what] for one in every if name in one]) for what in numbers}
+        for name, numbers in (every[0] if every else {}).items()
     }
 
 

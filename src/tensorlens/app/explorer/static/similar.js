@@ -1,0 +1,77 @@
+// The third page: two texts, and which pairs of words make them similar.
+
+import { Asking, textArea } from "./asking.js";
+import { choice, field } from "./controls.js";
+
+const { element, button } = window.TensorLens;
+const PAGE = "page=similar";
+const GROUPS = ["words", "sentences", "lines", "tokens"];
+const FRESH = { model: null, first: "A man is playing a guitar.", second: "Someone plays an instrument.", against: "", groups: "words" };
+
+export const isSimilarLink = (fragment) => fragment.replace(/^#/, "").split("&").includes(PAGE);
+
+// A link may come from anyone: each part is taken only if it has the right form.
+export function similarFromFragment(fragment) {
+  const parts = new URLSearchParams(fragment.replace(/^#/, ""));
+  const view = { ...FRESH, isLinked: parts.has("first") };
+  for (const name of ["model", "first", "second", "against"]) if (parts.get(name)) view[name] = parts.get(name);
+  if (GROUPS.includes(parts.get("groups"))) view.groups = parts.get("groups");
+  return view;
+}
+
+export function similarFragment(view) {
+  const parts = new URLSearchParams();
+  for (const name of ["model", "first", "second", "against", "groups"]) if (view[name]) parts.set(name, view[name]);
+  return `#${PAGE}&${parts}`;
+}
+
+export class SimilarPanel extends Asking {
+  constructor(catalogue, view, { onChange }) {
+    super();
+    const named = catalogue.models.map(({ name }) => name);
+    this.view = { ...view, model: named.includes(view.model) ? view.model : (named[0] ?? null) };
+    this.onChange = onChange;
+    this.result = { node: element("div", { class: "card pairs-result", hidden: "" }), finish: ({ pairs }) => this.show(pairs) };
+    this.build(named);
+  }
+
+  build(named) {
+    const areas = [["first", "First text", ""], ["second", "Second text", ""], ["against", "Rather than", "A third text, for a contrast"]];
+    const texts = areas.map(([name, label, placeholder]) => {
+      const write = (text) => Object.assign(this.view, { [name]: text }) && this.onChange();
+      const node = textArea(label, { placeholder, rows: "2" }, { write, send: () => this.run() });
+      node.value = this.view[name];
+      return field(label, node, "wide");
+    });
+    const pick = (label, name, options) => {
+      const made = choice(label, options.map((value) => ({ name: value, title: value })), (value) => this.change({ [name]: value }));
+      made.show(this.view[name]);
+      return field(label, made.node);
+    };
+    const go = button("Compare", "Which pairs of words make them similar?", () => this.run());
+    go.className = "main";
+    const fields = element("div", { class: "fields" }, [pick("Model", "model", named), pick("Parts", "groups", GROUPS), go]);
+    const form = element("form", { class: "card ask" }, [...texts, fields]);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    this.node = element("section", { class: "panel similar-panel" }, [form, this.progress, this.error, this.result.node]);
+  }
+
+  change(change) {
+    Object.assign(this.view, change);
+    this.onChange();
+    if (this.asked) this.run();
+  }
+
+  async run() {
+    this.asked = true;
+    const { model, first, second, against, groups } = this.view;
+    await this.put("/api/similar", { model, first, second, against: against || null, groups });
+  }
+
+  show(pairs) {
+    const host = element("div");
+    this.result.node.replaceChildren(host);
+    this.result.node.hidden = false;
+    new window.TensorLensPairs.Pairs(host, pairs);
+  }
+}
