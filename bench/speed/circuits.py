@@ -35,6 +35,8 @@ def in_transformer_lens(model: Any, clean: torch.Tensor, corrupted: torch.Tensor
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="<s>")
     with tempfile.TemporaryDirectory() as folder:  # it asks for the config by name
         model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        tokenizer = hf.AutoTokenizer.from_pretrained(folder)
         made = bridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device=str(model.device))
     wanted = ("attn.o.hook_in", "attn.hook_out", "mlp.hook_out")
 

@@ -1,1 +1,1 @@
-"""The studies of docs/results.md on real weights: what is run (`runs`, `paper`, …), and the pages (`pages`)."""
+"""The studies of docs/results.md on real weights: what is run (`runs`), and which claims hold (`claims`)."""

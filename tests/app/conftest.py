@@ -62,6 +62,7 @@ def open_tab(browser, server):
         )
         tab.goto(f"{server}/{fragment}")
         tab.wait_for_selector(".panel")
+        tab.evaluate("document.querySelectorAll('.more').forEach((more) => (more.open = true))")
         return tab
 
     yield open_it

@@ -41,7 +41,9 @@ def test_an_answer_is_told_mapped_certified_and_kept():
         (done,) = [event for event in found if event["type"] == "done"]
         (sent,) = [event["map"] for event in found if event["type"] == "map"]
         assert done["certificate"]["passed"] and not done["is_kept"] and done["text"] == ANSWER
-        expected = tiny_lens().answer(PROMPT, ANSWER).map("sentences", "sentences", set_aside=(0,))
+        expected = (
+            tiny_lens().with_rules("attn_lrp").answer(PROMPT, ANSWER).map("sentences", "sentences", set_aside=(0,))
+        )
         assert sent["inTokens"] == list(expected.in_tokens) and sent["setAside"] == [0]
         assert sent["answer"]["answer"] == [[" A cat did.", 0, 4], [" So it goes.", 1, 4]]
         assert sum(sent["answer"]["values"]) == pytest.approx(sum(expected.meta["logit"]), rel=1e-5)
@@ -143,7 +145,8 @@ def lines(answer) -> dict[str, str]:
 @pytest.mark.usefixtures("unchecked")
 def test_a_part_lights_passages_and_a_passage_lights_parts(tab):
     answer = ask(tab)
-    expected = tiny_lens().answer(PROMPT, ANSWER).map("sentences", "sentences", set_aside=(0,))
+    lens = tiny_lens().with_rules("attn_lrp")
+    expected = lens.answer(PROMPT, ANSWER).map("sentences", "sentences", set_aside=(0,))
     whole = expected.scores.sum(0)
     found = lines(answer)
     assert list(found)[-3:] == ["Set aside: T", "Bias", "Sum: the target"]

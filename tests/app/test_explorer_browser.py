@@ -102,21 +102,54 @@ def test_two_methods_side_by_side_share_their_selection(open_tab):
 def test_two_members_side_by_side_and_the_paper_one_click_away(open_tab):
     tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat&method=tensor.in_class&only=1&output=5")
     left = mapped(tab)
-    first = left.locator(".text").inner_html()
     tab.get_by_role("button", name="Show a second map beside this one").click()
     right = mapped(tab, 1)
     right.get_by_role("combobox", name="Rules").select_option("attn_lrp")
-    right.locator(".caption", has_text="attention half").wait_for()
+    right.locator(".caption", has_text="attention half").wait_for(state="attached")
     mapped(tab, 1)
     expect(right.get_by_role("combobox", name="Rules")).to_have_value("attn_lrp")
-    assert right.locator(".text").inner_html() != first
-    assert left.locator(".text").inner_html() == first
+    assert right.locator(".text").inner_html() != left.locator(".text").inner_html()
+    ends = [panel.locator(".side section:first-child .legend").inner_text() for panel in (left, right)]
+    assert ends[0] == ends[1]  # one scale
+    difference = tab.locator(".difference")
+    expect(difference.locator("h2")).to_have_text("Difference: the first map less the second")
+    shown = [number(panel, " mat") for panel in (left, right, difference)]
+    assert shown[2] == pytest.approx(shown[0] - shown[1], abs=0.011)
     again = open_tab(tab.url[tab.url.index("#") :])
     assert mapped(again, 1).locator(".text").inner_html() == right.locator(".text").inner_html()
     right.get_by_role("combobox", name="Rules").select_option("paper")
-    right.locator(".caption", has_text="attention hold").wait_for()
+    right.locator(".caption", has_text="attention hold").wait_for(state="attached")
     mapped(tab, 1)
-    assert right.locator(".text").inner_html() == first
+    assert right.locator(".text").inner_html() == left.locator(".text").inner_html()
+
+
+def number(panel, token: str) -> float:
+    """The score beside the bar of an input."""
+    line = panel.locator(".ranking li", has=panel.page.get_by_text(token.strip(), exact=True)).first
+    return float(line.locator(".number").inner_text().replace("−", "-"))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
+def test_words_and_map_are_above_the_fold(browser, server, width, height):
+    tab = browser.new_page(viewport={"width": width, "height": height})
+    tab.goto(f"{server}/#model=gpt2&text=The+cat+sat+on+the+mat")
+    panel = mapped(tab)
+    for part in (panel.locator(".text .token").last, panel.locator(".ranking li").first):
+        box = part.bounding_box()
+        assert box is not None and box["y"] + box["height"] <= height and box["x"] + box["width"] <= width
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    expect(tab.get_by_role("combobox", name="Method")).to_be_hidden()
+    tab.get_by_text("More", exact=True).click()
+    expect(tab.get_by_role("combobox", name="Method")).to_be_visible()
+    tab.close()
+
+
+def test_a_link_to_a_model_that_is_not_loaded_says_so(open_tab):
+    tab = open_tab("#model=llama-9&text=The+cat+sat")
+    expect(tab.locator(".error")).to_contain_text("llama-9, which is not loaded here")
+    expect(tab.locator(".error")).to_contain_text("tensorlens explore llama-9")
+    tab.locator(".error").get_by_role("button").click()
+    assert mapped(tab).locator("h2").inner_text().startswith("Why “")
 
 
 def test_a_picture_finds_a_model_that_takes_it(open_tab):

@@ -11,6 +11,7 @@ import zoo
 from autograd_twin import block_paths
 
 import tensorlens as tl
+from tensorlens.inside.target import Pass
 
 CLEAN, CORRUPTED = [5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11]
 
@@ -145,3 +146,57 @@ def test_values_by_plain_runs_are_those_of_two_recordings(monkeypatch: pytest.Mo
     torch.testing.assert_close(found.predicted, recorded.predicted, rtol=1e-9, atol=1e-12)
     with pytest.raises(tl.InputError, match="Two inputs of one length"):
         tl.patching(lens, CLEAN, CORRUPTED[:-1], target=4)
+
+
+# AtP* -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("rules", ["paper", "jacobian"])
+def test_queries_and_keys_go_through_the_true_softmax(name: str, rules: str) -> None:
+    """Patched in a model whose attention is written out; behind the head everything is as T has it."""
+    lens = tl.Lens(zoo.build(name, "sdpa"), rules=rules)
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=(4, 9), queries_and_keys=True)
+    effects = {str(label): effect for label, effect in zip(found.labels, found.predicted.tolist(), strict=True)}
+    assert sum("attention query" in label for label in effects) == 12
+    # All heads of the last block, with queries and keys taken together: A' v - A v by the model's own kernel.
+    kept: list[Any] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.append((q, k, v, args, kwargs))
+        return plain(q, k, v, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+        for ids in (CLEAN, CORRUPTED):
+            lens.model(torch.tensor([ids]), use_cache=False)
+    (q, k, v, args, kwargs), (other, *_) = kept[2], kept[5]
+    change = (plain(other, k, v, *args, **kwargs) - plain(q, k, v, *args, **kwargs))[0]
+    T = lens(CLEAN)
+    asked = Pass(T.operator, {4: 1.0, 9: -1.0}, len(CLEAN) - 1)
+    slot = next(one.slot for one in T.operator.recording.mixtures if one.block == 2)
+    expected = (asked.cotangents(2)[slot][0] * change).sum((1, 2))
+    ours = torch.tensor([effects[f"block 2, attention query {h}"] for h in range(4)], dtype=torch.float64)
+    torch.testing.assert_close(ours, expected.detach(), rtol=1e-6, atol=1e-9)
+
+
+def test_dropping_blocks_shows_what_cancels() -> None:
+    lens = tl.Lens(zoo.build("gpt2", "sdpa"), rules="jacobian")
+    found = tl.patching(lens, CLEAN, CORRUPTED, target=4, drop=True)
+    assert found.robust is not None and bool((found.robust >= 0).all())
+
+    last = len(found.labels) - 1
+    assert float(found.robust[last]) == pytest.approx(abs(float(found.predicted[last])), rel=1e-9)  # 2 of 3, over 2
+
+
+def test_the_best_are_verified_and_the_rest_is_estimated() -> None:
+    lens = tl.Lens(zoo.build("gpt2", "sdpa"), rules="jacobian")
+    every = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
+    some = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=5, progress=False)
+    assert every.true is not None and some.true is not None and every.missed is None
+    known = ~some.true.isnan()
+    best = every.predicted.abs().topk(5).indices.sort().values
+    assert known.nonzero()[:, 0].tolist() == best.tolist()
+    torch.testing.assert_close(some.true[known], every.true[known], rtol=1e-9, atol=1e-12)
+    assert some.missed is not None and some.missed > 0

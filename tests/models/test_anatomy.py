@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from zoo import build, sample
 
+import tensorlens as tl
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy, kind_of_input, observe
 from tensorlens.models.evidence import watch
@@ -386,3 +389,39 @@ def test_a_compiled_part_is_seen_as_its_own_code():
     model = nn.Sequential(Block(), torch.compile(Block(), backend="eager"), Block())  # type: ignore[arg-type]
     found = at(model, input=STATE)
     assert len(found.blocks) == 3
+
+
+class Beside(nn.Module):
+    """Hands one state on as it is and works on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        return x + self.down(self.up(x).relu()) if y is None else (x, self.forward(y))
+
+
+class TwoStages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 8)
+        self.first, self.second, self.both = (nn.ModuleList([Beside(), Beside()]) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.first:
+            x = block(x)
+        y = 2 * x[:, ::2]
+        for block in self.second:
+            y = block(y)
+        for block in self.both:
+            x, y = block(x, y)
+        return y
+
+
+def test_a_state_that_the_last_blocks_only_hand_on_is_not_taken_for_the_end():
+    model = TwoStages().eval()
+    with pytest.raises(AnatomyError, match="hands on the state"):
+        tl.Lens(model)([3, 5, 7, 2])
+    assert tl.Lens(model, blocks="first, second")([3, 5, 7, 2]).certificate().passed

@@ -114,7 +114,7 @@ class Streams(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(29, 16)
         self.first, self.second = (nn.ModuleList([Plain(), Plain()]) for _ in range(2))
-        self.both = nn.ModuleList([Parallel(), Parallel()])
+        self.both, self.last = nn.ModuleList([Parallel(), Parallel()]), Plain()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -125,13 +125,13 @@ class Streams(nn.Module):
             y = block(y, False)
         for block in self.both:
             x, y = block(x, y)
-        return y
+        return self.last(y, False)
 
 
 def test_a_block_that_gives_to_another_stream_than_the_next_state_is_not_silent() -> None:
     T = tl.Lens(Streams().double().eval())([3, 5, 7, 2])
     certificate = T.certificate()
-    assert certificate.passed and min(certificate.passing) > 0.1 and len(certificate.passing) == 6
+    assert certificate.passed and min(certificate.passing) > 0.1 and len(certificate.passing) >= 6
 
 
 def test_a_large_state_before_a_norm_is_not_silence() -> None:

@@ -7,7 +7,7 @@ over all tokens, from two recordings and one backward walk. The truth needs a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -16,7 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
+from tensorlens.inside.atp_star import Values, missed, with_blocks_dropped
+from tensorlens.inside.atp_star import queries_and_keys as by_softmax
 from tensorlens.inside.block import Block
 from tensorlens.inside.edits import parts
 from tensorlens.inside.seats import Edit, Editable, edited_logits, seat_of, values_in_model
@@ -52,7 +54,10 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
     Attributes:
         labels: Attention outputs, heads and feed-forwards.
         predicted: What T says of each: the change of the target.
-        true: What the model does, NaN for what no single module gives out; None unless it was asked for.
+        true: What the model does, NaN for what no single module gives out or was not asked for; None unless it was.
+        robust: The magnitude of each effect with one block's cotangent dropped at a time, where it was asked for: large
+            where effects along different ways cancel in `predicted`.
+        missed: The largest true effect of random halves of all that was not patched alone, where only the best were.
         target: What is measured.
         clean: Its value in the clean run.
         meta: Model, versions, rules, blocks, output.
@@ -63,12 +68,14 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
     true: Float[Tensor, " component"] | None
     target: str
     clean: float
+    robust: Float[Tensor, " component"] | None = None
+    missed: float | None = None
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check that there is a number for each component."""
         super().__post_init__()
-        shapes = {tuple(one.shape) for one in (self.predicted, self.true) if one is not None}
+        shapes = {tuple(one.shape) for one in (self.predicted, self.true, self.robust) if one is not None}
         if shapes != {(len(self.labels),)}:
             raise InputError(f"Expected a number for each of {len(self.labels)} components; got shapes {shapes}.")
 
@@ -130,7 +137,9 @@ def patching(
     target: Target | None = None,
     *,
     out_token: int = OUT_TOKEN,
-    verify: bool = False,
+    verify: bool | int = False,
+    queries_and_keys: bool = False,
+    drop: bool = False,
     progress: bool | None = None,
 ) -> Patching:
     r"""Predicted effects $⟨λ_c(clean), y_c(corrupted) - y_c(clean)⟩$ of patching every component, over all tokens.
@@ -141,26 +150,52 @@ def patching(
         corrupted: Another one of the same length, whose components are put in.
         target: A token, a pair for a contrast, or weights by class; the model's own prediction if None.
         out_token: Where the target is read.
-        verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, many in one run.
+        verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, many in one run. A
+            number k patches the k best alone, by `robust` where there is one, and random halves of the rest together.
+        queries_and_keys: Whether to add each head's queries and keys, by the true softmax: where it is saturated, its
+            derivative sees nothing. Needs fused attention.
+        drop: Whether to find effects that cancel, by a pull for each block with its cotangent dropped.
         progress: Whether to show a progress bar of that; on a terminal if None.
     """
     ours = lens(clean)
     asked = Explained.at(ours.operator, ours.context, ours.meta(), out_token, target)
     run = Pass(ours.operator, asked.weights, asked.out_token)
-    labels, effects, edits = _effects(run, *_both_values(lens, run, corrupted))
-    true = _true(run, edits, progress) if verify else None
+    values, others = _both_values(lens, run, corrupted)
+    labels, effects, edits = _effects(run, values, others)
+    robust = with_blocks_dropped(run, values, others) if drop else None
+    true, left = _verified(run, edits, effects if robust is None else robust, verify, progress)
+    if queries_and_keys:
+        more = list(by_softmax(run, lens(corrupted).operator.recording))
+        labels = (*labels, *(one.component for one in more))
+        effects = torch.cat([effects, torch.stack([one.effect for one in more]).to(effects)])
+        nothing = torch.full((len(more),), float("nan"), dtype=torch.float64)
+        true = None if true is None else torch.cat([true, nothing])
+        robust = None if robust is None else torch.cat([robust, nothing.to(robust)])
     return Patching(
         labels=labels,
         predicted=effects,
         true=None if true is None else (true - run.value).to(effects),
+        robust=robust,
+        missed=left,
         clean=run.value,
         target=asked.name,
         meta=asked.meta,
     )
 
 
-Values = Callable[[Block, Editable], Tensor]
-"""What a part of a block holds."""
+def _verified(
+    run: Pass, edits: list[Edit], scores: Tensor, verify: bool | int, progress: bool | None
+) -> tuple[Tensor | None, float | None]:
+    """The target with each patch, NaN for those left out; and what the others may hide."""
+    if verify is False:
+        return None, None
+    if verify is True:
+        return _true(run, edits, progress), None
+    best = set(scores.abs().topk(min(check_whole(verify, "verify", 1), len(edits))).indices.tolist())
+    found = torch.full((len(edits),), float("nan"), dtype=torch.float64)
+    chosen = sorted(best)
+    found[chosen] = _true(run, [edits[i] for i in chosen], progress)
+    return found, missed(run, [edit for i, edit in enumerate(edits) if i not in best])
 
 
 def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:

@@ -306,6 +306,9 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     ending = find_ending(chain, evidence, _known_body(anatomy, chain, evidence))
     head = _head(anatomy, ending, evidence)
     ending = _read_by_head(ending, head.taken, evidence)
+    state_place = leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence)
+    if ending.body_end is None:
+        _refuse_if_aside(anatomy, chain[-1], state_place)
     encoder = _outermost({id(block) for block in anatomy.encoder_blocks}, evidence)
     ends = [seen.node for seen in (ending.state, evidence.output) if seen is not None]
     start = None if _is_known_type(anatomy.model) else start_before(chain, ends, evidence)
@@ -321,7 +324,7 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         beside=stacks_beside(chain, encoder, evidence),
         n_alike=_count_alike(anatomy, (*encoder, *chain), head.unembedding, evidence),
         entry_place=chain[0].place,
-        state_place=leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence),
+        state_place=state_place,
     )
 
 
@@ -451,6 +454,17 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
+    """Refuse a last state that the last block has only handed on, beside another that it made."""
+    is_made = [seen.node >= last.start for seen in last.given]
+    if any(is_made) and place < len(is_made) and not is_made[place]:
+        raise AnatomyError(
+            f"`{last.path}` hands on the state of `{anatomy.stack}`, of shape {last.given[place].shape}, as it is, and "
+            "works on another. Expected one state that goes from block to block; pass the path of blocks that it goes "
+            "through as `blocks=`."
+        )
 
 
 def _nothing_repeats(model: nn.Module) -> AnatomyError:

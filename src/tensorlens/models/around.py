@@ -26,9 +26,8 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
     if not evidence.is_flow_known:
         return ()
     starts = {entering(some[0]).node for some in (chain, encoder) if some}
-    leads_there = _before(ends, starts, evidence)
-    leads_to_start = _before(starts, set(), evidence)
-    from_start, from_input = _after(starts, evidence), _after(range(evidence.n_inputs), evidence)
+    leads_there, leads_to_start = evidence.before(ends, starts), evidence.before(starts)
+    from_start, from_input = evidence.after(starts), evidence.after(range(evidence.n_inputs))
     found: list[ModuleCall] = []
     for call in evidence.calls:
         nodes = {seen.node for seen in call.given} & leads_there & from_input - from_start - leads_to_start
@@ -48,8 +47,8 @@ def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str
         return ()
     own = {one.number for call in (*chain, *encoder) for one in (*call.walk(), *call.holders())}
     kinds = {type(call.module) for call in chain}
-    before = _before({entering(chain[0]).node}, set(), evidence)
-    behind = _after({seen.node for call in chain for seen in call.given}, evidence)
+    before = evidence.before({entering(chain[0]).node})
+    behind = evidence.after({seen.node for call in chain for seen in call.given})
     found: list[str] = []
     for call in evidence.calls:
         is_like = type(call.module) in kinds and call.number not in own and call.taken and call.given
@@ -78,11 +77,11 @@ def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> Modul
     first, targets = entering(chain[0]), list(ends)
     if not evidence.is_flow_known:
         return None
-    behind = _before({first.node}, set(), evidence) & _after(range(evidence.n_inputs), evidence)
+    behind = evidence.before({first.node}) & evidence.after(range(evidence.n_inputs))
     behind -= {*range(evidence.n_inputs), first.node}
 
     def is_whole(node: int) -> bool:
-        return (behind - _after({node}, evidence)).isdisjoint(_before(targets, {node}, evidence))
+        return (behind - evidence.after({node})).isdisjoint(evidence.before(targets, {node}))
 
     if is_whole(first.node):
         return None
@@ -121,26 +120,6 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
                     f"{seen.shape}, both made of the same input; expected one state that goes from block to block. "
                     "To look at a part in which one of them continues alone, pass the path of its list as `blocks=`."
                 )
-
-
-def _before(targets: Iterable[int], past: set[int], evidence: Evidence) -> set[int]:
-    """The nodes from which values reach `targets` on a way that goes through none of `past`."""
-    todo, met = [node for node in targets if node not in past], set[int]()
-    while todo:
-        node = todo.pop()
-        if node not in met and node not in past:
-            met.add(node)
-            todo += evidence.parents[node]
-    return met
-
-
-def _after(sources: Iterable[int], evidence: Evidence) -> set[int]:
-    """`sources` and the nodes that their values reach: parents come before what is made of them."""
-    met = set(sources)
-    for node, parents in enumerate(evidence.parents):
-        if not met.isdisjoint(parents):
-            met.add(node)
-    return met
 
 
 def _reads(call: ModuleCall, other: ModuleCall, evidence: Evidence) -> bool:

@@ -6,7 +6,7 @@ is a node, whose parents are the nodes it was made from. Nothing of the pass is 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,36 +116,38 @@ class Evidence:
         """The call of the whole model."""
         return self.calls[0]
 
-    def reaches(self, sources: Container[int], target: int, *, past: set[int] | None = None, since: int = 0) -> bool:
-        """Whether values of `sources` reach `target` on a way that goes through none of `past`.
+    def before(self, targets: Iterable[int], past: Container[int] = (), since: int = 0) -> set[int]:
+        """The nodes from which values reach `targets` on a way that goes through none of `past`: a cut of the graph.
 
         Args:
-            sources: Nodes where the way may begin.
-            target: The node where it ends.
-            past: Nodes that it may not go through.
-            since: Nodes before this one are not followed further back, but may be sources.
+            targets: Where ways end; part of what is returned.
+            past: Nodes that they may not go through, nor begin or end at.
+            since: Nodes before this one are not followed further back, but may be where a way begins.
         """
-        todo, met = [target], set(past or ())
+        todo, met = list(targets), set[int]()
         while todo:
             node = todo.pop()
-            if node in met:
-                continue
-            if node in sources:
-                return True
-            met.add(node)
-            if node >= since:
-                todo += self.parents[node]
-        return False
+            if node not in met and node not in past:
+                met.add(node)
+                if node >= since:
+                    todo += self.parents[node]
+        return met
+
+    def after(self, sources: Iterable[int]) -> set[int]:
+        """`sources` and the nodes that their values reach: parents come before what is made of them."""
+        met = set(sources)
+        for node, parents in enumerate(self.parents):
+            if not met.isdisjoint(parents):
+                met.add(node)
+        return met
+
+    def reaches(self, sources: Iterable[int], target: int, *, past: Container[int] = (), since: int = 0) -> bool:
+        """Whether values of `sources` reach `target`; the rest as for `before`."""
+        return not self.before((target,), past, since).isdisjoint(sources)
 
     def roots(self, node: int) -> set[int]:
         """The nodes that were made from no other, from which `node` came: the inputs of the pass."""
-        todo, met = [node], set[int]()
-        while todo:
-            node = todo.pop()
-            if node not in met:
-                met.add(node)
-                todo += self.parents[node]
-        return {node for node in met if not self.parents[node]}
+        return {source for source in self.before((node,)) if not self.parents[source]}
 
     def is_same(self, a: int, b: int) -> bool:
         """Whether one node holds values of the other, viewed, copied or chosen from."""

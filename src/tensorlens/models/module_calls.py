@@ -1,6 +1,8 @@
-"""Module calls of a thread, told to whoever looks on: by one patch of `nn.Module.__call__`; no instance is touched.
+"""Module calls of a thread, told to whoever looks on.
 
-The patch is there while anybody looks on, and other threads go straight through it.
+`nn.Module.__call__` runs `_compiled_call_impl` of a module, where it has one. So a module reports its calls by having
+one while anybody looks on; calls of other threads go straight through it. The class is not patched, which would make
+Python forget what it knows of every class of modules.
 """
 
 from __future__ import annotations
@@ -29,25 +31,23 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_original = nn.Module.__call__
-_n_inside = 0
+_reporting: dict[int, tuple[int, Call | None]] = {}
+"""Modules that report: how many look on, and what they had in its place."""
 
 
 @contextmanager
-def observing(observer: Observer, methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Let the module calls of this thread go by an observer.
+def observing(observer: Observer, model: nn.Module, methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Let the calls of a model's modules in this thread go by an observer.
 
     Args:
         observer: Whom they are told.
+        model: The model.
         methods_of: Modules whose methods count as calls too, for code that does not call the modules themselves.
     """
-    global _n_inside
-    before = _thread.observer
-    with _lock:
-        _n_inside += 1
-        nn.Module.__call__ = _observed  # type: ignore[method-assign]
-    _thread.observer = observer
+    before, modules = _thread.observer, list(module_tree(model).values())
     placed = [(module, name) for module in methods_of for name in own_methods(module) if name not in module.__dict__]
+    _begin_reporting(modules)
+    _thread.observer = observer
     try:
         for module, name in placed:
             module.__dict__[name] = _observed_method(module, getattr(module, name))
@@ -56,15 +56,38 @@ def observing(observer: Observer, methods_of: Sequence[nn.Module] = ()) -> Itera
         for module, name in placed:
             module.__dict__.pop(name, None)
         _thread.observer = before
-        with _lock:
-            _n_inside -= 1
-            if _n_inside == 0:
-                nn.Module.__call__ = _original  # type: ignore[method-assign]
+        _end_reporting(modules)
 
 
-def _observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    observer = _thread.observer
-    return _original(module, *args, **kwargs) if observer is None else observer(module, _original, args, kwargs)
+def _begin_reporting(modules: Sequence[nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            n_looking, own = _reporting.get(id(module), (0, module.__dict__.get("_compiled_call_impl")))
+            _reporting[id(module)] = n_looking + 1, own
+            if n_looking == 0:
+                module.__dict__["_compiled_call_impl"] = _reporter(module, own)
+
+
+def _end_reporting(modules: Sequence[nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            n_looking, own = _reporting.pop(id(module))
+            if n_looking > 1:
+                _reporting[id(module)] = n_looking - 1, own
+            elif own is None:
+                del module.__dict__["_compiled_call_impl"]
+            else:
+                module.__dict__["_compiled_call_impl"] = own
+
+
+def _reporter(module: nn.Module, own: Call | None) -> Call:
+    call = type(module)._call_impl if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
+
+    def report(*args: Any, **kwargs: Any) -> Any:
+        observer = _thread.observer
+        return call(module, *args, **kwargs) if observer is None else observer(module, call, args, kwargs)
+
+    return report
 
 
 def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:

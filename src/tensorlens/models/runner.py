@@ -63,7 +63,7 @@ def running(
         observer: Is told of every module call, and may change what it takes and gives.
         methods_of: Modules whose methods count as calls too; see `observing`.
     """
-    seen = nullcontext() if observer is None else observing(observer, methods_of)
+    seen = nullcontext() if observer is None else observing(observer, model, methods_of)
     with (
         garbage_kept(),
         in_own_precision(),

@@ -35,7 +35,7 @@ from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput, tokenizer_of
 from tensorlens.pairs.similarity import similarity
-from tensorlens.recommendations import default_method, default_output, has_predictions
+from tensorlens.recommendations import default_method, default_output, has_predictions, recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload
@@ -194,6 +194,7 @@ class Answers:
         kept = self.said.get(spoken)
         if kept is None:
             lens = self._lens(job, spoken.model)
+            lens = lens.with_rules(spoken.rules or recommended("passage").rules)
             _tokens(lens, spoken.prompt, self.limits)
             prompt: Any = [{"role": "user", "content": spoken.prompt}] if spoken.is_chat else spoken.prompt
             job.tell("progress", stage="Model pass" if spoken.answer else "Answering", done=None)

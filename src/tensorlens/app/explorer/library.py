@@ -81,6 +81,12 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Libra
     return Library(names=tuple(dict.fromkeys(names)), load=load, maps=tuple(maps), reports=tuple(reports))
 
 
+def can_answer(lens: Lens) -> bool:
+    """Whether a model can say something after a text."""
+    can_generate = getattr(lens.model, "can_generate", None)
+    return tokenizer_of(lens.processor) is not None and callable(can_generate) and bool(can_generate())
+
+
 def input_kind(lens: Lens) -> str:
     """What a model takes: ``text`` or ``image``."""
     if tokenizer_of(lens.processor) is None and "pixel_values" in forward_parameters(lens.model):

@@ -136,6 +136,7 @@ class Spoken(NamedTuple):
     is_chat: bool
     answer: str | None
     max_new_tokens: int
+    rules: str | None = None
 
 
 class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
@@ -149,6 +150,7 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
         against: Contrast answer: the map is of the answer minus this one, all of it in one row.
         groups: Parts of the prompt.
         rows: Parts of the answer.
+        rules: A rule set by name; None for the one that is recommended for passages.
     """
 
     prompt: str
@@ -158,11 +160,12 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
     against: str | None = None
     groups: Literal["sentences", "words", "lines", "tokens", "turns"] = "sentences"
     rows: Literal["sentences", "words", "lines", "tokens", "answer"] = "sentences"
+    rules: str | None = None
 
     @property
     def spoken(self) -> Spoken:
         """Model, prompt and answer."""
-        return Spoken(self.model, self.prompt, self.is_chat, self.answer, self.max_new_tokens)
+        return Spoken(self.model, self.prompt, self.is_chat, self.answer, self.max_new_tokens, self.rules)
 
     @property
     def digest(self) -> str:
@@ -172,6 +175,7 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
     def check(self, limits: Limits) -> None:
         """Refuse texts that are empty or too long."""
         super().check(limits)
+        Rules.of(self.rules)
         for text in (self.prompt, self.answer, self.against):
             if text is not None:
                 _check_text(text, limits)

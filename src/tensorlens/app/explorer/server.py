@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -22,7 +23,7 @@ from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.doors import Access, Guard, StrictJson
 from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
 from tensorlens.app.explorer.kept import Recent
-from tensorlens.app.explorer.library import Library, input_kind
+from tensorlens.app.explorer.library import Library, can_answer, input_kind
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_question
 from tensorlens.errors import InputError, TensorLensError
@@ -148,7 +149,6 @@ class _Explorer:
 
     async def start(self, request: Request) -> Response:
         """What there is to choose from."""
-        names, opened = self.library.names, self.library.opened
         methods = [
             {
                 "name": name,
@@ -162,7 +162,7 @@ class _Explorer:
         return StrictJson(
             {
                 "version": __version__,
-                "models": [{"name": n, "kind": input_kind(opened[n]) if n in opened else None} for n in names],
+                "models": [self._about(name) for name in self.library.names],
                 "methods": methods,
                 "rules": list(RULE_SETS),
                 "maps": [title for title, _ in self.library.maps],
@@ -170,6 +170,13 @@ class _Explorer:
                 "limits": asdict(self.limits),
             }
         )
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """What is known of a model before it is asked: nothing until it is loaded."""
+        lens = self.library.opened.get(name)
+        if lens is None:
+            return {"name": name, "kind": None, "answers": None}
+        return {"name": name, "kind": input_kind(lens), "answers": can_answer(lens)}
 
     # Questions --------------------------------------------------------------------------------------------------------
 

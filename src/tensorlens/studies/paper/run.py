@@ -15,7 +15,7 @@ import msgspec
 
 from tensorlens.errors import InputError, LoadError, TensorLensError
 from tensorlens.lens import load
-from tensorlens.models.resolving import check_model_name, resolve
+from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, resolve
 from tensorlens.recording.conventions import Rules
 from tensorlens.strict_json import write_json, write_text
 from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
@@ -144,6 +144,8 @@ class PaperTable:
         Raises:
             InputError: Data are missing, too few, or without their labels.
         """
+        if is_hub_id(self.model):
+            ask_hub(self.model, self.revision)
         if self.table.kind == "relations":
             load_relations(self.data, self.relation_options.categories)
             return

@@ -80,6 +80,22 @@ def _curves(cells: Sequence[dict[str, Any]], method: str, order: str, metric: st
     return np.array([curve if curve is not None else [np.nan] * n_steps for curve in curves], dtype=np.float64)
 
 
+def compare_two(
+    records: Sequence[dict[str, Any]],
+    condition: str,
+    methods: tuple[str, str],
+    order: str,
+    metric: str,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """The paired difference of two methods on the samples of a run; positive where the first is better."""
+    measured = [one for one in records if condition in one.get("conditions", {})]
+    cells, units = [one["conditions"][condition] for one in measured], [one.get("unit") for one in measured]
+    comparing = Comparing(order, metric, units, settings)
+    areas = {name: comparing.areas(_curves(cells, name, order, metric)) for name in methods}
+    return comparing.against(areas, *methods)
+
+
 class Comparing:
     """Compares the methods of one condition by one metric.
 
@@ -97,18 +113,22 @@ class Comparing:
 
     def result(self, curves: dict[str, np.ndarray]) -> dict[str, Any]:
         """Areas with intervals, the best of each group of methods, and the tensor's advantage over the others."""
-        areas = {name: np.array([auc(row, self.grid) for row in array.tolist()]) for name, array in curves.items()}
+        areas = {name: self.areas(array) for name, array in curves.items()}
         methods = {name: self._method(areas[name], curves[name]) for name in areas}
         found: dict[str, Any] = {"methods": methods}
         best = {name: self._best(methods, name) for name in ("tensor", "baseline", "peer", "control")}
         found["best"] = {name: method for name, method in best.items() if method is not None}
         if best["tensor"] and best["baseline"]:
-            found["tensor_against_baseline"] = self._against(areas, best["tensor"], best["baseline"])
+            found["tensor_against_baseline"] = self.against(areas, best["tensor"], best["baseline"])
         if best["tensor"]:
             found["tensor_against_each"] = {
-                name: self._against(areas, best["tensor"], name) for name in areas if group(name) != "tensor"
+                name: self.against(areas, best["tensor"], name) for name in areas if group(name) != "tensor"
             }
         return found
+
+    def areas(self, curves: np.ndarray) -> np.ndarray:
+        """The area under the curve of each sample."""
+        return np.array([auc(row, self.grid) for row in curves.tolist()])
 
     def _means(self, values: np.ndarray, present: np.ndarray) -> np.ndarray:
         units = None if self.units is None else self.units[present].tolist()
@@ -130,7 +150,7 @@ class Comparing:
             "curve": [short(value) for value in curves[present].mean(0)],
         }
 
-    def _against(self, areas: dict[str, np.ndarray], first: str, second: str) -> dict[str, Any]:
+    def against(self, areas: dict[str, np.ndarray], first: str, second: str) -> dict[str, Any]:
         """The paired difference of two methods, over the samples that both have; positive where the first is better."""
         difference = (areas[first] - areas[second]) * self.sign
         present = np.isfinite(difference)

@@ -48,7 +48,8 @@ class MapLens {
 
   build() {
     const { title } = this.data;
-    const size = element("span", { class: "size", text: `${this.nOut} × ${this.nIn}` });
+    const isQuestion = title.startsWith("Why ");
+    const size = element("span", { class: "size", text: isQuestion ? "" : `${this.nOut} × ${this.nIn}` });
     this.toggle = button("", "Switch between light and dark", () => chooseShade(this.shade === "dark" ? "light" : "dark"));
     this.toggle.className = "shade";
     const header = element("header", {}, [element("h2", { text: visible(title) }), size, this.toggle]);
@@ -76,7 +77,9 @@ class MapLens {
     this.aside = new Aside(this);
     if (this.nOut > 1) this.heatmap = new HeatMap(this);
     const ranks = element("div", {}, [this.ranking.node, this.aside.node]);
-    const side = element("div", { class: "side" }, [this.buildText(), ranks, this.caption.node]);
+    // Where a map came from is folded away below the answer to a question.
+    this.origin = this.nOut === 1 && this.data.title.startsWith("Why ") ? element("details", { class: "origin" }, [element("summary", { text: "Where this comes from" }), this.caption.node]) : this.caption.node;
+    const side = element("div", { class: "side" }, [this.buildText(), ranks, this.origin]);
     const columns = this.heatmap ? [this.buildFigure(), side] : [side];
     const kind = this.heatmap ? "body" : this.picture ? "body single pictured" : "body single";
     return element("div", { class: kind }, columns);

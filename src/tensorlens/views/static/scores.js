@@ -61,6 +61,13 @@ class Scores {
     this.limit = this.limits.reduce((a, b) => Math.max(a, b), 0) || 1;
   }
 
+  // Colours that another map has too: full colour stands for at least this much.
+  atLeast(limit) {
+    this.limits = this.limits.map((one) => Math.max(one, limit));
+    this.limit = Math.max(this.limit, limit);
+    this.pyramids = {};
+  }
+
   at(i, j) {
     return this.values[i * this.nIn + j] * this.unit;
   }

@@ -9,7 +9,7 @@ const PAGE = "page=answer";
 const EXAMPLE = "Anna's car is red. Tom's bike is blue. The weather was fine on Monday.\n\nQuestion: What colour is Anna's car?\nAnswer: Anna's car is";
 const GROUPS = [["sentences", "sentences"], ["lines", "lines"], ["words", "words"], ["tokens", "tokens"], ["turns", "turns of the chat"]];
 const ROWS = [["sentences", "sentences"], ["words", "words"], ["tokens", "tokens"], ["answer", "the whole answer"]];
-const FRESH = { model: null, prompt: EXAMPLE, answer: "", against: "", groups: "sentences", rows: "sentences", chat: false, length: 32 };
+const FRESH = { model: null, prompt: EXAMPLE, answer: "", against: "", groups: "sentences", rows: "sentences", rules: "", chat: false, length: 32 };
 
 export const isAnswerLink = (fragment) => fragment.replace(/^#/, "").split("&").includes(PAGE);
 
@@ -17,7 +17,7 @@ export const isAnswerLink = (fragment) => fragment.replace(/^#/, "").split("&").
 export function answerFromFragment(fragment) {
   const parts = new URLSearchParams(fragment.replace(/^#/, ""));
   const view = { ...FRESH, isLinked: parts.has("prompt") };
-  for (const name of ["model", "prompt", "answer", "against"]) if (parts.get(name)) view[name] = parts.get(name);
+  for (const name of ["model", "prompt", "answer", "against", "rules"]) if (parts.get(name)) view[name] = parts.get(name);
   for (const [name, known] of [["groups", GROUPS], ["rows", ROWS]]) if (known.some(([value]) => value === parts.get(name))) view[name] = parts.get(name);
   view.chat = parts.get("chat") === "1";
   if (/^[1-9]\d{0,2}$/.test(parts.get("length") ?? "")) view.length = Math.min(Number(parts.get("length")), 512);
@@ -26,7 +26,7 @@ export function answerFromFragment(fragment) {
 
 export function answerFragment(view) {
   const parts = new URLSearchParams();
-  for (const name of ["model", "prompt", "answer", "against", "groups", "rows", "length"]) if (view[name]) parts.set(name, view[name]);
+  for (const name of ["model", "prompt", "answer", "against", "groups", "rows", "rules", "length"]) if (view[name]) parts.set(name, view[name]);
   if (view.chat) parts.set("chat", "1");
   return `#${PAGE}&${parts}`;
 }
@@ -37,20 +37,21 @@ function asPython(view) {
   const prompt = view.chat ? `[{"role": "user", "content": ${literal(view.prompt)}}]` : literal(view.prompt);
   const options = view.answer ? literal(view.answer) : `max_new_tokens=${view.length}`;
   const rows = view.against ? `against=${literal(view.against)}` : `rows=${literal(view.rows)}`;
-  return ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)})`, `answer = lens.answer(${prompt}, ${options})`, `answer.map(${literal(view.groups)}, ${rows}, set_aside=(0,))`, ""].join("\n");
+  return ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}, rules=${view.rules ? literal(view.rules) : 'tl.recommended("passage")'})`, `answer = lens.answer(${prompt}, ${options})`, `answer.map(${literal(view.groups)}, ${rows}, set_aside=(0,))`, ""].join("\n");
 }
 
 export class AnswerPanel extends Asking {
   constructor(catalogue, view, { onChange, onCopy }) {
     super();
-    this.view = { ...view, model: catalogue.models.some(({ name }) => name === view.model) ? view.model : (catalogue.models[0]?.name ?? null) };
+    this.models = catalogue.models.filter(({ answers }) => answers !== false);
+    this.view = { ...view, model: this.models.some(({ name }) => name === view.model) ? view.model : (this.models[0]?.name ?? null) };
     this.onChange = onChange;
     this.result = new Result({ onSelect: () => {}, copies: [["Python", () => onCopy(asPython(this.view))]] });
     this.build(catalogue);
   }
 
-  build({ models }) {
-    const { view } = this;
+  build({ rules }) {
+    const { view, models } = this;
     this.prompt = this.area("prompt", "Prompt", "Type a prompt");
     this.answer = this.area("answer", "Answer", "Leave empty to let the model answer");
     this.against = this.area("against", "Rather than", "A different answer, for a contrast");
@@ -70,6 +71,7 @@ export class AnswerPanel extends Asking {
       pick("Model", "model", models.map(({ name }) => [name, name])),
       pick("Passages", "groups", GROUPS),
       pick("Parts of the answer", "rows", ROWS),
+      pick("Rules", "rules", [["", "recommended"], ...rules.map((name) => [name, name])]),
       field("Longest answer, in tokens", length),
       field("As a chat", chat),
     ]);
@@ -99,8 +101,8 @@ export class AnswerPanel extends Asking {
   }
 
   question() {
-    const { model, prompt, answer, against, groups, rows, chat, length } = this.view;
-    return { model, prompt, answer: answer || null, against: against || null, groups, rows, is_chat: chat, max_new_tokens: length };
+    const { model, prompt, answer, against, groups, rows, rules, chat, length } = this.view;
+    return { model, rules: rules || null, prompt, answer: answer || null, against: against || null, groups, rows, is_chat: chat, max_new_tokens: length };
   }
 
   async run() {

@@ -29,6 +29,8 @@ export function methodChoice(methods, change) {
   return choice("Method", options, change);
 }
 
+const MOST_CHIPS = 3; // the others are offered where one types
+
 // Names in a row, of which one may be chosen; choosing it again lets go of it.
 function chips(label, change) {
   const node = element("div", { class: "chips", role: "group", "aria-label": label });
@@ -59,23 +61,30 @@ export function targets(change) {
   const first = chips("Explain", (pick) => change({ target: pick, against: null }));
   const second = chips("Rather than", (pick) => change({ against: pick, ...(pick === null ? {} : { target: shown }) }));
   let shown = null;
-  const other = element("input", { type: "text", class: "other", placeholder: "another token…", "aria-label": "Another token to explain", maxlength: "100" });
-  other.addEventListener("change", () => {
-    if (other.value) change({ target: { index: null, name: other.value }, against: null });
-    other.value = "";
-  });
-  const firstRow = element("div", { class: "chip-row" }, [first.node, other]);
-  const explain = group("Explain", firstRow, "wide");
-  const rather = group("Rather than", second.node, "wide");
+  const id = `tokens-${Math.random().toString(36).slice(2)}`;
+  const known = element("datalist", { id });
+  const free = (label, take) => {
+    const node = element("input", { type: "text", class: "other", placeholder: "another…", "aria-label": label, list: id, maxlength: "100" });
+    node.addEventListener("change", () => {
+      if (node.value) take({ index: null, name: node.value });
+      node.value = "";
+    });
+    return node;
+  };
+  const other = free("Another token to explain", (target) => change({ target, against: null }));
+  const less = free("Another token to compare with", (against) => change({ against, target: shown }));
+  const explain = group("Explain", element("div", { class: "chip-row" }, [first.node, other, known]));
+  const rather = group("Rather than", element("div", { class: "chip-row" }, [second.node, less]));
   // `implied` is what a map explains when nothing was chosen: the model's own prediction.
   const show = (view, { predictions, tokens, output, implied }) => {
     explain.hidden = !predictions.length;
     rather.hidden = !predictions.length || (view.target ?? implied) === null;
     const where = tokens[output] === undefined ? "" : ` after “${shorten(visible(tokens[output]), 20).trim()}”`;
     explain.firstChild.textContent = `Explain a prediction${where}`;
-    first.show(predictions, view.target ?? implied, "the output state");
+    known.replaceChildren(...predictions.map(({ name }) => element("option", { value: name })));
+    first.show(predictions.slice(0, MOST_CHIPS), view.target ?? implied, "the output state");
     const others = predictions.filter((one) => one.index !== (view.target ?? implied)?.index);
-    second.show(others, view.against, "nothing else");
+    second.show(others.slice(0, MOST_CHIPS), view.against, "nothing else");
     shown = view.target ?? implied;
   };
   return { nodes: [explain, rather], show };
@@ -141,8 +150,9 @@ function closeByEscapeOrOutside(node) {
 export function headGrid(change) {
   const summary = element("summary", { text: "all heads" });
   const grid = element("div", { class: "heads" });
-  const hint = element("p", { class: "hint", text: "Click a head to leave its token mixing out; click a block’s number for all of its heads." });
-  const node = element("details", { class: "head-box" }, [summary, element("div", { class: "popover" }, [grid, hint])]);
+  const legend = element("p", { class: "hint head-legend" }, [element("i", { class: "head", "aria-hidden": "true" }), " kept ", element("i", { class: "head out", "aria-hidden": "true" }), " left out. Rows are blocks, columns heads; a block’s number is all of its heads."]);
+  const tools = element("div", { class: "head-tools" });
+  const node = element("details", { class: "head-box" }, [summary, element("div", { class: "popover" }, [tools, legend, grid])]);
   closeByEscapeOrOutside(node);
   const toggle = (view, block, heads) => {
     const left = new Set(view.heads[block] ?? []);
@@ -167,7 +177,11 @@ export function headGrid(change) {
       const name = button(String(block), `All heads of block ${block}`, () => toggle(view, block, Array.from({ length: n }, (_, h) => h)));
       return element("div", { class: "head-row" }, [name, ...Array.from({ length: n }, (_, head) => cell(view, block, head))]);
     });
-    grid.replaceChildren(...rows);
+    const most = Math.max(...nHeads.slice(start, stop), 0);
+    const names = Array.from({ length: most }, (_, head) => element("span", { class: "head-name", text: String(head) }));
+    grid.replaceChildren(element("div", { class: "head-row" }, [element("span", { class: "head-name first" }), ...names]), ...rows);
+    const every = Object.fromEntries(nHeads.map((n, block) => [block, Array.from({ length: n }, (_, h) => h)]).filter(([block, list]) => list.length && block >= start && block < stop));
+    tools.replaceChildren(button("All", "Keep all heads", () => change({ heads: {} })), button("None", "Leave all heads out", () => change({ heads: every })));
     node.hidden = !nHeads.some((n) => n > 0);
   };
   return { node, show };

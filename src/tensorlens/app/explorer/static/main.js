@@ -7,7 +7,7 @@ import { EXAMPLES, Panel } from "./panel.js";
 import { SimilarPanel, isSimilarLink, similarFragment, similarFromFragment } from "./similar.js";
 import { FRESH, fromFragment, toFragment } from "./state.js";
 
-const { element, button, visible, shadeAround, chooseShade, onShadeChange } = window.TensorLens;
+const { element, button, mount, visible, shadeAround, chooseShade, onShadeChange } = window.TensorLens;
 const KEPT_SHADE = "tensorlens-shade";
 
 class Explorer {
@@ -62,7 +62,7 @@ class Explorer {
   }
 
   makePanel(view) {
-    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied.") });
+    return new Panel(this.catalogue, view, { onChange: () => this.write(), onSelect: (panel, output) => this.follow(panel, output), onCopy: (text) => this.copy(text, "Copied."), onMap: () => this.compared() });
   }
 
   async start(panel) {
@@ -75,7 +75,8 @@ class Explorer {
         panel.fail(error);
       }
       this.write();
-    } else if (view.image || (view.text && view.isLinked)) await panel.run();
+    } else if (view.missing) panel.offerOther(view.missing);
+    else if (view.image || (view.text && view.isLinked)) await panel.run();
     else if (view.text && view.model) await panel.greet();
   }
 
@@ -113,9 +114,11 @@ class Explorer {
     this.showPage();
     const linked = fromFragment(location.hash);
     const { models, methods, rules, maps } = this.catalogue;
+    const isThere = (view) => models.some(({ name }) => name === view.model);
     const known = (view) => ({
       ...view,
-      model: models.some(({ name }) => name === view.model) ? view.model : (models[0]?.name ?? null),
+      missing: view.model !== null && view.saved === null && !isThere(view) ? view.model : null,
+      model: isThere(view) ? view.model : (models[0]?.name ?? null),
       method: methods.some(({ name }) => name === view.method) ? view.method : FRESH.method,
       rules: rules.includes(view.rules) ? view.rules : null,
       isLinked: true,
@@ -137,6 +140,7 @@ class Explorer {
   async toggleCompare() {
     if (this.panels.length === 2) {
       this.panels.pop().stop();
+      this.difference?.remove();
       this.arrange();
       this.write();
       return;
@@ -148,10 +152,32 @@ class Explorer {
     const view = { ...structuredClone(this.panels[0].view), isLinked: true };
     const second = this.makePanel(view);
     second.thumbnail.src = this.panels[0].thumbnail.src;
+    second.folded.open = this.panels[0].folded.open;
     this.panels.push(second);
     this.arrange();
     if (this.panels[0].result.data) await this.start(second);
     this.write();
+  }
+
+  // Two maps of the same tokens share one scale, and their difference stands below them.
+  compared() {
+    const [first, second] = this.panels.map((panel) => panel.result);
+    this.difference?.remove();
+    this.difference = null;
+    if (!second?.data || !first.data || first.node.hidden || second.node.hidden) return;
+    const same = (a, b) => (a ?? []).join("\u0000") === (b ?? []).join("\u0000");
+    if (first.lens.nOut !== second.lens.nOut || !same(first.lens.data.inTokens, second.lens.data.inTokens)) return;
+    const most = Math.max(first.scale, second.scale);
+    for (const one of [first, second]) one.rescale(most);
+    const host = element("div", { class: "host embedded" });
+    this.difference = element("section", { class: "card result difference", "aria-label": "Difference" }, [host]);
+    this.place.append(this.difference);
+    const { lens } = first;
+    const values = Float32Array.from({ length: lens.nOut * lens.nIn }, (_, k) => lens.scores.at(Math.floor(k / lens.nIn), k % lens.nIn) - second.lens.scores.at(Math.floor(k / lens.nIn), k % lens.nIn));
+    const title = "Difference: the first map less the second";
+    mount(host, { ...lens.data, title, scores: { values, unit: 1 }, isSigned: true, sums: [], sink: [], caption: [], rowCaption: [], words: [], answer: null });
+    host.tensorlens.scores.atLeast(most / host.tensorlens.scores.unit);
+    host.tensorlens.paint();
   }
 
   // The same output is chosen on both sides, where both have it.

@@ -18,11 +18,11 @@ export const EXAMPLES = [
 ];
 
 export class Panel extends Asking {
-  constructor(catalogue, view, { onChange, onSelect, onCopy }) {
+  constructor(catalogue, view, { onChange, onSelect, onCopy, onMap = () => {} }) {
     super();
     this.catalogue = catalogue;
     this.view = view;
-    this.onChange = onChange;
+    Object.assign(this, { onChange, onMap });
     this.input = { predictions: [], tokens: [], n_blocks: 1, n_heads: [], pools: false };
     const snippet = (make) => () => onCopy(make({ ...this.mapped, output: this.view.output }));
     this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
@@ -42,9 +42,11 @@ export class Panel extends Asking {
     this.heads = headGrid((change) => this.change(change));
     this.summary = element("p", { class: "summary" });
     this.more = [group("Blocks", this.blocks.node), group("Heads", this.heads.node), ...this.targets.nodes];
-    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), field("Method", this.method.node), field("Rules", this.rules.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, ...this.targets.nodes]);
+    const rest = element("div", { class: "fields" }, [field("Method", this.method.node), field("Rules", this.rules.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, this.buildExamples()]);
+    this.folded = element("details", { class: "more" }, [element("summary", { text: "More", title: "Method, rules, outputs, blocks, heads, examples" }), rest]);
+    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), ...this.targets.nodes]);
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
-    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), this.buildExamples(), fields]);
+    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), fields, this.folded]);
     this.ask = card;
     this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.inside.node, this.welcome]);
   }
@@ -54,7 +56,7 @@ export class Panel extends Asking {
       this.view.text = text;
       this.showAge();
     };
-    this.text = textArea("Text", { placeholder: "Type a text, or drop an image here", rows: "2" }, { write, send: () => this.run() });
+    this.text = textArea("Text", { placeholder: "Type a text, or drop an image here", rows: "1" }, { write, send: () => this.run() });
     this.text.addEventListener("paste", (event) => this.take(event.clipboardData?.files, event));
     this.thumbnail = element("img", { alt: "The picture to look at" });
     this.picture = element("div", { class: "image-input", hidden: "" }, [this.thumbnail, button("Remove", "Remove the picture", () => this.dropImage())]);
@@ -257,6 +259,18 @@ export class Panel extends Asking {
     this.mapped = Object.assign(this.asked, { method: this.view.method, every: this.view.every });
     this.inside.offer(this.input.predictions.length > 0);
     this.show();
+    this.onMap();
+  }
+
+  // A link names a model that this explorer was not started with.
+  offerOther(missing) {
+    const { model } = this.view;
+    const act = button(`Ask ${visible(model)} instead`, `Ask ${visible(model)} instead`, () => {
+      this.error.hidden = true;
+      this.run();
+    });
+    this.fail(new Error(`This link is about ${missing}, which is not loaded here. Start the explorer with it: tensorlens explore ${missing}`));
+    if (model !== null) this.error.append(" ", act);
   }
 
   learn(event) {

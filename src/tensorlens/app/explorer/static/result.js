@@ -56,6 +56,16 @@ export class Result {
     this.isQuiet = false;
   }
 
+  // What full colour stands for in the row that is shown, and the same for two maps side by side.
+  get scale() {
+    return this.lens.scores.scaleOf(this.lens.cursor.i, this.lens.nOut === 1);
+  }
+
+  rescale(most) {
+    this.lens.scores.atLeast(most / this.lens.scores.unit);
+    this.lens.paint();
+  }
+
   get output() {
     return this.lens && this.lens.nOut ? this.positions()[this.lens.cursor.i] : null;
   }
