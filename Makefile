@@ -130,7 +130,7 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 
 # Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
-	@$(PIP) --no-deps lxt gim-explain captum onnxruntime bertviz torchao bitsandbytes
+	@$(PIP) --no-deps lxt gim-explain circuit-tracer captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
 	@touch $@
 
