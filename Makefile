@@ -130,7 +130,7 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 
 # Oracles without their dependencies: lxt asks for torchvision by way of open_clip, and with it for another torch.
 $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
-	@$(PIP) --no-deps lxt gim-explain captum onnxruntime bertviz torchao bitsandbytes
+	@$(PIP) --no-deps lxt gim-explain circuit-tracer captum onnxruntime bertviz torchao bitsandbytes
 	@$(PIP) tabulate flatbuffers
 	@touch $@
 
@@ -162,7 +162,7 @@ $(VENV)-plugins/smollm2-135m: $(VENV)/.stamp-dev
 # Peers in an environment of their own: some patch transformers, others ask for other versions of what we use. The first
 # without their dependencies (lxt: torchvision), then what they import of them. One that does not install is said, and
 # listed with its error by the run; the others go on.
-PEERS := lxt captum gim-explain flashtrace context-cite inseq transformer-lens
+PEERS := lxt captum flashtrace context-cite inseq transformer-lens
 $(VENV)-judges/.stamp: constraints.txt
 	@test -x $(VENV)-judges/bin/python || $(PYTHON) -m venv $(VENV)-judges
 	@$(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch transformers \

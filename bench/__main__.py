@@ -120,7 +120,7 @@ def _print(result: Any) -> None:
         typer.echo("")
     areas = result.summary.get("perturbation", {})
     if areas:
-        of = {name: ranged(one["auc"], *one["interval"], ".4g") for name, one in areas.items()}
+        of = {name: ranged(one["auc"], *one["interval"], form=".4g") for name, one in areas.items()}
         print_rows([{"method": name, "HS-MSE": area, "windows": areas[name]["n"]} for name, area in of.items()])
     for name, about in result.summary["peers"].items():
         parts = [f"{name} {about.get('version', '')}: {about['n']} items"]
@@ -132,7 +132,7 @@ def _print(result: Any) -> None:
 def passages(
     model: Model,
     out: Annotated[Path, typer.Option(help="Lines of JSON, one per item; the same file is continued.")],
-    judges: Annotated[str, typer.Option(help="Among documents, needles, injections.")] = "documents",
+    judges: Annotated[str, typer.Option(help="Among documents, needles, injections, context.")] = "documents",
     data: Annotated[Path | None, typer.Option(help="Folder with needles/ and wikitext-2/, for needles.")] = None,
     agentdojo: Annotated[Path | None, typer.Option(help="Folder of the package agentdojo, for injections.")] = None,
     members: Annotated[str, typer.Option(help="Rule sets, separated by commas.")] = "paper,half_gate,attn_lrp,gim",
@@ -145,10 +145,10 @@ def passages(
     tell = Teller("passages")
     tell(f"{judges} on {model}, into {out}; loading the model", at_once=True)
     from bench.passages import items as made
-    from bench.passages.run import run
+    from bench.passages.run import run, write_lines
     from bench.passages.scores import RULES
 
-    chosen, asked = checked(judges, ("documents", "needles", "injections"), "judges"), []
+    chosen, asked = checked(judges, ("documents", "needles", "injections", "context"), "judges"), []
     chosen_rules = checked(members, RULES, "members")
     lens = reading.lens(model)
     if "documents" in chosen:
@@ -161,6 +161,10 @@ def passages(
         asked += made.needles(folder / "needles", folder / "wikitext-2" / "valid.txt", n_tokens, items, count)
     tell(f"{len(asked)} items", at_once=True)
     n = run(lens, asked, out, rules=chosen_rules, seconds=seconds, tell=tell)
+    if "context" in chosen:
+        from bench.passages.context_use import lines
+
+        n += write_lines(out, lines(lens, chosen_rules), tell)
     typer.echo(f"{n} items in {out}")
 
 

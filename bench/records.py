@@ -75,6 +75,12 @@ def correlation(scores: np.ndarray, truth: np.ndarray) -> float:
     return float((a * b).sum() / size) if size else 0.0
 
 
+def ordered(scores: np.ndarray, truth: np.ndarray) -> float:
+    """The share of pairs of a right and a wrong unit in which the right one is higher; a tie counts half."""
+    gaps = scores[truth > 0][:, None] - scores[truth <= 0]
+    return float((gaps > 0).mean() + (gaps == 0).mean() / 2)
+
+
 class Kind(NamedTuple):
     """What a judge asks, and how it measures."""
 
@@ -89,6 +95,7 @@ KINDS = {
     "documents": Kind("passage", first, "right sentence first", False),
     "needles": Kind("passage", first, "needle first", False),
     "injections": Kind("passage", first, "injected passage first", False),
+    "context": Kind("context", ordered, "more from the context where it was used", False),
     "patching": Kind("component", correlation, "correlation with patching the model", False),
 }
 """By judge: the question, the measure, and whether halves are made of sets."""

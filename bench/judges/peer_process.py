@@ -175,21 +175,6 @@ def _linear(package: Any) -> str:
 # Others --------------------------------------------------------------------------------------------------------------
 
 
-def gim(folder: str, method: str) -> tuple[Score, str]:
-    """Gradient interaction modifications; of a contrast the difference of two explanations, which are linear."""
-    package, model = importlib.import_module("gim"), load(folder).requires_grad_(True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def score(question: dict[str, Any]) -> Sequence[float]:
-        ids = ids_of(question, model)
-        found = [package.explain(model, ids, target_token_id=one, tokenizer=tokenizer) for one in question["target"]]
-        return (found[0] - found[1] if len(found) > 1 else found[0]).tolist()
-
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids.to(model.device)
-    example = package.explain(model, ids, tokenizer=tokenizer)
-    return score, f"a score for each of {len(example)} tokens, finite: {bool(example.isfinite().all())}"
-
-
 def flashtrace(folder: str, method: str) -> tuple[Score, str]:
     """FlashTrace of the good continuation; it knows no contrast."""
     package, model = importlib.import_module("flashtrace"), load(folder, attn_implementation="eager")
@@ -329,7 +314,6 @@ def _hooked(bridge: Any, ids: Sequence[int], weights: Sequence[tuple[int, float]
 PEERS: dict[str, tuple[str, Callable[[str, str], tuple[Score, str]]]] = {
     "lxt": ("lxt", lambda folder, method: lxt(folder, "attnLRP" if method == "attn_lrp" else "cp_LRP")),
     "captum": ("captum", captum),
-    "gim": ("gim-explain", gim),
     "flashtrace": ("flashtrace", flashtrace),
     "context_cite": ("context-cite", context_cite),
     "inseq": ("inseq", inseq),

@@ -33,7 +33,6 @@ PEERS = (
     "inseq.input_x_gradient",
     "flashtrace",
     "context_cite",
-    "gim",
     "transformer_lens",
 )
 """Every peer by name: the package, and its method where it has several."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorlens as tl
 from bench.passages.items import Item
@@ -40,3 +41,14 @@ def run(
             known.add(name)
             tell(f"{item.judge}: {number + 1} of {len(items)}")
     return len(known)
+
+
+def write_lines(out: Path, lines: Iterable[dict[str, Any]], tell: Callable[[str], None] = print) -> int:
+    """Append lines as they come; how many."""
+    n = 0
+    with out.open("a", encoding="utf-8") as file:
+        for n, line in enumerate(lines, 1):
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            tell(f"{line['judge']}: {n}")
+    return n

@@ -50,9 +50,10 @@ def scores_of(lens: tl.Lens, item: Item, rules: Sequence[str] = RULES) -> dict[s
 def raised(lens: tl.Lens, answer: Any, item: Item) -> Tensor:
     """How much the context raised the log-probability of each token of the answer; 0 where it lowered it."""
     bare = lens.prepare(item.after.strip()).arguments["input_ids"][0].tolist()
-    ids = torch.tensor([[*bare, *answer.ids]], device=lens.model.device)
+    model: Any = lens.model
+    ids = torch.tensor([[*bare, *answer.ids]], device=model.device)
     with torch.no_grad():
-        logits = lens.model(input_ids=ids, use_cache=False).logits[0, len(bare) - 1 : -1].float()
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(bare) - 1 : -1].float()
     without = logits.log_softmax(-1).gather(1, ids[0, len(bare) :, None])[:, 0].cpu()
     return (torch.tensor(answer.log_probabilities) - without).clamp_min(0)
 

@@ -113,12 +113,11 @@ def _colours(shade: str) -> Any:
 
 def map_() -> None:
     """The first picture of the README: a contrast as the HTML file shows it."""
-    T = tl.load("smollm2-135m")(SENTENCE)
-    T.certificate()
+    told = tl.load("smollm2-135m").explain(SENTENCE, against=" London")
+    told.certificate()
     with tempfile.TemporaryDirectory() as folder, _browser() as browser:
-        found = T.map("tensor.in_class", out_token=-1, target=(" Paris", " London")).words().set_aside(0)
-        path = found.save(Path(folder) / "map.html")
-        tab = browser.new_page(viewport={"width": 1100, "height": 470})
+        path = told.save(Path(folder) / "map.html")
+        tab = browser.new_page(viewport={"width": 1100, "height": 390})
         tab.goto(path.as_uri())
         tab.wait_for_selector("[data-ready]", state="attached")
         tab.screenshot(path=ASSETS / "map.png")
@@ -141,6 +140,7 @@ def explorer() -> None:
         tab.get_by_role("button", name="Show a second map beside this one").click()
         _settled(tab)
         second = tab.locator(".panel").nth(1)
+        second.get_by_text("More", exact=True).click()
         second.get_by_role("combobox", name="Method").select_option("rollout.attn")
         _settled(tab)
         tab.screenshot(path=ASSETS / "explorer-compare.png")

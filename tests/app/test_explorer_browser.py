@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -265,3 +266,20 @@ def test_a_map_that_was_replaced_is_let_go(open_tab):
         tab.wait_for_timeout(100)
         session.send("HeapProfiler.collectGarbage")
     assert tab.evaluate("window.first.deref() === undefined")
+
+
+def test_look_inside_says_in_words_what_heads_do(open_tab):
+    tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat")
+    mapped(tab)
+    tab.get_by_role("button", name="Look inside").click()
+    ranked = tab.locator(".inside-host .ranked")
+    expect(ranked.first).to_contain_text(re.compile(r"block \d+, .* moves “.+” (up|down) [\d.]+"))
+    assert ranked.count() == 12 and tab.locator(".inside-host .scale").count() == 2
+    head = ranked.filter(has_text="attention head").first
+    name = head.inner_text().partition(" reads")[0]
+    head.click()
+    expect(tab.locator(".inside-host .about h3")).to_have_text(name)
+    before = tab.locator(".graph-tools .size").inner_text()
+    tab.get_by_label("How many edges are drawn").fill("1")
+    expect(tab.locator(".graph-tools .size")).to_contain_text("1 of ")
+    assert tab.locator(".graph-tools .size").inner_text() != before

@@ -134,7 +134,7 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
         "    print(json.dumps({'index': 0, 'about': about}), file=file, flush=True)\n"
         "for line in open(asked):\n"
         "    one = json.loads(line)\n"
-        "    if name == 'gim': time.sleep(60)\n"
+        "    if name == 'lxt.cp_lrp': time.sleep(60)\n"
         "    if name == 'flashtrace': sys.exit('flashtrace: no such thing')\n"
         "    scores = list(range(len(one['ids']) - (name == 'inseq.input_x_gradient')))\n"
         "    if name == 'context_cite': print('no JSON', file=file, flush=True)\n"
@@ -142,23 +142,23 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
         "    print(json.dumps(answer), file=file, flush=True)\n"
     )
     monkeypatch.setattr(peers, "SCRIPT", script)
-    names = ["lxt.attn_lrp", "gim", "flashtrace", "context_cite", "inseq.input_x_gradient"]
+    names = ["lxt.attn_lrp", "lxt.cp_lrp", "flashtrace", "context_cite", "inseq.input_x_gradient"]
     result = judged(tmp_path, peers=names, peer_seconds=1.0, peer_workers=3)
     about = result["peers"]
     assert list(about) == names
     lacking = result["judges"]["evidence"]["missing"]["inseq.input_x_gradient"]
     assert re.fullmatch(r"it gave (\d) scores for (\d) tokens", lacking["reason"])
-    assert about["gim"]["error"] == "gave nothing for 1 seconds and was ended"
+    assert about["lxt.cp_lrp"]["error"] == "gave nothing for 1 seconds and was ended"
     assert about["flashtrace"]["error"] == "flashtrace: no such thing"
     assert "error" not in about["lxt.attn_lrp"] and about["lxt.attn_lrp"]["version"] == "1.0"
     ranks = result["judges"]["evidence"]["measures"]["reciprocal_rank"]["methods"]
     for name in ("lxt.attn_lrp", "context_cite"):
         assert ranks[name]["mean"] == pytest.approx(ranks["control.recency"]["mean"])
-    assert "gim" not in ranks
-    short = judged(tmp_path / "short", peers=["gim"], peer_total_seconds=0.5)["peers"]["gim"]
+    assert "lxt.cp_lrp" not in ranks
+    short = judged(tmp_path / "short", peers=["lxt.cp_lrp"], peer_total_seconds=0.5)["peers"]["lxt.cp_lrp"]
     assert short["error"] == "was ended after 0.5 seconds"
-    missing = judged(tmp_path / "other", peers=["gim"], peer_python=str(tmp_path / "nowhere"))
-    assert "could not be started" in missing["peers"]["gim"]["error"]
+    missing = judged(tmp_path / "other", peers=["lxt.cp_lrp"], peer_python=str(tmp_path / "nowhere"))
+    assert "could not be started" in missing["peers"]["lxt.cp_lrp"]["error"]
 
 
 def test_a_peer_of_components_is_asked_about_pairs_alone(tmp_path, monkeypatch):

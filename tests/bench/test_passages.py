@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from bench.passages import items
+from bench.passages import context_use, items
 from bench.passages.run import run
 from bench.passages.scores import TARGETS, bm25
 from tiny_language import tiny_lens
@@ -66,3 +66,21 @@ def test_a_run_writes_raw_scores_and_continues(tmp_path):
         assert line["truth"].index(1.0) == item.right and sum(line["truth"]) == 1
         assert {f"paper, {target}" for target in TARGETS} < line["scores"].keys()
         assert all(len(one) == len(item.passages) for one in line["scores"].values())
+
+
+def test_of_each_country_the_context_is_used_twice_and_of_no_use_once(monkeypatch):
+    for number, country in enumerate(context_use.CAPITALS):
+        first, second, third = context_use.prompts(number, country)
+        assert first[2].strip() in first[0] and first[2].strip() != context_use.CAPITALS[country] and first[3]
+        assert second[2].strip() in second[0] and country not in second[1] and second[3]
+        assert country not in third[0] and third[2].strip() not in third[0] and not third[3]
+    lens = tiny_lens()
+    monkeypatch.setattr(context_use, "CAPITALS", {"France": "Paris"})
+    monkeypatch.setattr(
+        context_use, "prompts", lambda number, country: [("A b c.", " d", name, k) for k in (True, False)]
+    )
+    name = lens("A b c. d").predictions(1)[0].name
+    (line,) = context_use.lines(lens, ("paper",))
+    assert (
+        line["truth"] == [1.0, 0.0] and len(set(line["scores"]["paper"])) == 1 and abs(line["scores"]["paper"][0]) <= 1
+    )

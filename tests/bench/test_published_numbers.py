@@ -27,6 +27,11 @@ def expected(judge, scores, truth):
         a, b = [x - sum(scores) / n for x in scores], [y - sum(truth) / n for y in truth]
         size = (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
         return sum(x * y for x, y in zip(a, b, strict=True)) / size if size else 0.0
+    if judge == "context":
+        pairs = [
+            (a, b) for a, x in zip(scores, truth, strict=True) for b, y in zip(scores, truth, strict=True) if x > y
+        ]
+        return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
     if judge != "evidence":
         best = [k for k in range(n) if scores[k] == max(scores)]
         return sum(truth[k] > 0 for k in best) / len(best)

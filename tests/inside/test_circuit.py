@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,26 @@ def test_a_stream_that_is_not_a_sum_is_refused() -> None:
     for wrong in ({}, {"share": 0.1, "count": 3}, {"share": 2}, {"count": -1}):
         with pytest.raises(tl.InputError):
             circuit.select(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.large
+@pytest.mark.skipif(find_spec("circuit_tracer") is None, reason="circuit-tracer comes with `make test-all`")
+def test_its_own_models_of_a_graph_read_what_is_saved_for_circuit_tracer(tmp_path: Path) -> None:
+    """The file that defines them alone: the package imports others that are not there."""
+    pytest.importorskip("pydantic")
+    package = find_spec("circuit_tracer")
+    assert package is not None and package.submodule_search_locations
+    file = Path(package.submodule_search_locations[0]) / "frontend" / "graph_models.py"
+    spec = spec_from_file_location("graph_models", file)
+    assert spec is not None and spec.loader is not None
+    models = module_from_spec(spec)
+    spec.loader.exec_module(models)
+    T = tl.Lens(zoo.build("gpt2", "sdpa"))(CLEAN)
+    for graph in (found("gpt2").select(count=20).graph(), T.graph(-1, 4, 0.5, max_nodes=30)):
+        graph.save(tmp_path / "graph.json", format="circuit-tracer")
+        read = models.Model.model_validate_json((tmp_path / "graph.json").read_text())
+        assert len(read.nodes) == len(graph.nodes) and len(read.links) == len(graph.edges)
+        assert read.metadata.prompt_tokens == list(graph.tokens)
+        assert [node.is_target_logit for node in read.nodes].count(True) == 1
+        for link in read.links:
+            models.Link.model_validate(link)

@@ -39,7 +39,8 @@ def test_the_first_column_splits_and_no_other_changes(name, member):
     assert torch.allclose(held.apply(held.input) + held.bias, live.output, atol=1e-5 * float(live.output.abs().max()))
 
 
-def test_in_a_block_by_hand():
+@pytest.mark.parametrize("attention", ["fused", "einsum"])
+def test_in_a_block_by_hand(attention):
     """One head, one block, no norm: the values of the first token, weighted by attention, are all that is held."""
 
     class Block(nn.Module):
@@ -49,6 +50,10 @@ def test_in_a_block_by_hand():
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = self.qkv(x).chunk(3, -1)
+            if attention == "einsum":
+                hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+                scores = (torch.einsum("bqd,bkd->bqk", q, k) / 6**0.5).masked_fill(hidden, -torch.inf)
+                return x + torch.einsum("bqk,bkd->bqd", scores.softmax(-1), v)
             return (
                 x + nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
             )

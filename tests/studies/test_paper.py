@@ -158,7 +158,7 @@ def test_tables_of_texts(tmp_path, name):
     assert len(lines) == 4 and {line["n_tokens"] for line in lines} == {10}
     assert all("label" in line for line in lines)
     if is_encoder:
-        assert [line["label"] for line in lines] == ["0", "1"] * 2  # drawn in turn, though the file is sorted
+        assert [line["label"] for line in lines] == [0, 1] * 2  # drawn in turn, though the file is sorted
         assert all(line["columns"]["source"].startswith("page") for line in lines)
     condition = "token" if is_encoder else "paper-like, token"
     text = (
@@ -241,6 +241,16 @@ def test_tables_of_pictures(tmp_path, name):
         best = int(model(pixel_values=pixels).logits.argmax())
         assert line["conditions"]["black"]["mean.attn"]["most"]["accuracy"][0] == float(best == int(line["label"]))
     assert "accuracy ↓" in table
+
+
+def test_class_folders_are_counted_in_alphabetical_order():
+    from tensorlens.studies.perturbation_study.samples import class_index
+
+    model = hf.DeiTForImageClassification(hf.DeiTConfig(**VISION, intermediate_size=24, num_labels=3))
+    names = ["n01440764", "n01443537", "n01484850"]
+    assert [class_index(name, model, names) for name in names] == [0, 1, 2]
+    assert class_index(names[0], model, names[:2]) is None  # some of the classes: their numbers are not known
+    assert [class_index(label, None, ["neg", "pos"]) for label in ("pos", "neg", "1")] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["modernbert", "gemma3"])

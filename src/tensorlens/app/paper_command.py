@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tensorlens.app.options import LoadOptions, NumberOfProcesses, RunFolder
+from tensorlens.app.options import NumberOfProcesses, RunFolder
 from tensorlens.app.printing import stage
 from tensorlens.studies.processes import Processes, hand_over
 
@@ -46,7 +46,6 @@ def paper(
     from tensorlens.studies.paper.protocol import read_protocol
 
     settings = read_protocol(protocol)
-    LoadOptions(device=device)
     if hand_over(processes):
         return
     from tensorlens.studies.paper.run import PaperTable, every_table

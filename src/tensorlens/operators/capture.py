@@ -221,7 +221,7 @@ def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tens
     found: dict[int, Tensor] = {}
     for n, piece in enumerate(pieces):
         (slot,) = short.slots[n + 1]
-        values |= zip(piece.outputs, piece.linear.run(*[values[given] for given in piece.inputs]), strict=True)
+        values |= zip(piece.outputs, _moved(piece, [values[given] for given in piece.inputs]), strict=True)
         if slot in values:
             found[n] = in_float64(values[slot])
             values[slot] = moved[n + 1].to(values[slot])
@@ -291,7 +291,7 @@ def _of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Cap
         if _is_half(recorded.program):
             return None
         v, best = _direction(x, generator), float("inf")
-        expected = in_float64(recorded.program.linear.run(v)[0])
+        expected = in_float64(_moved(recorded.program, [v])[0])
         for step in _steps(recorded):
             after, before = in_float64(call.run(x + step * v)), in_float64(call.run(x - step * v))
             difference = (after - before) / (2 * step) - expected
@@ -314,6 +314,11 @@ def _in_float32(call: BlockCall) -> BlockCall:
 
 
 # Differences ----------------------------------------------------------------------------------------------------------
+
+
+def _moved(program: Program, given: Sequence[Tensor]) -> list[Tensor]:
+    """What the linear part of a program makes of differences: less to do, for one question, than to form that part."""
+    return [y - at_zero for y, at_zero in zip(program.run(*given), program.run(*program.zeros()), strict=True)]
 
 
 def _is_half(program: Program) -> bool:

@@ -30,8 +30,8 @@ NOTE = "sink held"
 """What the step says that puts the held values in the place of the first position's."""
 
 
-def without_sink(values: Any) -> Any:
-    """Values (…, position, channel) as attention mixes them: those of the first position held, where the rules say so.
+def without_sink(values: Any, axis: int = -2) -> Any:
+    """Values as attention mixes them along an axis: those of the first position held, where the rules say so.
 
     They become $0 · v_1 + v_1^0$: the step that adds $v_1^0$ is where the sink enters the program.
     """
@@ -40,10 +40,11 @@ def without_sink(values: Any) -> Any:
     if not isinstance(since, int) or block is None or block < since or not is_live(values) or values.dim() < 2:
         return values
     run.note("attention: sink held")
-    first = values[..., :1, :]
+    first = values.narrow(axis, 0, 1)
     held = raw(Tensor.clone, value_of(first))
     emptied = run.emit("mul", raw(torch.zeros_like, held), first, 0.0)
-    return torch.cat([run.emit("add", held, emptied, raw(Tensor.clone, held), note=NOTE), values[..., 1:, :]], -2)
+    sink = run.emit("add", held, emptied, raw(Tensor.clone, held), note=NOTE)
+    return torch.cat([sink, values.narrow(axis, 1, values.shape[axis] - 1)], axis)
 
 
 def with_live_sinks(program: Program) -> Program:

@@ -117,13 +117,18 @@ def _from_rows(rows: Sequence[Row], column: str | None, label: str | None, sourc
         kind="image" if is_image else "text",
         items=tuple(items),
         names=tuple(map(str, range(len(rows)))),
-        labels=None if labelled is None else tuple(row.get(labelled) for row in rows),
+        labels=None if labelled is None else tuple(_number(row.get(labelled)) for row in rows),
         columns=tuple(
             {name: value for name, value in row.items() if name not in (chosen, labelled) and isinstance(value, plain)}
             for row in rows
         ),
         fingerprint=digest_of([_image_digest(item) for item in items] if is_image else items),
     )
+
+
+def _number(label: Any) -> Any:
+    """A label that is a number, which csv files hold as text."""
+    return int(label) if isinstance(label, str) and label.strip().isdecimal() else label
 
 
 @dataclass(frozen=True)

@@ -267,10 +267,20 @@ def einstein_sum(equation: str, *operands: Any) -> Any:
     note = "left factor held" if len(live) > 1 and not factors else None
     for _ in live[:-1]:
         run.note("product: left factor held")
+    given[live[-1]] = _mixed(equation, given, live[-1])
     role = role_after("einsum", *given) if len(live) == 1 else None
     value = raw(torch.einsum, equation, *given)
     kept = [x if i == live[-1] else value_of(x) for i, x in enumerate(given)]
     return run.emit("einsum", value, equation, *kept, role=role, note=note)
+
+
+def _mixed(equation: str, given: list[Any], place: int) -> Any:
+    """An operand; where attention mixes it, along the last letter of the attention matrix, without a held sink."""
+    letters = equation.replace(" ", "").partition("->")[0].split(",")
+    weights = next((n for n, x in enumerate(given) if n != place and role_of(x) is Role.ATTENTION), None)
+    if weights is None or "." in equation or letters[weights][-1] not in letters[place]:
+        return given[place]
+    return without_sink(given[place], letters[place].index(letters[weights][-1]))
 
 
 def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> Any:

@@ -234,7 +234,7 @@ class PaperTable:
         result = perturbation(self._lens(model), self.samples, self.out, options=options, progress=progress)
         result.areas()  # says why if nothing could be measured
         settings = json.loads((self.out / "config.json").read_text("utf-8"))["settings"]
-        about = self._about(self._said(options, settings), self._open(options, settings))
+        about = self._about(self._said(options, settings, result.summary), self._open(options, settings))
         about["line"] = (
             f"{result['n_measured']} samples of {self.data}, {result['n_skipped']} skipped; {self.model}; "
             f"watched: {settings['watched']}."
@@ -281,9 +281,10 @@ class PaperTable:
         about["line"] = f"{result['n_survived']} of {result['n_relations']} relations of {self.data}; {self.model}."
         why = layout.write_figures(self.out / "figures", result.summary, ())
         about["deviations"] += [] if why is None else [f"no figures: {why}"]
-        texts = {"md": layout.relation_markdown(about, result.summary)}
-        if result.summary["relations"]:
-            texts["tex"] = layout.relation_tex(about, result.summary)
+        texts = {
+            "md": layout.relation_markdown(about, result.summary),
+            "tex": layout.relation_tex(about, result.summary),
+        }
         return result, about, texts
 
     # What is said -----------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class PaperTable:
             "open": [*table.notes, *left_open],
         }
 
-    def _said(self, options: PerturbationOptions, settings: Mapping[str, Any]) -> list[str]:
+    def _said(self, options: PerturbationOptions, settings: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
         usual = with_changes(Protocol().perturbation, self.table.options)
         same = {name: getattr(options, name) for name in ("limit", "seed", "methods", "column", "label")}
         said = differences(options, msgspec.structs.replace(usual, **same))
@@ -309,6 +310,8 @@ class PaperTable:
         said += ["the watched state is made of logits"] if settings["watched"].startswith("logits") else []
         if settings["data"].get("n_tokens", options.n_tokens) < options.n_tokens:
             said.append(f"{settings['data']['n_tokens']} tokens: the model takes no more")
+        if not any("accuracy" in one.get("most", {}) for one in summary["conditions"].values()):
+            said.append("no accuracy: the model has no classes at the watched output, or labels are not among them")
         return said
 
     def _open(self, options: PerturbationOptions, settings: Mapping[str, Any]) -> list[str]:

@@ -92,7 +92,7 @@ def trained(
 
 def _pairs(data: Dataset, limit: int | None) -> list[Pair]:
     given = data.labels or ()
-    labels = [class_index(label, None, 2) for label in given]
+    labels = [class_index(label, None, ("0", "1")) for label in given]
     wrong = [label for label, number in zip(given, labels, strict=True) if number not in LABELS]
     if wrong or not labels:
         got = repr(wrong[0]) if wrong else "none"

@@ -63,13 +63,16 @@ def maskable(sample: Sample, is_causal: bool, preset: str, keep_first: int = 0) 
 SENTIMENTS = {"neg": 0, "negative": 0, "pos": 1, "positive": 1}
 
 
-def class_index(label: Any, model: Any, n_labels: int) -> int | None:
+def class_index(label: Any, model: Any, every: Sequence[str]) -> int | None:
     """The number that a model gives to a label: the same number, its own name for it, or a sentiment of two.
+
+    Where data have as many labels as the model has classes, it is the label's place in alphabetical order, as class
+    folders are counted.
 
     Args:
         label: As the data have it.
         model: Has the names of its classes in its configuration.
-        n_labels: How many different labels the data have.
+        every: The different labels of the data, sorted.
     """
     config = getattr(model, "config", None)
     names: dict[Any, str] = getattr(config, "id2label", None) or {}
@@ -79,7 +82,11 @@ def class_index(label: Any, model: Any, n_labels: int) -> int | None:
         return int(label)
     known = {name.lower(): int(number) for number, name in names.items()}
     text = str(label).strip().lower()
-    return known.get(text, SENTIMENTS.get(text) if max(n_labels, len(names)) == 2 else None)
+    if text in known:
+        return known[text]
+    if max(len(every), len(names)) == 2 and text in SENTIMENTS:
+        return SENTIMENTS[text]
+    return every.index(str(label)) if len(every) == len(names) and str(label) in every else None
 
 
 class Texts:
@@ -122,7 +129,7 @@ class Texts:
         self.before, self.after = wrapping(self.tokenizer)
         made = cut_texts(self.tokenizer, data, self.n_tokens, min_tokens, cut=cut, limit=limit, draw=draw, seed=seed)
         self.pieces, self._n_seen = made
-        self._n_labels = 0 if data.labels is None else len(set(map(str, data.labels)))
+        self._labels = sorted(set(map(str, data.labels or ())))
         self.ids = [[*self.before, *piece.content, *self.after] for piece in self.pieces]
         self.is_causal = _is_causal(lens, self.ids)
         self._mean: Tensor | None = None
@@ -138,7 +145,7 @@ class Texts:
         tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
         inputs = {"input_ids": tensor}
         is_next = self.cut == "windows"
-        label = piece.label if is_next else class_index(piece.label, self.lens.model, self._n_labels)
+        label = piece.label if is_next else class_index(piece.label, self.lens.model, self._labels)
         return Sample(
             name=piece.name, value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label, piece=piece
         )
@@ -308,7 +315,7 @@ class Images:
     ) -> None:
         self.lens = lens
         self.pieces = list(islice(image_pieces(data, draw=draw, seed=seed), limit))
-        self._n_labels = 0 if data.labels is None else len(set(map(str, data.labels)))
+        self._labels = sorted(set(map(str, data.labels or ())))
         self._special: int | None = None
 
     def __len__(self) -> int:
@@ -332,7 +339,7 @@ class Images:
             inputs={"pixel_values": pixels},
             n_tokens=n_special + grid[0] * grid[1],
             fixed=frozenset(range(n_special)),
-            label=class_index(piece.label, self.lens.model, self._n_labels),
+            label=class_index(piece.label, self.lens.model, self._labels),
             piece=piece,
         )
 

@@ -3,22 +3,26 @@
 const STEP_X = 54;
 const STEP_Y = 26;
 const REACH = 12;
+const LABELLED = 12;
 
 class GraphView {
   constructor(data, onChoose, say) {
     Object.assign(this, { data, onChoose, say, view: { x: 0, y: 0, scale: 1, stretch: 1 }, shade: "light" });
     const { graph, tokens } = data;
     this.canvas = element("canvas", { class: "graph", tabindex: "0", role: "img", "aria-label": "Graph of components: drag to move, scroll to zoom, click a node" });
-    const share = `${Math.round(100 * graph.share)} % of what flows into the ${graph.nodes.length} nodes shown; the rest is cut off`;
+    this.share = element("span", { class: "size" });
     const fit = element("button", { type: "button", text: "Fit" });
     fit.addEventListener("click", () => this.fit());
     this.slider = element("input", { type: "range", min: "1", max: String(graph.edges.length || 1), value: String(Math.min(400, graph.edges.length)), "aria-label": "How many edges are drawn" });
     this.slider.addEventListener("input", () => this.draw());
     this.list = element("ul", { class: "edges" });
-    const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), element("span", { class: "size", text: share })]);
-    this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each gave to which" }), tools, this.canvas, this.list]);
+    const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
+    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens from left to right, blocks from below to above: 2.1 is head 1 of block 2, ff a feed-forward, b a bias. Names stand at the strongest; point at the others." });
+    this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each gave to which" }), tools, legend, this.canvas, this.list]);
     this.edges = [...graph.edges].sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
     this.heaviest = Math.abs(this.edges[0]?.[2] ?? 1);
+    this.total = this.edges.reduce((sum, [, , weight]) => sum + Math.abs(weight), 0) || 1;
+    this.named = new Set([...graph.nodes].sort((a, b) => Math.abs(b.value) - Math.abs(a.value)).slice(0, LABELLED));
     this.worth = Math.max(...graph.nodes.map(({ value }) => Math.abs(value))) || 1;
     this.place(graph.nodes, tokens.length);
     this.listen();
@@ -144,11 +148,14 @@ class GraphView {
   showEdges() {
     const { nodes } = this.data.graph;
     const at = nodes.indexOf(this.chosen);
-    const lines = this.edges.filter(([from, to]) => from === at || to === at).slice(0, 12).map(([from, to, weight]) => {
+    const line = ([from, to, weight]) => {
       const other = nodes[from === at ? to : from];
       return element("li", { text: `${formatNumber(weight, true)} ${from === at ? "to" : "from"} ${other.name} at ${other.token} ${visible(this.data.tokens[other.token])}` });
-    });
-    this.list.replaceChildren(...lines);
+    };
+    // What came in on the left, what it gave on the right.
+    const sides = [this.edges.filter(([, to]) => to === at), this.edges.filter(([from]) => from === at)].map((some) => some.slice(0, 6).map(line));
+    const pairs = Array.from({ length: Math.max(...sides.map((side) => side.length)) }, (_, k) => sides.map((side) => side[k] ?? element("li", { class: "none" })));
+    this.list.replaceChildren(...pairs.flat());
   }
 
   reshade(shade) {
@@ -179,7 +186,10 @@ class GraphView {
   drawEdges(pen) {
     const { nodes } = this.data.graph;
     const at = nodes.indexOf(this.chosen);
-    this.edges.slice(0, Number(this.slider.value)).forEach(([from, to, weight]) => {
+    const drawn = this.edges.slice(0, Number(this.slider.value));
+    const kept = drawn.reduce((sum, [, , weight]) => sum + Math.abs(weight), 0) / this.total;
+    this.share.textContent = `${drawn.length} of ${this.edges.length} edges, ${Math.round(100 * kept * this.data.graph.share)} % of what flows into the ${nodes.length} nodes shown; the rest is cut off`;
+    drawn.forEach(([from, to, weight]) => {
       const isOfChosen = at >= 0 && (from === at || to === at);
       const [a, b] = [this.at(nodes[from]), this.at(nodes[to])];
       pen.strokeStyle = this.colour(weight);
@@ -208,7 +218,7 @@ class GraphView {
       pen.lineWidth = node === this.chosen ? 3 : 1;
       pen.strokeStyle = node === this.chosen ? (isDark ? "#6cb6ff" : "#0b6bcb") : isDark ? "#111417" : "#ffffff";
       pen.stroke();
-      if (this.view.scale > 0.9 || node === this.chosen || node.kind === "target") {
+      if (this.named.has(node) || this.view.scale > 2.5 || node === this.chosen || node.kind === "target") {
         pen.fillStyle = isDark ? "#eef1f4" : "#14181d";
         pen.fillText(node.short, x + size + 2, y + 3);
       }

@@ -30,8 +30,8 @@ class Grid {
     this.onPoint?.(row, column);
   }
 
-  // Scores beyond `most` wear the colour of `most`.
-  draw(cells, shade, most = 0) {
+  // Scores beyond `most` wear the colour of `most`. Columns of different `kinds` have scales of their own.
+  draw(cells, shade, most = 0, kinds = null) {
     const { canvas, rows, columns, cell, height, left, bottom } = this;
     const ratio = window.devicePixelRatio || 1;
     const [w, h] = [left + cell * columns.length + 8, height * rows.length + bottom];
@@ -39,14 +39,17 @@ class Grid {
     Object.assign(canvas.style, { width: `${w}px`, height: `${h}px` });
     const pen = canvas.getContext("2d");
     pen.scale(ratio, ratio);
-    const limit = most || Math.max(...cells.flat().map((score) => Math.abs(score ?? 0))) || 1;
+    const largest = (kind) => Math.max(0, ...cells.flatMap((line) => line.filter((_, column) => kinds === null || kinds[column] === kind).map((score) => Math.abs(score ?? 0))));
+    const own = new Map([...new Set(kinds ?? [null])].map((kind) => [kind, most || largest(kind)]));
+    this.limits = [...own];
+    const limitOf = (column) => own.get(kinds?.[column] ?? null) || 1;
     const colours = new Colours(true, shade);
     const ink = shade === "dark" ? "#c9d0d8" : "#333a42";
     pen.font = "10px system-ui, sans-serif";
     rows.forEach((name, row) => {
       const y = (this.isFlipped ? rows.length - 1 - row : row) * height;
       cells[row].forEach((score, column) => {
-        pen.fillStyle = score === null ? "transparent" : colours.css(Math.max(-1, Math.min(1, score / limit)));
+        pen.fillStyle = score === null ? "transparent" : colours.css(Math.max(-1, Math.min(1, score / limitOf(column))));
         pen.fillRect(left + column * cell, y, cell - 0.5, height - 0.5);
       });
       if (height >= 10 || row % 5 === 0) {

@@ -1,5 +1,7 @@
 // The inside of a model at one input: block × head, the flow over depth and tokens, and the graph.
 
+const MOST_RANKED = 12;
+
 class Inside {
   constructor(host, data) {
     this.host = host;
@@ -23,7 +25,7 @@ class Inside {
     this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite", text: "Point at a cell; click one to see what it read and where it wrote." });
     this.about = element("section", { class: "about", "aria-label": "Component" });
     this.pictures = element("div", { class: "pictures" });
-    if (data.components) this.pictures.append(this.buildHeads(), this.buildFlow());
+    if (data.components) this.pictures.append(this.buildRanking(), this.buildHeads(), this.buildFlow());
     const parts = [header, this.pictures, this.tip, this.about];
     if (data.graph) {
       this.graph = new GraphView(data, (node) => this.chooseNode(node), (text) => (this.tip.textContent = text));
@@ -32,6 +34,29 @@ class Inside {
     const caption = element("dl", { class: "caption" }, data.caption.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: text })]));
     this.root.replaceChildren(style, element("div", { class: "lens inside" }, [...parts, caption]));
     if (data.components) this.choose(this.strongest());
+  }
+
+  // The strongest heads and feed-forwards, each with what it does in words.
+  buildRanking() {
+    const { total, details } = this.data.components;
+    const all = total.flatMap((line, row) => line.map((score, column) => ({ row, column, score, one: details[row]?.[column] })));
+    const best = all.filter(({ score }) => score).sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, MOST_RANKED);
+    const lines = best.map(({ row, column, score, one }) => {
+      const act = element("button", { type: "button", class: "ranked", text: this.inWords(row, column, score, one) });
+      act.addEventListener("click", () => this.choose([row, column]));
+      return element("li", {}, [act]);
+    });
+    return element("section", { class: "figure ranked-list" }, [element("h3", { text: "What carries most, over all tokens" }), element("ol", {}, lines)]);
+  }
+
+  // “block 9, attention head 3 reads “John”, writes “ Mary” up 0.80”; the first token, a likely sink, only if nothing else is read.
+  inWords(row, column, score, one) {
+    const at = (scores, from) => scores.reduce((best, value, j) => (j >= from && Math.abs(value) > Math.abs(scores[best] ?? 0) ? j : best), from);
+    const strongest = (scores) => (scores.slice(1).some((value) => value) ? at(scores, 1) : 0);
+    const name = (token) => `“${visible(this.data.tokens[token]).trim()}”`;
+    const reads = one?.read ? ` reads ${name(strongest(one.read))},` : "";
+    const size = formatNumber(Math.abs(score), false);
+    return `${this.label(row, column)}${reads} moves “${visible(this.data.target)}” ${score < 0 ? "down" : "up"} ${size}`;
   }
 
   // Columns: the heads of each block, then its feed-forward and whatever else it has.
@@ -46,7 +71,8 @@ class Inside {
       this.effect = choose.value;
       this.paint();
     });
-    return element("section", { class: "figure" }, [element("h3", { text: "Block × head" }), choose, canvas]);
+    this.scales = element("p", { class: "scales" });
+    return element("section", { class: "figure" }, [element("h3", { text: "Block × head" }), choose, canvas, this.scales]);
   }
 
   buildFlow() {
@@ -174,9 +200,20 @@ class Inside {
     this.graph?.reshade(this.shade);
   }
 
+  // Heads and the others have a colour bar each: a feed-forward is often many times as strong as a head.
+  showScales() {
+    const colours = new Colours(true, this.shade);
+    this.scales.replaceChildren(...this.heads.limits.filter(([, limit]) => limit).flatMap(([isHead, limit]) => {
+      const bar = element("i", { class: "scale", role: "img", "aria-label": `Colours from ${formatNumber(-limit, true)} to ${formatNumber(limit, true)}` });
+      bar.style.background = colours.gradient();
+      return [element("span", { text: `${isHead ? "heads" : "feed-forwards and others"} ${formatNumber(-limit, true)} ` }), bar, element("span", { text: ` ${formatNumber(limit, true)}` })];
+    }));
+  }
+
   paint() {
     if (!this.data.components) return;
-    this.heads.draw(this.cells(), this.shade);
+    this.heads.draw(this.cells(), this.shade, 0, this.data.components.columns.map((name) => /^\d+$/.test(name)));
+    this.showScales();
     this.flow.draw(this.data.components.flow, this.shade);
   }
 }

@@ -9,15 +9,17 @@ export class InsidePanel {
   constructor({ question, say, rest }) {
     Object.assign(this, { question, say, rest });
     this.opener = button("Look inside", "Look inside: heads, feed-forwards, the flow over depth, and the graph of this target", () => this.open());
+    this.told = element("span", { class: "stage", role: "status" });
     this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
     this.host = element("div", { class: "inside-host embedded" });
-    this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.problem, this.host]);
+    this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.told, this.problem, this.host]);
     this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
   }
 
   // A new map: what is inside has to be asked for anew.
   offer(isThere) {
     this.asked = null;
+    this.told.textContent = "";
     this.node.hidden = !isThere;
     this.opener.hidden = false;
     this.problem.hidden = true;
@@ -29,13 +31,19 @@ export class InsidePanel {
     const mine = (this.asked = this.question());
     this.problem.hidden = true;
     try {
-      const { inside } = await ask("/api/inside", mine, { hear: this.say });
+      const hear = (event) => {
+        if (event.type === "progress" && this.asked === mine) this.told.textContent = `${visible(event.stage)} …`;
+        this.say(event);
+      };
+      this.told.textContent = "Asking …";
+      const { inside } = await ask("/api/inside", mine, { hear });
       if (this.asked !== mine) return; // it is of the map before
       this.opener.hidden = true;
       new window.TensorLensInside.Inside(this.host, inside);
     } catch (error) {
       if (this.asked === mine) this.fail(error);
     } finally {
+      if (this.asked === mine) this.told.textContent = "";
       this.rest();
     }
   }
