@@ -20,6 +20,7 @@ def size_(
     """What will it cost? Memory and time from the model's config alone, before its weights are downloaded.
 
     Blocks of the config's shape with random weights are tried on this device, and the cost of all blocks follows.
+    Slices, norms and data sets take the memory that is free.
 
     Example: tensorlens size smollm2-135m --tokens 256
     """

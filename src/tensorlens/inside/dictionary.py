@@ -25,6 +25,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, check_whole
 from tensorlens.files import write_whole
 from tensorlens.strict_json import to_json
+from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]
 """What features read: what the component gives, what it takes (behind its norm), or the stream before the norm."""
@@ -114,6 +115,9 @@ class Dictionary:
     def __repr__(self) -> str:
         """One line: sizes."""
         return f"Dictionary({self.n_features} features × {len(self.bias)} channels of the {self.component})"
+
+    def _repr_html_(self) -> str:
+        return text_as_html(f"{self!r}\n{self.meta}")
 
     # Files ------------------------------------------------------------------------------------------------------------
 
