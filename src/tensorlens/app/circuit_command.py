@@ -34,8 +34,7 @@ def circuit_(
 ) -> None:
     """Which edges carry the difference? Scored, then judged: all others corrupted in the model itself.
 
-    Example: tensorlens circuit smollm2-135m --clean "When Mary and John went to the store, John gave a drink to"
-    --corrupted "When Mary and John went to the store, Mary gave a drink to" --target " Mary" --against " John"
+    Example: tensorlens circuit smollm2-135m --clean "2+2=" --corrupted "2+3="
     """
     import tensorlens as tl
 
