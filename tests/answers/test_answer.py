@@ -134,7 +134,7 @@ def test_tokens_set_aside_have_columns_of_their_own_and_stay_in_the_sum(answer):
 def test_the_default_target_is_the_recommended_one(answer):
     kind = tl.recommended("passage").target
     torch.testing.assert_close(answer.map().scores, answer.map(target=kind).scores)
-    assert answer.map().meta["target"] == "logits less those of the runners-up"
+    assert answer.map().meta["target"] == "logits minus those of the runners-up"
 
 
 def test_against_is_the_difference_of_two_answers(answer):
@@ -304,13 +304,13 @@ def test_prompts_past_the_models_length_are_refused():
     [
         ({"groups": [("a", 0, 5), ("b", 4, 8)]}, "overlap"),
         ({"groups": [("a", 3, 3)]}, "empty"),
-        ({"groups": ["nowhere"]}, "does not stand in the text"),
+        ({"groups": ["nowhere"]}, "does not occur in the text"),
         ({"groups": [("a", 0, len(PROMPT) + 1)]}, "within"),
         ({"groups": "turns"}, "chat"),
         ({"target": "logits"}, "target"),
         ({"engine": "both"}, "engine"),
         ({"rows": "paragraphs"}, "must be one of"),
-        ({"against": GIVEN}, "another answer"),
+        ({"against": GIVEN}, "a different answer"),
         ({"against": " x", "rows": "words"}, "whole answer"),
         ({"against": " x", "through": True}, "whole answer"),
     ],

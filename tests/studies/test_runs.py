@@ -218,7 +218,7 @@ def test_groups_are_dealt_to_processes(tmp_path: Path) -> None:
         (b"[3]", "as `index`"),
         (b'{"value": 1.0}', "as `index`"),
         (b'{"index": true, "value": 1.0}', "as `index`"),
-        (b'{"index": 20, "value": 1.0}', "the index 20 is none of the run's 20 samples"),
+        (b'{"index": 20, "value": 1.0}', "the index 20 is not one of the run's 20 samples"),
         (b'{"index": -1, "value": 1.0}', "the index -1 is none"),
     ],
 )

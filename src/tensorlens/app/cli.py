@@ -87,7 +87,8 @@ def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[...
 
     signature = inspect.signature(command)
     last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
-    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), last])  # type: ignore[attr-defined]
+    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), last])  # type:
+    ignore[attr - defined]
     called.__annotations__ = command.__annotations__ | {"quiet": Quiet}
     return called
 
@@ -106,17 +107,17 @@ _add("Explain", "explain", explain_, "Why does the model say this? Begin here.")
 _add("Explain", "map", map_, "Which inputs made this output?")
 _add("Explain", "answer", answer_, "Which parts of the prompt made this answer?")
 _add("Explain", "similar", similar, "Which pairs of words make two texts similar?")
-_add("Explain", "explore", explore, "Ask in the browser, click by click.")
+_add("Explain", "explore", explore, "Explore maps interactively in the browser.")
 _add("Inspect", "inside", inside, "Where in the model? Heads, flow and graph.")
-_add("Inspect", "circuit", circuit_, "Which edges carry the difference of two inputs?")
+_add("Inspect", "circuit", circuit_, "Which edges carry the difference between two inputs?")
 _add("Inspect", "check", check_, "Is the operator exact for this model?")
 _add("Inspect", "size", size_, "What will it cost? Memory and time from the config alone.")
 _add("Inspect", "models", models, "List the bundled models, and how to install them.")
 _add("Inspect", "methods", methods, "List the available map methods.")
-_add("Data sets", "maps", maps, "Map every row of a data set, as a table.", continues=True)
+_add("Data sets", "maps", maps, "Map every row of a data set into a table.", continues=True)
 _add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
-_add("Studies", "paper", paper, "The paper's tables, its numbers beside ours.", continues=True)
-_add("Studies", "relations", relations_, "Relations decoded by the mean tensor.", continues=True)
+_add("Studies", "paper", paper, "Reproduce the paper's tables, its numbers beside ours.", continues=True)
+_add("Studies", "relations", relations_, "Decode relations with the mean tensor.", continues=True)
 _add("Studies", "fidelity", fidelity_, "How far from the input does T hold?", continues=True)
 
 
