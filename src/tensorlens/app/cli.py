@@ -87,8 +87,7 @@ def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[...
 
     signature = inspect.signature(command)
     last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
-    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), last])  # type:
-    ignore[attr - defined]
+    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), last])  # type: ignore[attr-defined]
     called.__annotations__ = command.__annotations__ | {"quiet": Quiet}
     return called
 
