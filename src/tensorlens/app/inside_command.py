@@ -18,9 +18,7 @@ SUFFIXES = (".html", ".json")
 def inside(
     model: Model,
     input_: Input,
-    out_token: Annotated[
-        int, typer.Option(help="Output position to explain; negative positions count from the end.")
-    ] = -1,
+    out_token: Annotated[int, typer.Option(help="Output position to explain; negative: from the end.")] = -1,
     target: TargetName = None,
     against: OtherTarget = None,
     share: Annotated[float, typer.Option(help="Fraction of the total flow the graph should cover.")] = 0.8,
