@@ -30,7 +30,7 @@ from tensorlens.views.printing import text_as_html
 from tensorlens.views.table import Table, Tabular
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
-THROUGH = "traced through earlier answer tokens to the prompt; a heuristic whose rows do not sum to the target"
+THROUGH = "traced through earlier answer tokens to the prompt; a convention whose rows do not sum to the target"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
