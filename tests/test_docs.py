@@ -14,6 +14,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -93,9 +94,14 @@ def reader(tmp_path, monkeypatch):
         yield tmp_path
 
 
-@pytest.mark.large
+def _by_cost(pages: list[Path]) -> list[Any]:
+    """Pages that load real weights are for `make test-all`, the others for every run."""
+    loads = {page: any("tl.load(" in block.source for block in _run_here(page)) for page in pages}
+    return [pytest.param(page, id=_name(page), marks=[pytest.mark.large] * loads[page]) for page in pages]
+
+
 @pytest.mark.usefixtures("unchecked", "reader")
-@pytest.mark.parametrize("page", _with("python"), ids=_name)
+@pytest.mark.parametrize("page", _by_cost(_with("python")))
 def test_python_snippets_run(page):
     from tensorlens.maps.methods import METHODS
     from tensorlens.recording import table as functions

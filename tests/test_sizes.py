@@ -23,7 +23,8 @@ def test_memory_of_all_blocks_follows_from_a_few():
     whole = costs_of(llama(7), torch.float32, torch.device("cpu"), 9)
     predicted = {cost.work: cost.n_bytes for cost in found.costs}
     for cost in whole:
-        assert predicted[cost.work] == pytest.approx(cost.n_bytes, rel=0.02), cost.work
+        assert (predicted[cost.work] is None) == (cost.n_bytes is None), cost.work
+        assert cost.n_bytes is None or predicted[cost.work] == pytest.approx(cost.n_bytes, rel=0.02), cost.work
     assert predicted["map, from token ids"] > 0
     model = hf.LlamaForCausalLM(llama(7))
     assert found.n_parameters == sum(one.numel() for one in model.parameters())

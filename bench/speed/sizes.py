@@ -39,13 +39,13 @@ def main() -> None:
         predicted = sizes_of(config, name=name, n_tokens=n_tokens, device="cuda", dtype=dtype, slices=n_tokens < 1000)
         measured = costs_of(config, getattr(torch, dtype), device, n_tokens, slices=n_tokens < 1000)
         for guess, found in zip(predicted.costs, measured, strict=True):
-            memory = guess.n_bytes / max(1, found.n_bytes)
+            memory = guess.n_bytes / max(1, found.n_bytes) if guess.n_bytes and found.n_bytes else float("nan")
             rows.append((name, guess.work, guess.seconds, found.seconds, guess.seconds / found.seconds, memory))
         torch.cuda.empty_cache()
     print("| shape | work | predicted, s | measured, s | ratio of time | ratio of memory |\n|---|---|---|---|---|---|")
     for name, work, guess, found, ratio, memory in rows:
         print(f"| {name} | {work} | {guess:.4f} | {found:.4f} | {ratio:.2f} | {memory:.2f} |")
-    near = [0.75 <= value <= 1.25 for row in rows for value in row[4:]]
+    near = [0.75 <= value <= 1.25 for row in rows for value in row[4:] if value == value]
     print(f"within 25 %: {sum(near)} of {len(near)}")
 
 

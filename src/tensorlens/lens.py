@@ -22,6 +22,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.models.plain_tokenizer import known_processor
 from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
+from tensorlens.recommendations import Recommendation
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
 from tensorlens.views.printing import Printed
@@ -47,7 +48,7 @@ class Lens(Printed):
         model: nn.Module,
         processor: Any = None,
         *,
-        rules: Rules | str | None = None,
+        rules: Rules | Recommendation | str | None = None,
         blocks: str | None = None,
         name: str | None = None,
         labels: Callable[[int], str] | None = None,
@@ -251,8 +252,11 @@ class Lens(Printed):
         """What the model takes, of anything that a call takes."""
         return self.specimen.prepare(value)
 
-    def with_rules(self, rules: Rules | str) -> Lens:
-        """The same model under other rules: `Rules`, or a rule set by name, which keeps this lens's output state."""
+    def with_rules(self, rules: Rules | Recommendation | str) -> Lens:
+        """The same model under other rules: `Rules`, a `Recommendation`, or a rule set by name.
+
+        A name keeps this lens's output state.
+        """
         of = self.specimen
         rules = Rules.of(rules, include_final_norm=of.rules.include_final_norm)
         made = Lens(of.model, of.processor, rules=rules, blocks=of.blocks, name=of.name)
@@ -267,7 +271,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device_map: Any = None,
     attention: str | None = None,
-    rules: Rules | str | None = None,
+    rules: Rules | Recommendation | str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Lens:

@@ -23,18 +23,24 @@ from tensorlens.tensor import AttentionTensor
 from tensorlens.views.printing import text_as_html
 
 REPEATS = 3
-"""How often a work is timed; the median counts."""
+"""How often a work is timed at least; the median counts."""
+
+ENOUGH = 0.5
+"""Seconds after which a short work is not timed again: a pass of milliseconds waits for Python, and varies."""
 
 LONG = 2.0
 """Seconds after which a work is not repeated."""
 
 
 class Cost(NamedTuple):
-    """A work, about how many seconds it takes, and how much memory it needs beside the weights."""
+    """A work, about how many seconds it takes, and how much memory it needs beside the weights.
+
+    Memory is None for slices, norms and data sets: their pieces are cut to the memory that is free.
+    """
 
     work: str
     seconds: float
-    n_bytes: int
+    n_bytes: int | None
 
 
 class Sizes(NamedTuple):
@@ -62,7 +68,7 @@ class Sizes(NamedTuple):
         first = f"{self.model}: {self.n_parameters / 1e6:,.0f} million parameters"
         lines = [f"{first}, {_gib(self.weight_bytes)} of {self.dtype}; {self.n_tokens} tokens on {self.device}"]
         width = max(len(cost.work) for cost in self.costs)
-        lines += [f"  {c.work:<{width}}  {_seconds(c.seconds):>8}  {_gib(c.n_bytes):>10}" for c in self.costs]
+        lines += [f"  {c.work:<{width}}  {_seconds(c.seconds):>8}  {_gib(c.n_bytes):>12}" for c in self.costs]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -154,7 +160,10 @@ def _at(first: Cost, second: Cost, few: tuple[int, int], n_blocks: int) -> Cost:
     def line(a: float, b: float) -> float:
         return max(b, a + (b - a) / span * (n_blocks - few[0]))
 
-    return Cost(first.work, line(first.seconds, second.seconds), int(line(first.n_bytes, second.n_bytes)))
+    seconds = line(first.seconds, second.seconds)
+    if first.n_bytes is None or second.n_bytes is None:
+        return Cost(first.work, seconds, None)
+    return Cost(first.work, seconds, int(line(first.n_bytes, second.n_bytes)))
 
 
 def costs_of(
@@ -202,7 +211,7 @@ def _works(lens: Lens, ids: list[int], slices: bool) -> Iterator[tuple[str, Call
 def _cost(name: str, work: Callable[[], Any], model: nn.Module, device: torch.device) -> Cost:
     """The median time, and on an accelerator the peak of memory, elsewhere what an operator holds."""
     before, times, result = _allocated(device), list[float](), None
-    while len(times) <= REPEATS and (not times or times[0] < LONG):  # the first one warms up
+    while not times or (times[0] < LONG and (len(times) <= REPEATS or sum(times[1:]) < ENOUGH)):  # one warms up
         _finish(device)
         start = time.perf_counter()
         result = work()
@@ -210,7 +219,8 @@ def _cost(name: str, work: Callable[[], Any], model: nn.Module, device: torch.de
         times.append(time.perf_counter() - start)
     used = _peak(device) - before if device.type == "cuda" else _held(result, model)
     each = 8 if name.startswith("data set") else 1
-    return Cost(name, median(times[1:] or times) / each, max(0, used) // each)
+    is_whole = name.startswith(("forward", "map"))
+    return Cost(name, median(times[1:] or times) / each, max(0, used) if is_whole else None)
 
 
 def _held(result: Any, model: nn.Module) -> int:
@@ -242,7 +252,9 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gib(n_bytes: int) -> str:
+def _gib(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return "what is free"
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**27 else f"{n_bytes / 2**20:.1f} MiB"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -83,3 +86,11 @@ def _centred(answer) -> float:
         ids = torch.tensor([answer.prompt.ids + answer.ids])
         logits = answer.lens.model(input_ids=ids, use_cache=False).logits[0, list(answer.positions)].double()
     return float((logits.gather(1, torch.tensor(answer.ids)[:, None])[:, 0] - logits.mean(1)).sum())
+
+
+def test_the_example_of_the_docs_ranks_the_right_sentence_first():
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "answers.md").read_text("utf-8")
+    prompt = re.search(r'prompt = "(.*)"', text)[1]
+    found = tl.load("smollm2-135m", rules=tl.recommended("passage")).answer(prompt, " a blue boat.").map("sentences")
+    assert found.top(1)[0].token.strip() == "Bob has a blue boat."
+    assert found.headline == "Why “a blue boat.” after “… have? Answer: Bob has”?"

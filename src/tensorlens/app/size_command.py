@@ -20,6 +20,7 @@ def size_(
     """What will it cost? Memory and time from the model's config alone, before its weights are downloaded.
 
     Runs a few blocks of this shape with random weights on this device, and extrapolates to all blocks.
+    Slices, norms and data sets use whatever memory is free.
 
     Example: tensorlens size smollm2-135m --tokens 256
     """

@@ -122,7 +122,7 @@ class Rules(Printed):
         )
 
     @classmethod
-    def of(cls, rules: str | Rules | None, *, include_final_norm: bool = True) -> Rules:
+    def of(cls, rules: Any, *, include_final_norm: bool = True) -> Rules:
         """Rules from their name, from ``key=value`` pairs, or from both: ``"attn_lrp,gate=freeze_up"``.
 
         Args:

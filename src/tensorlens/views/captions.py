@@ -61,7 +61,9 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
     """What stands above a map: the question that it answers, or its method where it is about no target."""
     if is_answer:
         against = meta.get("against")
-        return "Why this answer?" if against is None else f"Why this answer, and not “{str(against).strip():.60}”?"
+        answer, text = str(meta.get("answer", "")), str(meta.get("text", ""))
+        where = after(text.removesuffix(answer)) if text.removesuffix(answer).strip() else ""
+        return why_headline(answer.strip(), None, None if against is None else str(against).strip(), where)
     target = meta.get("target")
     has_target = isinstance(meta.get("why"), Mapping) or n_out == 1 and isinstance(target, str)
     return headline_of(meta, str(target)) if has_target else method
