@@ -43,7 +43,7 @@ for line in {lines!r}:
 
 MISTAKES = {
     "--method tensor.in_clas": "Did you mean tensor.in_class",
-    "--against x": "give the first with `--target`",
+    "--against x": "pass the target itself with `--target`",
     "--target a --against a": "must differ",
     "--blocks 9:3": "3:9",
     "--blocks a": "3:9",
