@@ -383,7 +383,7 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         ("must be a lens", lambda: tl.similarity(lens.model, "the cat", "a mat")),
         ("one input on each side", lambda: tl.similarity(lens, "the cat", ["a", "mat"])),
         ("`passages` must be a list", lambda: tl.similarities(lens, "the cat", "a mat")),
-        ("stands in none of the texts", lambda: tl.similarity(lens, "the cat", "a mat", groups=["dog"])),
+        ("does not occur in any of the texts", lambda: tl.similarity(lens, "the cat", "a mat", groups=["dog"])),
         ("has no cosine", lambda: tl.similarity(zero, A, B)),
         ("same width", lambda: tl.similarity(lens, "the cat", A, other=tl.Lens(tower("clip text")), pooling=None)),
         ("pools by cls and max", lambda: tl.similarity(encoder_folder(tmp_path, BOTH, dense=False), A, B)),

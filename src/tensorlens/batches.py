@@ -60,8 +60,8 @@ WINDOW = 16
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
 """Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
 
-MIXED = "samples go one by one: {} is made of several of them together"
-DIFFERENT = "samples go {}: together they give other numbers than alone"
+MIXED = "samples go one by one: {} combines several of them"
+DIFFERENT = "samples go {}: batched results differ from single ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,7 +482,7 @@ class DatasetMaps:
             return self._apart(prepared, MIXED.format(batch.mixing), "one by one")
         if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
             return self._apart(
-                prepared, "samples go one by one: how many blocks run depends on the input", "one by one"
+                prepared, "samples go one by one: the number of blocks that run depends on the input", "one by one"
             )
         self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
         begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
@@ -564,7 +564,7 @@ class DatasetMaps:
         """The same, saying how samples went together if that is worth saying."""
         if not (self.reason or self._alone):
             return found
-        alone = "samples go one by one: together this method gives other numbers than alone"
+        alone = "samples go one by one: batched results of this method differ from single ones"
         said = {name: alone if name in self._alone else self.reason for name in found}
         return {
             name: replace(one, meta=one.meta | {"batches": said[name]})

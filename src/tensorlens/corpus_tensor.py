@@ -82,7 +82,7 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
         super().__post_init__()
         sizes = {len(words) for words in (*self.corpus, *self.plain)}
         if not self.tokens or len(self.corpus) != len(self.plain) or not sizes <= {len(self.tokens)}:
-            raise InputError(f"Expected two readings of every block at {len(self.tokens)} tokens; got others.")
+            raise InputError(f"Expected two readings of every block at {len(self.tokens)} tokens; got something else.")
 
     def __repr__(self) -> str:
         """One line: sizes."""
@@ -423,8 +423,8 @@ def unembedded(recording: Recording, states: Tensor) -> Tensor:
     is_direct = readout is not None and readout.shape == recording.states[-1].shape
     if head is None or readout is None or not is_direct or not torch.allclose(readout, recording.states[-1]):
         raise MethodError(
-            f"`{recording.name}` does not read its words from the output state by one matrix; fit with "
-            "`Rules(include_final_norm=False)`, which reads them by the model's own head."
+            f"`{recording.name}` does not compute its logits from the output state by one matrix; fit with "
+            f"`Rules(include_final_norm=False)`, which uses the model's own head."
         )
     return torch.nn.functional.linear(states, head.weight, head.bias)
 

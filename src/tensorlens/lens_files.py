@@ -72,7 +72,7 @@ def read_lens(path: Path) -> dict[str, Any]:
         meta = held.get("metadata") if isinstance(held.get("metadata"), dict) else {}
     except Exception as error:
         raise InputError(
-            f"Could not read {path.name!r} as a lens: expected `J` (or `jacobian_sum`), a matrix per layer in a row, "
-            f"as TransformerLens saves them ({type(error).__name__}: {str(error)[:200]})."
+            f"Could not read {path.name!r} as a lens: expected `J` (or `jacobian_sum`), one matrix per layer "
+            f"for consecutive layers, as TransformerLens saves them ({type(error).__name__}: {str(error)[:200]})."
         ) from error
     return {"matrices": matrices, "bias": bias, "first": first, "n_texts": n_texts, "meta": meta, "own": own}

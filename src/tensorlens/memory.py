@@ -165,7 +165,7 @@ class Portions:
             self.width = (self.width + 1) // 2
         else:
             raise SizeError(
-                f"Memory ran out with the smallest piece of work. Expected room for one {self.unit}; use a "
+                f"Out of memory even with the smallest piece of work, one {self.unit}. Use a "
                 "shorter input, `precision='bfloat16'`, or a device with more memory."
             ) from error
 

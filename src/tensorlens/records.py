@@ -130,7 +130,8 @@ class Record(
             raise InputError(f"Could not load {path.name!r}: {error}") from None
         except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, RecursionError, OSError) as error:
             raise InputError(
-                f"Could not load {path.name!r}: expected a whole file that `{cls.__name__}.save` wrote, got a damaged "
+                f"Could not load {path.name!r}: expected a complete file that `{cls.__name__}.save` wrote, got "
+                f"a damaged "
                 f"one ({type(error).__name__}: {str(error)[:300]}). Save it again."
             ) from error
 

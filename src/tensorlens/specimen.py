@@ -100,8 +100,8 @@ class Specimen:
             tried = self._record({"input_ids": ids}, Rules(), len(ids))
         except (TensorLensError, AttributeError) as error:
             raise InputError(
-                f"Where the sink of `{type(self.model).__name__}` begins is measured on single tokens; it does not "
-                f"take them ({error!s:.200}). Give the block instead, as in Rules(sink=5)."
+                f"Where the sink of `{type(self.model).__name__}` begins is measured on single tokens, which it "
+                f"does not take ({error!s:.200}). Pass the block instead, as in Rules(sink=5)."
             ) from error
         self.anatomies.settled = settled_block(tried)
         return self.anatomies.settled
@@ -118,7 +118,7 @@ class Specimen:
             sees = bool(recording.pull(u, Span(0, recording.n_blocks))[:, 1:].any())
         if sees:
             raise InputError(
-                f"`sink` can only be held where the first position sees no other, as in a causal model; that of "
+                f"`sink` can only be held in a causal model, where the first position attends only to itself; that of "
                 f"`{recording.name}` does. Leave it out of the rules."
             )
         self._sees_itself_alone = True
@@ -205,9 +205,10 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
     accepted = repeated(state.dtype) * size
     if all(abs(float(one) - size) > accepted for one in calls[last].sizes):
         raise NotLinearError(
-            f"`{anatomy.model.__class__.__name__}` gave other numbers in a second pass: what entered block {last} had "
-            f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same from the same input; switch "
-            "off what is random, and what it keeps from one call to the next outside of its modules."
+            f"`{anatomy.model.__class__.__name__}` gave a different output in a second pass: what entered block "
+            f"{last} had "
+            f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same output for the same "
+            f"input; switch off randomness, and any state kept between calls outside its modules."
         )
 
 

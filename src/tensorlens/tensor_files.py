@@ -126,8 +126,8 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
 def _refuse_long(recording: Recording) -> None:
     if recording.is_streamed:
         raise InputError(
-            "This input is too long for its operator to be stored: what its blocks hold is recorded again when it is "
-            "needed. Save its maps instead, or use a shorter input."
+            "This input is too long for its operator to be stored: the values in its blocks are recorded again "
+            "when they are needed. Save its maps instead, or use a shorter input."
         )
 
 
@@ -181,7 +181,7 @@ def read_tensor(path: Path, model: torch.nn.Module | None, device: str | None) -
         InputError: there is no such file, it is of another kind or damaged, or it names other weights.
     """
     if not path.is_file():
-        raise InputError(f"Expected a file that `AttentionTensor.save` wrote; there is no {str(path)!r}.")
+        raise InputError(f"Expected a file that `AttentionTensor.save` wrote; {str(path)!r} does not exist.")
     try:
         with safe_open(path, "pt") as opened:
             header = opened.metadata() or {}

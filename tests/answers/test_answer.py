@@ -134,7 +134,7 @@ def test_tokens_set_aside_have_columns_of_their_own_and_stay_in_the_sum(answer):
 def test_the_default_target_is_the_recommended_one(answer):
     kind = tl.recommended("passage").target
     torch.testing.assert_close(answer.map().scores, answer.map(target=kind).scores)
-    assert answer.map().meta["target"] == "logits less those of the runners-up"
+    assert answer.map().meta["target"] == "logits minus those of the runners-up"
 
 
 def test_against_is_the_difference_of_two_answers(answer):
@@ -142,7 +142,9 @@ def test_against_is_the_difference_of_two_answers(answer):
     found, ours, theirs = answer.map(against=" No one."), answer.map(target="centred"), other.map(target="centred")
     torch.testing.assert_close(found.scores[:, :3], ours.scores[:, :3] - theirs.scores[:, :3])
     assert found.in_tokens[-2:] == ("answer", "against")
-    assert found.meta["target"].endswith("less the same of “No one.”") and "not “No one.”" in found.view().title
+    assert (
+        found.meta["target"].endswith("minus the same for “No one.”") and "rather than “No one.”" in found.view().title
+    )
     torch.testing.assert_close(found.scores[0, -2:], torch.stack([ours.scores[0, -1], -theirs.scores[0, -1]]))
     value = found.meta["logit"][0]
     assert value == pytest.approx(ours.meta["logit"][0] - theirs.meta["logit"][0])
@@ -272,10 +274,10 @@ def test_maps_of_answers_save_and_draw(tmp_path):
         (" A", {"temperature": 0.5}, "leave temperature out"),
         (" A", {"seed": 1}, "leave seed out"),
         (None, {"no_such_option": 1}, "no_such_option"),
-        ([True], {}, "whole numbers"),
+        ([True], {}, "whole number"),
         ([10**6], {}, "vocabulary"),
         (" A" * 400, {}, "at most 400 tokens"),
-        (None, {"logprobs": [-1.0]}, "was given"),
+        (None, {"logprobs": [-1.0]}, "need a given answer"),
         (" A", {"logprobs": [-1.0]}, "has 2 tokens here, but `logprobs` has 1"),
         (" A", {"logprobs": [-1.0, 0.5]}, "not above zero"),
         (" A", {"logprobs": [-1.0, float("nan")]}, "finite"),
@@ -304,13 +306,13 @@ def test_prompts_past_the_models_length_are_refused():
     [
         ({"groups": [("a", 0, 5), ("b", 4, 8)]}, "overlap"),
         ({"groups": [("a", 3, 3)]}, "empty"),
-        ({"groups": ["nowhere"]}, "does not stand in the text"),
+        ({"groups": ["nowhere"]}, "does not occur in the text"),
         ({"groups": [("a", 0, len(PROMPT) + 1)]}, "within"),
         ({"groups": "turns"}, "chat"),
         ({"target": "logits"}, "target"),
         ({"engine": "both"}, "engine"),
         ({"rows": "paragraphs"}, "must be one of"),
-        ({"against": GIVEN}, "another answer"),
+        ({"against": GIVEN}, "a different answer"),
         ({"against": " x", "rows": "words"}, "whole answer"),
         ({"against": " x", "through": True}, "whole answer"),
     ],

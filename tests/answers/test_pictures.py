@@ -160,7 +160,7 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         ("no chat template", bare, ask(PICTURE)),
         ("Found no image", lens, ask(tmp_path / "none.png")),
         ("cannot be read as an image", lens, ask(tmp_path / "no.png")),
-        ("must be a picture of Pillow's", lens, ask("https://example.org/cat.png")),
+        ("must be a PIL image", lens, ask("https://example.org/cat.png")),
         ("A part of a message is", lens, [{"role": "user", "content": [{"type": "sound"}]}]),
         ("A chat message is", lens, [{"content": [{"type": "text", "text": "a"}]}]),
     ]

@@ -72,7 +72,7 @@ def test_a_generated_answer_is_told_while_it_comes():
         ({"rows": ["a"]}, "`$.rows`"),
         ({"max_new_tokens": 0}, ">= 1 - at `$.max_new_tokens`"),
         ({"max_new_tokens": True}, "`$.max_new_tokens`"),
-        ({"against": ANSWER}, "another answer"),
+        ({"against": ANSWER}, "a different answer"),
         ({"groups": "turns"}, "chat"),
         ({"is_chat": True}, "chat template"),
         ({"prompt": "a" * 300}, "at most 200 tokens"),

@@ -181,7 +181,7 @@ def test_a_graph_is_saved_for_others(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"steps": 0}, "steps"),
-        ({"corrupted": CORRUPTED[:-1]}, "Two inputs of one length"),
+        ({"corrupted": CORRUPTED[:-1]}, "Expected two inputs of the same length"),
     ],
 )
 def test_what_makes_no_circuit_is_refused(change: dict[str, Any], said: str) -> None:

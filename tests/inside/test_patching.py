@@ -144,7 +144,7 @@ def test_values_by_plain_runs_are_those_of_two_recordings(monkeypatch: pytest.Mo
     monkeypatch.setattr("tensorlens.inside.patching.seat_of", lambda run, part: None)
     recorded = tl.patching(lens, CLEAN, CORRUPTED, target=4)
     torch.testing.assert_close(found.predicted, recorded.predicted, rtol=1e-9, atol=1e-12)
-    with pytest.raises(tl.InputError, match="Two inputs of one length"):
+    with pytest.raises(tl.InputError, match="Expected two inputs of the same length"):
         tl.patching(lens, CLEAN, CORRUPTED[:-1], target=4)
 
 

@@ -260,7 +260,7 @@ def test_glob_enc_is_refused_where_no_second_norm_sees_attention(name, join):
 
 def test_chosen_heads_are_refused():
     T = tl.Lens(build("bert"))(sample("bert")).heads({0: [1]})
-    with pytest.raises(MethodError, match="know no chosen heads"):
+    with pytest.raises(MethodError, match="do not support selected heads"):
         T.map("rollout.attn")
 
 

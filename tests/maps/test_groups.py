@@ -96,8 +96,8 @@ def test_grouped_maps_save_load_and_draw(tensor, tmp_path):
         ([("a", 0, 999)], "must lie within"),
         ([("a", "0", 3)], "whole numbers"),
         ([("a", 0)], "whole numbers"),
-        (["nowhere"], "does not stand in the text"),
-        ([""], "does not stand in the text"),
+        (["nowhere"], "does not occur in the text"),
+        ([""], "does not occur in the text"),
         (["a"], "twice"),
     ],
 )
@@ -146,7 +146,7 @@ def test_passages_between_a_separator():
     assert [j for group in found for j in group.tokens] == list(range(len(text)))
     assert text[found[1].tokens[0] : found[1].tokens[-1] + 1] == " Two. B\n###"
     for wrong, words in (
-        ({"separator": "@@"}, "does not stand"),
+        ({"separator": "@@"}, "does not occur"),
         ({"separator": ""}, "are {"),
         ({"mark": "#"}, "are {"),
         ({}, "are {"),

@@ -69,7 +69,7 @@ def test_a_revision_of_a_folder_is_a_checkpoint_in_it(tmp_path):
     assert kinds == ["LlamaForCausalLM", "GPTNeoXForCausalLM"]
     with pytest.raises(LoadError, match=r"'checkpoint-3' .* Its checkpoints: checkpoint-1, checkpoint-2"):
         tl.load(str(tmp_path / "run"), revision="checkpoint-3")
-    with pytest.raises(LoadError, match="has one state only"):
+    with pytest.raises(LoadError, match="has only one revision"):
         tl.load("minilm", revision="main")
 
 

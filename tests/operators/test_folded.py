@@ -193,7 +193,9 @@ def test_a_block_of_another_make_is_refused_with_what_was_missing() -> None:
     add_layer(model.transformer.h[1])
     recording = tl.Lens(model)(zoo.sample("gpt2")).operator.recording
     assert wiring(recording.part(Span(0, 1)), 0, "GPT-2").branches
-    with pytest.raises(tl.AnatomyError, match="Block 1 of `GPT2LMHeadModel` cannot be folded: .*Rows and norms go by"):
+    with pytest.raises(
+        tl.AnatomyError, match="Block 1 of `GPT2LMHeadModel` cannot be folded: .*Rows and norms are computed by"
+    ):
         folding.FoldedBlocks(
             [recording.part(Span(n, n + 1)) for n in range(3)], 0, recording.name, recording.states[0].dtype
         )

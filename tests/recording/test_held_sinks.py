@@ -143,7 +143,7 @@ def test_models_whose_first_position_sees_others_are_refused():
     with pytest.raises(tl.InputError, match="sees no other, as in a causal model; that of `BertModel"):
         looked(zoo.build("bert", "sdpa"), tl.Rules(sink=1), zoo.sample("bert"))
     tiny = build("seq2seq", "t5", "eager")
-    with pytest.raises(tl.InputError, match="sees no other"):
+    with pytest.raises(tl.InputError, match="attends only to itself"):
         looked(tiny.model, tl.Rules(sink=1), tiny.arguments)
 
 

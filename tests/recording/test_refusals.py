@@ -128,7 +128,7 @@ def test_a_model_that_magnifies_rounding_is_not_taken_for_a_missed_step():
 
     certificate = tl.Lens(with_activation(Chaotic()))([3, 4, 5]).certificate()
     assert certificate.failures == ("capture",)
-    assert any("magnifies rounding" in one for one in certificate.reservations)
+    assert any("amplifies rounding" in one for one in certificate.reservations)
 
 
 def test_numbers_that_are_not_finite_are_said():

@@ -145,5 +145,5 @@ class ByPlace(HandsOn):
 def test_a_wrapper_that_names_no_argument() -> None:
     model = randomised(Plain())
     assert torch.equal(tl.Lens(HandsOn(HandsOn(model)))(ids()).output, tl.Lens(model)(ids()).output)
-    with pytest.raises(tl.InputError, match="Give the lens the module inside"):
+    with pytest.raises(tl.InputError, match="Pass the inner module to the lens"):
         tl.Lens(ByPlace(model))(ids())

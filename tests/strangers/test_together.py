@@ -132,5 +132,5 @@ def test_a_second_text_of_another_length_is_not_filled_up() -> None:
         assert gap(found.scores, own.scores) < 1e-6
     for found, own in zip(lens.batch(rows[:2]).maps("tensor.in_out"), alone[:2], strict=True):
         assert gap(found.scores, own.scores) < 1e-6
-    with pytest.raises(tl.InputError, match="others whose sizes differ too"):
+    with pytest.raises(tl.InputError, match="samples whose other sizes differ too"):
         lens.batch(rows)

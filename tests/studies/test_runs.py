@@ -218,8 +218,8 @@ def test_groups_are_dealt_to_processes(tmp_path: Path) -> None:
         (b"[3]", "as `index`"),
         (b'{"value": 1.0}', "as `index`"),
         (b'{"index": true, "value": 1.0}', "as `index`"),
-        (b'{"index": 20, "value": 1.0}', "the index 20 is none of the run's 20 samples"),
-        (b'{"index": -1, "value": 1.0}', "the index -1 is none"),
+        (b'{"index": 20, "value": 1.0}', "the index 20 is not one of the run's 20 samples"),
+        (b'{"index": -1, "value": 1.0}', "the index -1 is not one"),
     ],
 )
 def test_a_line_that_is_no_sample_is_named_once_and_the_run_goes_on(

@@ -30,7 +30,7 @@ from tensorlens.views.printing import text_as_html
 from tensorlens.views.table import Table, Tabular
 
 ANSWER, AGAINST, TURNS = "answer", "against", "turns"
-THROUGH = "the answer's own steps followed to the prompt; a convention, whose rows sum to nothing exact"
+THROUGH = "traced through earlier answer tokens to the prompt; a convention whose rows do not sum to the target"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,7 +144,7 @@ class Answer(Tabular):
     def _check(self, rows: Any, target: Any, against: Any, through: bool, engine: Any) -> None:
         if against is not None and (through or rows != ANSWER or target == "runner_up"):
             raise InputError(
-                '`against` explains one whole answer less another: leave `rows` at "answer", `through` out, and take '
+                '`against` explains one whole answer minus another: leave `rows` at "answer", `through` out, and take '
                 'the target "centred" or "logit".'
             )
         if engine not in (None, "pulls", "pushes"):
@@ -165,11 +165,11 @@ class Answer(Tabular):
         if isinstance(groups, Mapping) and "regions" in groups:
             regions, groups = groups["regions"], None
             if not prompt.pictures:
-                raise InputError("Regions are those of pictures, and this prompt has none. Pass other groups.")
+                raise InputError("Regions need a picture, and this prompt has none. Pass different groups.")
         groups = (TURNS if prompt.turns else "sentences") if groups is None else groups
         if groups == TURNS:
             if not prompt.turns:
-                raise InputError('"turns" are those of chat messages; this prompt has none. Pass other groups.')
+                raise InputError('"turns" need chat messages, and this prompt has none. Pass different groups.')
             groups = list(prompt.turns)
         labels = self.tensor.tokens[: self.n_prompt_tokens]
         seen = {j for picture in prompt.pictures for j in picture.tokens}
@@ -218,7 +218,7 @@ class Answer(Tabular):
     def _against(self, other: str | Sequence[int], asked: _Asked) -> TokenMap:
         twin = answer_of(self.lens, self.prompt, given(self.lens, self.prompt, other))
         if twin.ids == self.ids:
-            raise InputError(f"`against` must be another answer than this one; both are {self.text!r:.60}.")
+            raise InputError(f"`against` must be a different answer; both are {self.text!r:.60}.")
         whole = [one._parts(ANSWER) for one in (self, twin)]
         ours, theirs = (
             one._shares(parts, (*asked.prompt, *one._shifted(parts)), asked)
@@ -231,7 +231,7 @@ class Answer(Tabular):
             scores=scores, bias=ours.bias - theirs.bias, values=ours.values - theirs.values, sink=sink
         )
         columns = (*asked.prompt, *self._shifted((Group(ANSWER, whole[0][0].tokens),)), Group(AGAINST, ()))
-        target = f"{_TITLES[asked.target]}, less the same of “{twin.text.strip()}”"
+        target = f"{_TITLES[asked.target]}, minus the same for “{twin.text.strip()}”"
         return self._token_map(found, whole[0], columns, asked, against=twin.text, target=target)
 
     # The map ---------------------------------------------------------------------------------------------------------
@@ -262,9 +262,9 @@ class _Asked:
 
 
 _TITLES: dict[TargetKind, str] = {
-    "centred": "logits less their mean over the vocabulary",
+    "centred": "logits minus their mean over the vocabulary",
     "logit": "logits",
-    "runner_up": "logits less those of the runners-up",
+    "runner_up": "logits minus those of the runners-up",
 }
 
 
@@ -280,7 +280,7 @@ def make_answer(
 ) -> Answer:
     """See `Lens.answer`."""
     if answer is None and logprobs is not None:
-        raise InputError("`logprobs` belong to an answer that was given. Pass it as `answer`.")
+        raise InputError("`logprobs` need a given answer. Pass it as `answer`.")
     read = read_pictured(lens, prompt) or read_prompt(lens, prompt)
     if answer is None:
         found = generated(lens, read, max_new_tokens=max_new_tokens, seed=seed, options=options)
@@ -302,8 +302,8 @@ def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
         raise no_head(recording.name)
     if recording.readout.dim() != 3:
         raise MethodError(
-            f"`{recording.name}` gives one set of logits for the whole input; expected some for each "
-            "token, of which an answer is made. Use `tensor.in_class`."
+            f"`{recording.name}` gives one set of logits for the whole input; an answer needs logits for each "
+            f"token. Use `tensor.in_class`."
         )
     return Answer(text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens)
 

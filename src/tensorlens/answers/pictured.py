@@ -51,8 +51,8 @@ def _messages(lens: Speaker, messages: Sequence[Any]) -> Prompt:
     template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
     if not template:
         raise InputError(
-            "Got chat messages, but the processor has no chat template. Pass what the processor makes of text and "
-            "images: lens.answer(processor(text=…, images=…, return_tensors='pt'))."
+            "Got chat messages, but the processor has no chat template. Pass the processor's output for text "
+            "and images: lens.answer(processor(text=…, images=…, return_tensors='pt'))."
         )
     plain = [
         {**one, "content": [{"type": "image"} if part["type"] == "image" else part for part in some]}
@@ -109,7 +109,7 @@ def _opened(part: Mapping[str, Any]) -> Any:
         return given.convert("RGB")
     if isinstance(given, (str, Path)) and "://" not in str(given):
         return open_picture(Path(given))
-    raise InputError(f"An image must be a picture of Pillow's or the path of a file; got {given!r:.60}.")
+    raise InputError(f"An image must be a PIL image or the path of a file; got {given!r:.60}.")
 
 
 def _processed(processor: Any, text: str, pictures: Sequence[Any]) -> Mapping[str, Any]:
@@ -125,7 +125,9 @@ def _prompt(
 ) -> Prompt:
     """A prompt of what a processor made, with its pictures and the texts of each turn."""
     if getattr(getattr(lens.model, "config", None), "is_encoder_decoder", False):
-        raise InputError(f"`{type(lens.model).__name__}` has an encoder; pictures are followed in decoders only.")
+        raise InputError(
+            f"`{type(lens.model).__name__}` has an encoder; prompts with images need a decoder-only model."
+        )
     prepared = lens.prepare(dict(made))
     arguments = dict(prepared.arguments)
     ids = tuple(arguments.pop("input_ids")[0].tolist())
@@ -203,7 +205,7 @@ def _of_answer(name: str, value: Tensor, prompt: Prompt) -> int:
     if name == "attention_mask":
         return 1
     if not name.endswith("token_type_ids"):
-        raise InputError(f"`{name}` has one number per token, and those of the answer are not known. Leave it out.")
+        raise InputError(f"`{name}` has one number per token, and the answer's are unknown. Leave it out.")
     seen = [value[0, j] for picture in prompt.pictures for j in picture.tokens]
     return int(not any(seen)) if seen else int(value[0, -1])
 

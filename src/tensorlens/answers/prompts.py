@@ -102,7 +102,9 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
     if isinstance(prompt, str):  # always a text, also one that ends like the name of a picture
         return _with_start(lens, _text(lens, prompt))
     if isinstance(prompt, (list, tuple)) and any(isinstance(one, str) for one in prompt):
-        raise InputError(f"Expected one prompt; got a {type(prompt).__name__} with texts. Ask for one answer each.")
+        raise InputError(
+            f"Expected one prompt; got a {type(prompt).__name__} with texts. Ask for one answer at a time."
+        )
     made = lens.prepare(prompt)
     ids = token_ids(made.arguments)
     if made.kind != "ids" or ids is None:
@@ -129,7 +131,7 @@ def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
     made = lens.prepare(list(prompt.ids)).arguments.get("decoder_input_ids")
     if made is None:
         raise InputError(
-            f"`{type(lens.model).__name__}` has a decoder that takes no tokens, so that it gives no answer."
+            f"`{type(lens.model).__name__}` has a decoder that takes no tokens, so it cannot give an answer."
         )
     forced = getattr(getattr(lens.model, "generation_config", None), "forced_bos_token_id", None)
     start = (*made[0].tolist(), *(() if forced is None else (forced,)))
@@ -253,7 +255,7 @@ def _given_ids(answer: Any) -> tuple[int, ...]:
     if not isinstance(ids, Sequence):
         raise InputError(f"`answer` must be a text or token ids; got {answer!r:.60}.")
     if not ids or not all(type(i) is int for i in ids):
-        raise InputError(f"An answer needs at least one token, as whole numbers; got {answer!r:.60}.")
+        raise InputError(f"Expected an answer of at least one token id, a whole number; got {answer!r:.60}.")
     return tuple(ids)
 
 
@@ -269,7 +271,7 @@ def generated(
     if not callable(getattr(model, "generate", None)):
         raise InputError(f"`{type(model).__name__}` does not generate. Pass the answer: lens.answer(prompt, answer=…).")
     if options.get("do_sample") and seed is None:
-        raise InputError("Sampling gives another answer each time. Pass `seed` as well, so that it can be repeated.")
+        raise InputError("Sampling gives a different answer each time. Pass `seed` to make it reproducible.")
     if options.get("num_return_sequences", 1) != 1:
         raise InputError("One answer is explained at a time. Leave `num_return_sequences` out.")
     device = next(model.parameters()).device
@@ -282,7 +284,7 @@ def generated(
     new = getattr(made, "sequences", made)[0, len(prompt.decoder_ids) :].tolist()
     found = tuple(_without_end(lens, new))
     if not found:
-        raise InputError("The model ended its answer before the first token. Pass an answer, or ask in another way.")
+        raise InputError("The model ended its answer before the first token. Pass an answer, or rephrase the prompt.")
     return Continuation(found, *decoded(lens, found))
 
 

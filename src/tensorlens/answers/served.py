@@ -37,8 +37,8 @@ class Agreement(NamedTuple):
         if self.holds:
             return f"the server's log-probabilities agree with this model's: they differ by {size}"
         return (
-            f"the server's log-probabilities are not this model's: they differ by {size}. Another model, template, "
-            "quantisation or temperature answered there; what is explained is this model"
+            f"the server's log-probabilities are not this model's: they differ by {size}. A different model, "
+            f"template, quantisation or temperature answered there; the explanation is of this model"
         )
 
 
@@ -54,8 +54,8 @@ def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
         )
     if len(logprobs) != n_tokens:
         raise InputError(
-            f"The answer has {n_tokens} tokens here, but `logprobs` has {len(logprobs)}: the server cut the text into "
-            "other tokens, or counted one that ends the answer. Pass the server's token ids as `answer`."
+            f"The answer has {n_tokens} tokens here, but `logprobs` has {len(logprobs)}: the server tokenised "
+            f"the text differently, or counted the token that ends the answer. Pass the server's token ids as `answer`."
         )
     numbers = tuple(float(one) if isinstance(one, (int, float)) else math.nan for one in logprobs)
     if not all(one <= 1e-6 and math.isfinite(one) for one in numbers):

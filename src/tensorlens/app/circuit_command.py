@@ -16,14 +16,17 @@ SUFFIXES = (".html", ".json")
 
 def circuit_(
     model: Model,
-    clean: Annotated[str, typer.Option(help="The input whose answer is explained.")],
-    corrupted: Annotated[str, typer.Option(help="The same with something changed; as many tokens.")],
+    clean: Annotated[str, typer.Option(help="The clean input, whose answer is explained.")],
+    corrupted: Annotated[str, typer.Option(help="The corrupted input, with as many tokens.")],
     target: TargetName = None,
     against: OtherTarget = None,
-    unit: Annotated[str, typer.Option(help="What to keep or leave out: edges or nodes.")] = "edges",
-    share: Annotated[float, typer.Option(help="Share of all edges or nodes that the graph shows.")] = 0.01,
+    unit: Annotated[str, typer.Option(help="Unit of the circuit: edges or nodes.")] = "edges",
+    share: Annotated[float, typer.Option(help="Fraction of the edges or nodes to show in the graph.")] = 0.01,
     scores: Annotated[
-        str, typer.Option(help="How to score: rules (of --rules), or integrated (integrated gradients, EAP-IG).")
+        str,
+        typer.Option(
+            help="How to score: rules (the rule set of --rules) or integrated (integrated gradients, EAP-IG)."
+        ),
     ] = "rules",
     out: Annotated[
         Path | None,
@@ -32,10 +35,9 @@ def circuit_(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which edges carry the difference? Scored, then judged: all others corrupted in the model itself.
+    """Which edges carry the difference between two inputs? Scores them, then runs the model with all others corrupted.
 
-    Example: tensorlens circuit smollm2-135m --clean "When Mary and John went to the store, John gave a drink to"
-    --corrupted "When Mary and John went to the store, Mary gave a drink to" --target " Mary" --against " John"
+    Example: tensorlens circuit smollm2-135m --clean "2+2=" --corrupted "2+3="
     """
     import tensorlens as tl
 

@@ -24,7 +24,7 @@ Words = Annotated[
     ),
 ]
 For = Annotated[str, typer.Option("--for", help=f"What to find: a {', '.join(QUESTIONS[:-1])}, or as the paper does.")]
-Tokens = Annotated[bool, typer.Option("--tokens", help="Keep tokens apart instead of whole words or sentences.")]
+Tokens = Annotated[bool, typer.Option("--tokens", help="Use single tokens instead of whole words or sentences.")]
 
 
 def explain_(
@@ -68,7 +68,7 @@ def explain_(
 
 
 def _check(reading: LoadOptions, model: str, text: str) -> None:
-    """Refuse a model that cannot be, with the line that works where its name on the hub is known."""
+    """Refuse a model that does not exist; where its name on the hub is known, print the command that works."""
     from tensorlens.models.resolving import FORMER_NAMES
 
     try:
@@ -82,7 +82,7 @@ def _check(reading: LoadOptions, model: str, text: str) -> None:
 
 
 def one_text(model: str, words: list[str]) -> str:
-    """The text, where it is one argument; the line that works, where quotes or the model are missing."""
+    """The text, if it is one argument; if quotes or the model are missing, an error with the command that works."""
     if len(words) == 1:
         return words[0]
     if words:

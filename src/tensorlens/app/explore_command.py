@@ -35,7 +35,7 @@ def explore(
     port: Annotated[int | None, typer.Option(help="Port (default: a free one).", min=0, max=65535)] = None,
     browser: Annotated[bool, typer.Option(help="Open the browser.")] = True,
     host: Annotated[
-        str, typer.Option(help="Address to serve on. Beyond this machine, visitors need a token.")
+        str, typer.Option(help="Address to serve on. If other machines can reach it, visitors need a token.")
     ] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(help="Token that every visitor must show (default: generated if one is needed).")
@@ -45,7 +45,7 @@ def explore(
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Ask in the browser: type a text or drop an image, then click for one map after another.
+    """Explore maps in the browser: type a text or drop an image, then click.
 
     Example: tensorlens explore smollm2-135m dinov2-small-saliency
     """
@@ -63,7 +63,7 @@ def explore(
     is_local = host in LOOPBACK
     if token is not None and len(token) < 12:
         raise InputError(
-            f"Expected a token of at least 12 characters, got {len(token)}. Leave it out to have one made."
+            f"Expected a token of at least 12 characters, got {len(token)}. Leave it out to have one generated."
         )
     token = token or (None if is_local else secrets.token_urlsafe(24))
     listener = _listen(host, port)
@@ -85,7 +85,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
             continue
         listener.listen()  # a visitor now waits: the address is printed before the server is up
         return listener
-    raise InputError(f"Expected to serve on {host}, port {port}; got: {reason}. Choose another --port or --host.")
+    raise InputError(f"Cannot serve on {host}, port {port}: {reason}. Choose another --port or --host.")
 
 
 def _serve(

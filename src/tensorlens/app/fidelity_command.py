@@ -22,21 +22,19 @@ def fidelity_(
     input: Input,
     out: RunFolder,
     directions: Annotated[
-        int, typer.Option(help="Random directions; as many directions towards other tokens are added.", min=1)
+        int, typer.Option(help="Number of random directions; as many towards other tokens are added.", min=1)
     ] = 4,
-    stride: Annotated[
-        int, typer.Option(help="Blocks between two measurements of properties; 0 leaves them out.", min=0)
-    ] = 1,
-    out_token: Annotated[int | None, typer.Option(help="Output whose slice is looked at.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of directions and probes.")] = 0,
+    stride: Annotated[int, typer.Option(help="Measure properties every this many blocks; 0 skips them.", min=0)] = 1,
+    out_token: Annotated[int | None, typer.Option(help="Output position whose slice is measured.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed for directions and probes.")] = 0,
     revisions: Annotated[
-        str | None, typer.Option(help="Checkpoints to compare, separated by commas: a run in a folder for each.")
+        str | None, typer.Option(help="Checkpoints to compare, separated by commas; each gets a folder.")
     ] = None,
     json: Json = False,
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Error against the size of a move, the bounds of Proposition 1, and the tensor's properties; write a run.
+    """How far from the input does T hold? Errors by step size, the bounds of Proposition 1, properties of the tensor.
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """

@@ -18,7 +18,7 @@ SUFFIXES = (".html", ".json")
 def inside(
     model: Model,
     input_: Input,
-    out_token: Annotated[int, typer.Option(help="Output position to explain; negative ones count from the end.")] = -1,
+    out_token: Annotated[int, typer.Option(help="Output position to explain; negative: from the end.")] = -1,
     target: TargetName = None,
     against: OtherTarget = None,
     share: Annotated[float, typer.Option(help="Fraction of the total flow the graph should cover.")] = 0.8,
@@ -54,7 +54,7 @@ def inside(
             components = T.components(out_token, chosen)
         components.show()
         typer.echo("")
-    with while_waiting("The graph, and why heads looked where they did"):
+    with while_waiting("Building the graph, and why heads attended where they did"):
         found = T.inside(out_token, chosen, share, max_nodes=max_nodes)
     pairs = [(block, head) for block, some in heads.items() for head in some]
     removed = T.ablate(pairs, out_token, chosen) if pairs else None

@@ -10,7 +10,7 @@ from tensorlens.app.printing import print_json, print_table
 
 
 def models(json: Json = False) -> None:
-    """List the bundled models: installed, or the line that installs them.
+    """List the bundled models: installed, or the command that installs them.
 
     Example: tensorlens models
     """
@@ -35,10 +35,10 @@ def models(json: Json = False) -> None:
     print_table(table)
     missing = [row for row in rows if not row["installed"]]
     if missing:
-        typer.echo("\nTo install one, with its weights and nothing else:")
+        typer.echo("\nTo install one (weights only):")
     for row in missing:
         typer.echo(f"  {row['name']}: {row['install']}")
-    typer.echo("\nAny other model: its folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B.")
+    typer.echo("\nFor any other model, pass its folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B.")
 
 
 def methods(json: Json = False) -> None:

@@ -1,4 +1,4 @@
-"""`tensorlens map`: the question is checked as early as possible, and what was left open is filled in."""
+"""`tensorlens map`: checks the question as early as possible, and fills in its defaults."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def map_(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """Which part of the model is asked for, before there is a model.
+    """The selected part of the model, before the model is loaded.
 
     Attributes:
         blocks: First block and the one after the last, None for the end; None for all.
@@ -135,7 +135,7 @@ class ModelPart:
         )
 
     def of(self, T: AttentionTensor) -> AttentionTensor:
-        """That part of an operator, which refuses blocks and heads that it does not have."""
+        """This part of an operator, which refuses blocks and heads that it does not have."""
         if self.blocks is not None:
             start, stop = self.blocks
             T = T.blocks(start, T.n_blocks if stop is None else stop)
@@ -164,7 +164,7 @@ def check_method(name: str | None, target: Any, norm: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MapQuestion:
-    """A question with nothing left open: a method, an output or None for all of them, a target or None."""
+    """A complete question: a method, an output (None for all), and a target or None."""
 
     method: str
     out_token: int | None
@@ -172,7 +172,7 @@ class MapQuestion:
 
     @classmethod
     def complete(cls, T: AttentionTensor, method: str | None, out_token: int | None, target: Any) -> MapQuestion:
-        """The question asked, with what was left open filled in; a position that does not exist is refused."""
+        """Fill in the question's defaults; refuse a position that does not exist."""
         n_out = T.shape[0]
         if out_token is not None and not -n_out <= out_token < n_out:
             raise InputError(
@@ -187,12 +187,12 @@ class MapQuestion:
         return cls(method=method, out_token=out_token, target=target)
 
     def predictions(self, T: AttentionTensor, k: int) -> list[Prediction]:
-        """What the model says at the output asked about; nothing where all are, or for a model without a head."""
+        """The model's predictions at the chosen output; empty for all outputs, or for a model without a head."""
         is_one = self.out_token is not None or T.operator.recording.pools
         return T.predictions(k=k, out_token=self._place(T)) if is_one and has_predictions(T) else []
 
     def headlined(self, T: AttentionTensor) -> Headlined | None:
-        """The target as it is read, and the headline, of a question about one output and a prediction."""
+        """The resolved target and the headline, for a question about one output and a prediction."""
         from tensorlens.maps.headlines import headlined
         from tensorlens.maps.methods import METHODS
 
@@ -208,7 +208,7 @@ class MapQuestion:
 
 
 def _found(T: AttentionTensor, question: MapQuestion, norm: str) -> TokenMap:
-    """The map with its headline; what was read differently from how it was written is said."""
+    """The map with its headline; prints how the target was read if that differs from how it was written."""
     told = question.headlined(T)
     if told is not None and told.asked.note:
         typer.echo(f"tensorlens: {told.asked.note}", err=True)
@@ -219,7 +219,7 @@ def _found(T: AttentionTensor, question: MapQuestion, norm: str) -> TokenMap:
 
 
 def _certified(T: AttentionTensor, found: TokenMap, say: Callable[[str], None]) -> TokenMap:
-    """The map with the certificate, which is said in one line."""
+    """The map with its certificate, which is also printed in one line."""
     with while_waiting("Measuring the certificate; --no-certify skips it"):
         certificate = T.certificate()
     say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
@@ -230,11 +230,11 @@ def _certified(T: AttentionTensor, found: TokenMap, say: Callable[[str], None]) 
 
 
 def _nothing(text: str) -> None:
-    """Say nothing: JSON stands alone."""
+    """Print nothing: the output is JSON only."""
 
 
 def _show(found: TokenMap, say: Callable[[str], None], *, is_saved: bool, as_json: bool) -> None:
-    """The map before its certificate: in the terminal, or the sentence of its sum where it goes into a file."""
+    """Print the map before its certificate; if it goes to a file, print only its sum."""
     if as_json:
         return
     if is_saved:

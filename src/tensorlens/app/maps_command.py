@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from tensorlens.studies.map_table import EncodedPart, MapTable
 
 FIRST_ROWS = 32
-"""Rows of the first part, which shows how long a row takes."""
+"""Rows of the first part, which measures how long a row takes."""
 
 SHOWN = 5
-"""Left-out rows that are printed with their reason, at most."""
+"""Largest number of left-out rows to print with their reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,17 @@ class MapsChoices:
     """How the rows are read, mapped and written."""
 
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
-    batch_size: Annotated[int | None, typer.Option(help="Rows at a time; as many as fit if left out.", min=1)] = None
+    batch_size: Annotated[int | None, typer.Option(help="Rows per batch (default: as many as fit).", min=1)] = None
     limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None
     on_error: Annotated[
         str, typer.Option(help="What to do with rows that are empty, too long or not text: raise or skip.")
     ] = "raise"
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long for the model.")] = False
     words: Annotated[bool, typer.Option("--words", help="One score per word instead of one per token.")] = False
-    part_rows: Annotated[int, typer.Option(help="Most rows per part (work lost if interrupted).", min=1)] = 4096
-    part_seconds: Annotated[float, typer.Option(help="About how long one part may take.", min=1)] = 60.0
+    part_rows: Annotated[
+        int, typer.Option(help="Largest number of rows per part (work lost if interrupted).", min=1)
+    ] = 4096
+    part_seconds: Annotated[float, typer.Option(help="Approximate time per part, in seconds.", min=1)] = 60.0
 
 
 def maps(
@@ -52,7 +54,7 @@ def maps(
     out: Annotated[
         Path,
         typer.Option(
-            help="What to write: a .csv or .jsonl file, or a folder of parquet files. A run that is there is resumed.",
+            help="Output: a .csv or .jsonl file, or a folder of parquet files. An existing run is resumed.",
             show_default=False,
         ),
     ],
@@ -66,7 +68,7 @@ def maps(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """A map of every row of a data set: id, tokens, scores, target, logit, bias_share, prediction, sink, own columns.
+    """Map every row of a data set. Columns: id, tokens, scores, target, logit, bias_share, prediction, sink, your own.
 
     Example: tensorlens maps smollm2-135m --data reviews.csv --out maps.csv
     """
@@ -99,13 +101,15 @@ def _check(method: str, on_error: str, out: Path) -> None:
     check_method_name(method)
     options.check_choice("on-error", on_error, ("raise", "skip"))
     if out.is_file() and out.suffix.lower() not in (".csv", ".jsonl"):
-        raise InputError(f"`--out` must be a folder, or a .csv or .jsonl file; {str(out)!r} is another file.")
+        raise InputError(
+            f"`--out` must be a folder, or a .csv or .jsonl file; {str(out)!r} is a different kind of file."
+        )
 
 
 def _made(
     table: MapTable, mapper: Mapper, rows: Iterator[Any], asked: MapsChoices, ray: str | None
 ) -> Iterator[tuple[int, int, EncodedPart]]:
-    """The parts that are missing: here, or from a cluster. Here a part is as long as the last one was quick."""
+    """Make the missing parts, here or on a cluster. Here, the rate of the last part sets the size of the next."""
     from tensorlens.studies.map_table import encoded
     from tensorlens.studies.ray_parts import parts_on_ray
 

@@ -1,6 +1,6 @@
-"""What several commands take: one record of how a model is loaded, and how written values are read.
+"""Options shared by several commands: how a model is loaded, and how values are parsed.
 
-Nothing here imports torch before a command runs, so that help and mistakes are answered at once.
+Nothing here imports torch before a command runs, so help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LoadOptions:
     dtype: Annotated[str | None, _option("float32 (default), float64, bfloat16, float16, auto.")] = None
     attention: Annotated[str | None, _option("eager or sdpa (default: transformers' choice).", "--attention")] = None
     trust_remote_code: Annotated[bool, _option("Run code that comes with the model.", "--trust-remote-code")] = False
-    revision: Annotated[str | None, _option("Branch, tag or commit of the hub, or a checkpoint in the folder.")] = None
+    revision: Annotated[str | None, _option("Branch, tag or commit on the hub, or a checkpoint in the folder.")] = None
 
     def check(self, model: str) -> None:
         """Refuse an unknown model or type before torch is imported or a file is read."""
@@ -137,7 +137,7 @@ class ModelOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PassageOptions(ModelOptions):
-    """The same with the rules that find passages as the default."""
+    """`ModelOptions` whose default is the rule set that finds passages."""
 
     rules: Annotated[str, _option(RULES_HELP.format(default=PASSAGE_RULES))] = PASSAGE_RULES
 
@@ -171,7 +171,7 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_input(value: str, *, images: bool = True) -> str:
-    """The text itself, or standard input for ``-``; what no model could read is refused before one is loaded.
+    """Return the text, or standard input for ``-``; refuse unreadable input before a model is loaded.
 
     Args:
         value: What was written.
@@ -186,7 +186,7 @@ def read_input(value: str, *, images: bool = True) -> str:
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
         raise InputError(
-            f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and give - as INPUT."
+            f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and use - as INPUT."
         )
     return text
 
@@ -257,7 +257,7 @@ def head_choice(choices: list[str] | None) -> dict[int, list[int]]:
 def target_of(target: str | None, against: str | None) -> Any:
     """A target, or a pair for a contrast. A number is an id or class index."""
     if against is not None and target is None:
-        raise InputError("`--against` is the contrast target; give the first with `--target`.")
+        raise InputError("`--against` is the contrast target; pass the target itself with `--target`.")
     if against is not None and target == against:
         raise InputError(f"The two targets of a contrast must differ; both are {target!r}.")
     return number(target) if against is None else (number(target), number(against))
@@ -275,4 +275,4 @@ def check_file(path: Path | None, suffixes: Sequence[str] = SUFFIXES) -> None:
     if path.suffix.lower() not in suffixes:
         raise InputError(f"`--out` must end in one of {' '.join(suffixes)}; got {str(path)!r}.")
     if not path.parent.is_dir():
-        raise InputError(f"`--out` must be in a folder that exists; there is no {str(path.parent)!r}.")
+        raise InputError(f"`--out` must be in a folder that exists; {str(path.parent)!r} does not.")

@@ -12,8 +12,8 @@ from tensorlens.app.printing import stage
 from tensorlens.studies.processes import Processes, hand_over
 
 TABLE = (
-    "deit-base, deit-small, bert, roberta, modernbert, gemma3, pythia, pico, phi, relations, or all of them. With all, "
-    "--data and --model are folders that hold a folder for each."
+    "deit-base, deit-small, bert, roberta, modernbert, gemma3, pythia, pico, phi, relations, or all of them. "
+    "With all, --data and --model are folders with one subfolder per table."
 )
 DATA = "File, folder or hub id of the data, or a folder with imagenet, imdb, wikitext-103 and relations."
 
@@ -21,14 +21,14 @@ DATA = "File, folder or hub id of the data, or a folder with imagenet, imdb, wik
 def paper(
     table: Annotated[str, typer.Argument(metavar="TABLE", help=TABLE)],
     out: RunFolder,
-    data: Annotated[str | None, typer.Option(help=DATA, show_default="the hub's, where it has them")] = None,
+    data: Annotated[str | None, typer.Option(help=DATA, show_default="from the hub, where available")] = None,
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of the model.", show_default="the paper's, from the hub")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Samples, or relations of each category.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draw, the splits and the bootstrap.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of samples, or of relations per category.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for samples, splits and bootstrap.")] = None,
     protocol: Annotated[
-        Path | None, typer.Option(help="A .json or .toml file with settings in the place of the paper's.")
+        Path | None, typer.Option(help="A .json or .toml file with settings that replace the paper's.")
     ] = None,
     processes: NumberOfProcesses = 1,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, mps, … (default: the accelerator).")] = None,
@@ -37,7 +37,7 @@ def paper(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
 ) -> None:
-    """One of the paper's tables with its own protocol: its numbers beside ours, deviations named.
+    """Reproduce one of the paper's tables with its protocol: its numbers beside ours, deviations listed.
 
     Example: tensorlens paper pythia --data wikitext-103 --out pythia --limit 100
 

@@ -20,7 +20,7 @@ METHODS = (
     "Methods, separated by commas (default: all). tensor.* methods accept a rule set after @, e.g. "
     "tensor.in_class@attn_lrp."
 )
-PRESETS = "For decoders: strict, or paper-like (the last token may go). Repeatable."
+PRESETS = "For decoders: strict, or paper-like (the last token may be replaced). Repeatable."
 REPLACEMENTS = "Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."
 
 
@@ -29,26 +29,28 @@ class PerturbChoices:
     """The options of the study as they are written on the command line; see `PerturbationOptions`."""
 
     methods: Annotated[str | None, typer.Option(help=METHODS)] = None
-    limit: Annotated[int | None, typer.Option(help="How many samples at most.", min=1)] = None
+    limit: Annotated[int | None, typer.Option(help="Largest number of samples.", min=1)] = None
     preset: Annotated[list[str] | None, typer.Option(help=PRESETS)] = None
     replacement: Annotated[list[str] | None, typer.Option(help=REPLACEMENTS)] = None
     tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128
     min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1
-    windows: Annotated[bool, typer.Option(help="Join all texts and cut windows.")] = False
+    windows: Annotated[bool, typer.Option(help="Join all texts, then cut them into windows.")] = False
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
-    split: Annotated[str, typer.Option(help="Which part of a data set given by id.")] = "test"
+    split: Annotated[str, typer.Option(help="Split of a data set given by id.")] = "test"
     grid: Annotated[
         str | None, typer.Option(help="Fractions replaced, such as 0,0.1,0.2.", show_default="0 to 0.3 by 0.05")
     ] = None
     absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False
-    norm_probes: Annotated[int | None, typer.Option(help="Estimate tensor.norm by so many probes.", min=1)] = None
-    seed: Annotated[int, typer.Option(help="Seed of the random control and the bootstrap.")] = 0
+    norm_probes: Annotated[
+        int | None, typer.Option(help="Probes for estimating tensor.norm (default: exact).", min=1)
+    ] = None
+    seed: Annotated[int, typer.Option(help="Random seed for the random control and the bootstrap.")] = 0
     batch_size: Annotated[
-        int | None, typer.Option(help="Replaced copies at a time; chosen for the device if left out.", min=1)
+        int | None, typer.Option(help="Perturbed copies per batch (default: chosen for the device).", min=1)
     ] = None
 
     def named(self) -> dict[str, Any]:
-        """The same by the names of `PerturbationOptions`; what is mistyped is refused before torch is imported."""
+        """The same by the names of `PerturbationOptions`; typos are refused before torch is imported."""
         methods = None if self.methods is None else listed(self.methods)
         for name in methods or ():
             check_name_with_member(name)
@@ -73,11 +75,11 @@ def perturb(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Is it better? Replace what each method calls relevant and see how far the output moves.
+    """Which method finds what matters? Replaces the tokens each method ranks highest; measures how the output moves.
 
     Example: tensorlens perturb minilm --data reviews.csv --out run --limit 50
 
-    Several processes share a run: on one machine with --processes, on several with accelerate launch or torchrun.
+    To share a run between processes, use --processes on one machine, accelerate launch or torchrun on several.
     """
     reading.check(model)
     check_data(data, suffixes=(".csv", ".tsv", ".jsonl", ".txt", ".parquet"))
@@ -100,7 +102,7 @@ def _table(result: StudyResult) -> str:
 
     condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
-    few = "; with so few, intervals say little" if n_measured < FEW else ""
+    few = "; with so few samples, the intervals mean little" if n_measured < FEW else ""
     lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
     for name, area in result.areas().items():
         low, high = found["most"]["hs_mse"]["methods"][name]["interval"]

@@ -20,26 +20,28 @@ if TYPE_CHECKING:
 class RelationChoices:
     """The options of the study as they are written on the command line; see `RelationOptions`."""
 
-    limit: Annotated[int | None, typer.Option(help="Relations of each category, at most.", min=1)] = None
-    splits: Annotated[int, typer.Option(help="Train-test splits of each relation.", min=1)] = 6
-    examples: Annotated[int, typer.Option(help="m, training examples of each split.", min=1)] = 3
-    max_test: Annotated[int, typer.Option(help="Test facts of each split, at most.", min=1)] = 100
+    limit: Annotated[int | None, typer.Option(help="Largest number of relations per category.", min=1)] = None
+    splits: Annotated[int, typer.Option(help="Train-test splits per relation.", min=1)] = 6
+    examples: Annotated[int, typer.Option(help="Training examples per split (m).", min=1)] = 3
+    max_test: Annotated[int, typer.Option(help="Largest number of test facts per split.", min=1)] = 100
     starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0"
     category: Annotated[list[str] | None, typer.Option(help="Only this category. Repeatable.")] = None
-    lre: Annotated[bool, typer.Option(help="Whether to run LRE beside the tensor.")] = True
-    seed: Annotated[int, typer.Option(help="Seed of the first split.")] = 0
+    lre: Annotated[bool, typer.Option(help="Whether to run LRE as well.")] = True
+    seed: Annotated[int, typer.Option(help="Random seed of the first split.")] = 0
 
 
 def relations_(
     model: Model,
-    data: Annotated[Path, typer.Option(help="Folder of relation files, by category.", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="Folder of relation files, one subfolder per category.", show_default=False)
+    ],
     out: RunFolder,
     asked: RelationChoices = RelationChoices(),  # noqa: B008  # a frozen record
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Decode relations with the mean attention tensor, beside LRE and controls; write a run with a report.
+    """Decode relations with the mean attention tensor, beside LRE and controls, and write a report.
 
     Example: tensorlens relations smollm2-135m --data facts --out run --limit 1
     """

@@ -13,14 +13,14 @@ from tensorlens.app.printing import print_json, stage
 
 def size_(
     model: Model,
-    n_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of the input.", min=2)] = 128,
+    n_tokens: Annotated[int, typer.Option("--tokens", help="Number of input tokens.", min=2)] = 128,
     json: Json = False,
     reading: LoadOptions = LoadOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """What will it cost? Memory and time from the model's config alone, before its weights are downloaded.
 
-    Blocks of the config's shape with random weights are tried on this device, and the cost of all blocks follows.
-    Slices, norms and data sets take the memory that is free.
+    Runs a few blocks of this shape with random weights on this device, and extrapolates to all blocks.
+    Slices, norms and data sets use whatever memory is free.
 
     Example: tensorlens size smollm2-135m --tokens 256
     """

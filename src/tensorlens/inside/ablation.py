@@ -64,7 +64,7 @@ class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
     @property
     def headline(self) -> str:
         """The question that it answers."""
-        return f"What becomes of “{visible(self.target)}” without {', '.join(map(str, self.components))}?"
+        return f"What happens to “{visible(self.target)}” without {', '.join(map(str, self.components))}?"
 
     def _table(self) -> Table:
         numbers = torch.tensor([[self.value, self.predicted, self.true]], dtype=torch.float64)

@@ -63,7 +63,9 @@ def queries_and_keys(run: Pass, other: Recording) -> Iterator[Scored]:
         mixtures = [one for one in run.recording.mixtures if one.block == block.n]
         twins = [one for one in other.mixtures if one.block == block.n]
         if len(mixtures) != 1 or len(twins) != 1:
-            raise MethodError(f"Block {block.n} has {len(mixtures)} attentions; queries and keys need one.")
+            raise MethodError(
+                f"Block {block.n} has {len(mixtures)} attention layers; queries and keys need exactly one."
+            )
         ours, theirs = _fused(run.recording, mixtures[0].slot), _fused(other, twins[0].slot)
         values = mixing(run.recording, block.n).values
         cotangent = run.cotangents(block.n)[mixtures[0].slot].flatten(0, -4).squeeze(0)  # (head, token, channel)

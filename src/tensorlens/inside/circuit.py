@@ -150,7 +150,7 @@ class Circuit:
             raise InputError(f"`order` must be 'magnitude' or 'signed'; got {order!r:.60}.")
         if budget is not None:
             if self.unit != "edges":
-                raise InputError("A budget is of edges; select nodes by `share` or `count`.")
+                raise InputError("`budget` counts edges; select nodes by `share` or `count`.")
             weights = self.scores if order == "signed" else self.scores.abs()
             return replace(self, kept=best_connected(weights, self.is_wired, check_whole(budget, "budget", 1)))
         if share is not None:
@@ -371,7 +371,7 @@ def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> t
     streams = wiring.streams(arguments)
     if streams.leaving.shape[1:] != run.operator.input.shape:
         n = streams.leaving.shape[1]
-        raise InputError(f"Two inputs of one length are needed; got {run.n_tokens} and {n} tokens.")
+        raise InputError(f"Expected two inputs of the same length; got {run.n_tokens} and {n} tokens.")
     is_wired = wiring.is_wired()
     _, (moved,) = wiring.judged(is_wired[None].to(run.operator.device), streams, run.operator.input)
     pair = Pair(wiring, streams, wiring.streams(own).value)

@@ -75,7 +75,7 @@ class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_
             )
         heads = [label for label in self.labels if label.head is not None]
         if any(label.block not in self._blocks or (label.head or 0) >= len(self.labels) for label in heads):
-            raise InputError(f"Expected heads of the blocks {self._blocks}, counted from 0; got others.")
+            raise InputError(f"Expected heads of the blocks {self._blocks}, counted from 0; got different ones.")
 
     @property
     def _blocks(self) -> range:

@@ -63,7 +63,7 @@ class Encoder:
         if (self.activation == "jumprelu") != (self.threshold is not None) or (self.activation == "topk") == (
             self.k is None
         ):
-            raise InputError(f"A {self.activation} encoder and its threshold or k do not fit.")
+            raise InputError(f"A {self.activation} encoder does not match its threshold or k.")
         if self.reads not in get_args(Reads):
             raise InputError(f"`reads` must be one of {', '.join(get_args(Reads))}; got {self.reads!r:.60}.")
 
@@ -105,7 +105,9 @@ class Dictionary:
             for encoder, one in zip(self.encoders, self.decoders, strict=False)
         )
         if not fits or self.component not in ("feed-forward", "attention"):
-            raise InputError("Expected a decoder row of as many channels as the bias for each feature; got others.")
+            raise InputError(
+                "Expected a decoder row of as many channels as the bias for each feature; got different shapes."
+            )
 
     @property
     def n_features(self) -> int:
@@ -243,7 +245,7 @@ def _from_saelens(folder: Path) -> Dictionary:
     name = more.get("hook_name") or config.get("hook_name") or ""
     out = more.get("hook_name_out") or config.get("hook_name_out") or name
     if config.get("normalize_activations", "none") not in ("none", None):
-        raise InputError(f"Expected a dictionary of states as they are; this one rescales them ({folder.name}).")
+        raise InputError(f"Expected a dictionary of unscaled states; this one rescales them ({folder.name}).")
     weight, bias = tensors["W_enc"].T.contiguous(), tensors["b_enc"]
     if config.get("apply_b_dec_to_input"):
         bias = bias - weight @ tensors["b_dec"]
@@ -270,8 +272,8 @@ def _place(name: str, out: str) -> Reads:
     """Where features read, by the name of a hook of TransformerLens."""
     if "resid_pre" in out or "resid_post" in out or "hook_z" in out:
         raise InputError(
-            f"{out!r} is not the output of a feed-forward or an attention; a dictionary of the stream itself takes no "
-            "component apart."
+            f"{out!r} is not the output of a feed-forward or an attention; a dictionary of the stream itself "
+            f"does not decompose a component."
         )
     if name == out:
         return "output"

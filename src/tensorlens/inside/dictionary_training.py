@@ -37,7 +37,7 @@ def gathered(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tenso
     own = [part for part in parts(run.block(block)) if part.component.kind == "feed-forward"]
     seat = seat_of(run, own[0]) if own else None
     if seat is None:
-        raise MethodError(f"No single module gives out the feed-forward of block {block}; a dictionary needs one.")
+        raise MethodError(f"No single module outputs the feed-forward of block {block}; a dictionary needs one.")
     recording = run.recording
     module = recording.from_model("Training a dictionary").model.get_submodule(seat.path)
     kept: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -62,7 +62,9 @@ class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulne
         """Check that every pair has the whole curve."""
         super().__post_init__()
         if len(self.pairs) != self.n_pairs or {len(row) for row in self.pairs} != {len(self.curve)}:
-            raise InputError(f"Expected {len(self.curve)} numbers for each of {self.n_pairs} pairs; got others.")
+            raise InputError(
+                f"Expected {len(self.curve)} numbers for each of {self.n_pairs} pairs; got a different number."
+            )
 
     def __repr__(self) -> str:
         """One line: the areas."""

@@ -102,7 +102,7 @@ def _taken_in(block: Block, write: Write) -> int:
         if len(taken) == 1:
             return taken[0]
     raise MethodError(
-        f"What the feed-forward of block {block.n} takes in is not one state; use a dictionary that reads the stream "
+        f"The feed-forward of block {block.n} does not read a single state; use a dictionary that reads the stream "
         "or the output."
     )
 

@@ -99,7 +99,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
         n_tokens = len(self.total.tokens)
         sizes = {len(self.direct.tokens), len(self.graph.tokens), *(len(one.read) for one in self.heads)}
         if sizes != {n_tokens} or any(max(one.look.query, one.look.key) >= n_tokens for one in self.heads):
-            raise InputError(f"Expected components, graph and heads of the same {n_tokens} tokens; got others.")
+            raise InputError(f"Expected components, graph and heads of the same {n_tokens} tokens; got different ones.")
 
     def __repr__(self) -> str:
         """One line: what of what."""

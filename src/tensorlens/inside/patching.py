@@ -210,7 +210,7 @@ def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
         return (lambda block, part: part.of(ours[part.slot])), (lambda block, part: part.of(theirs[part.slot]))
     other = specimen.look(prepared)
     if other.shape != run.operator.shape:
-        raise InputError(f"Two inputs of one length are needed; got {run.n_tokens} and {other.n_tokens} tokens.")
+        raise InputError(f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens.")
     twin = Pass(other.operator, run.weights, run.out_token)
 
     def in_twin(block: Block, part: Editable) -> Tensor:

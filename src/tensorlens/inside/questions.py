@@ -151,7 +151,7 @@ class InsideQuestions(ComputedByAnother):
         meta = {name: value for name, value in self.meta().items() if name in own}
         tokens = self.context.tokens
         if groups is not None and by == "component":
-            raise InputError("Groups are of tokens; leave them out with by='component'.")
+            raise InputError("Groups are groups of tokens; leave them out with by='component'.")
         made = score_map(self.operator, block, head, query, key, by=by, attention=attention, tokens=tokens, meta=meta)
         return made if groups is None else grouped(made, find_groups(groups, tokens, self.meta()))
 

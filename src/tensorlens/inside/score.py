@@ -221,8 +221,8 @@ def _chosen(recording: Recording, asked: ScoreQuestion) -> tuple[int, Meeting]:
         )
     if wanted >= len(found):
         raise MethodError(
-            f"In block {asked.block} of `{recording.name}`, queries and keys meet before a softmax {len(found)} times "
-            f"in a way that can be followed; expected attention {wanted}. Use `tensor.in_class`."
+            f"In block {asked.block} of `{recording.name}`, {len(found)} attention layers could be followed "
+            f"from queries and keys to a softmax; expected attention {wanted}. Use `tensor.in_class`."
         )
     return wanted, found[wanted]
 
@@ -358,8 +358,8 @@ def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
     factor = float(place.of(by_product))
     if int(by_product.count_nonzero()) != (factor != 0):
         raise MethodError(
-            f"In block {block.n} of `{block.recording.name}`, queries and keys meet before a softmax 0 times in a way "
-            "that can be followed. Use `tensor.in_class`."
+            f"In block {block.n} of `{block.recording.name}`, no attention layer could be followed from queries "
+            f"and keys to a softmax. Use `tensor.in_class`."
         )
     cap = _slope_of_cap(program, at_x, place)
     # Where a mask puts in another number, nothing is left of the product.

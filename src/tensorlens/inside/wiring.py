@@ -92,7 +92,9 @@ class Wiring:
         recording = self.run.recording
         origin = recording.from_model("A circuit")
         if recording.n_encoder_blocks or self.run.side_channel is not None or not self.run.operator.is_whole:
-            raise MethodError(f"`{recording.name}` has other wires than one residual stream; use `tl.patching`.")
+            raise MethodError(
+                f"`{recording.name}` passes more than one residual stream between blocks; use `tl.patching`."
+            )
         if origin.calls[0].layout.batch != 0 or recording.readout is None:
             raise MethodError(f"A circuit of `{recording.name}` needs samples on the first axis, and a head.")
         self._model = origin.model
@@ -111,7 +113,7 @@ class Wiring:
             own = [one for one in editable if one.slot == write.slot and one.head is None]
             seat = seat_of(self.run, own[0]) if own else None
             if seat is None:
-                raise self._refusal(f"no single module gives out {kind} of block {block.n}")
+                raise self._refusal(f"no single module outputs {kind} of block {block.n}")
             self.write_seats[write.slot] = seat
             heads = self._heads(block, write, editable)
             place = places[write.slot]
@@ -220,7 +222,7 @@ class Wiring:
             slots = dict.fromkeys(one.write.slot for one in readers)
             gap = after - states[n] - sum(kept[slot] for slot in slots)
             if float(gap.norm()) > repeated(after.dtype) * float(after.norm()):
-                raise self._refusal(f"what leaves block {n} is not what entered it and what it wrote")
+                raise self._refusal(f"the output of block {n} is not its input plus what it wrote")
         logits = self.run.recording.logits(end, min(self.run.out_token, states[0].shape[1] - 1))[0]
         return Streams(states, last[0], kept, self.run.read(logits))
 

@@ -82,8 +82,8 @@ def _glob_enc(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     """
     if block.second is None:
         raise MethodError(
-            f"`glob_enc` does not apply to block {block.block}: expected a second norm that sees what attention "
-            "gives, and here none does. Use `w_attn_res_ln`."
+            f"`glob_enc` does not apply to block {block.block}: it needs a second norm that reads the attention "
+            f"output, and this block has none. Use `w_attn_res_ln`."
         )
     return _lengths(block.second(vectors, rows))
 
@@ -182,7 +182,7 @@ def block_matrices(operator: FrozenOperator, measure: str) -> list[Matrices]:
     """The measure's matrix for each block in the operator's range, of all samples that were recorded."""
     if operator.heads:
         raise MethodError(
-            "Baselines describe the model's own attention and know no chosen heads; got some left out. Ask the whole "
+            "Baselines describe the model's own attention and do not support selected heads. Use the whole "
             "tensor, or use a method of the tensor."
         )
     known = _matrices.setdefault(operator.recording, {})
@@ -211,7 +211,7 @@ def _with_held_factors(recording: Recording) -> Recording:
     if recording.rules.holds_factors:
         return recording
     if recording not in _held:
-        origin = recording.from_model("A baseline beside a member with live attention or norms")
+        origin = recording.from_model("A baseline under rules with live attention or norms")
         _held[recording] = record(origin.anatomy, origin.inputs, Rules(), n_samples=recording.n_samples)
     return _held[recording]
 
@@ -244,9 +244,9 @@ for _measure, _words in SUMMARIES.items():
         partial(_mean, measure=_measure)
     )
 
-method("alti", "Peer: how near each source's part comes to the whole, multiplied over blocks", takes_samples=True)(
-    partial(_rollout, measure="alti")
-)
+method(
+    "alti", "Peer: how close each source's contribution comes to the whole, multiplied over blocks", takes_samples=True
+)(partial(_rollout, measure="alti"))
 
 
 @method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped", takes_samples=True)

@@ -50,17 +50,17 @@ def _random(question: Question) -> Scored:
     return _by_place(question, list(random_scores(len(question.out_tokens), len(question.operator.input))))
 
 
-@method("control.recency", "Control: the later the token, the higher", takes_samples=True)
+@method("control.recency", "Control: later tokens score higher", takes_samples=True)
 def _recency(question: Question) -> Scored:
     return _by_place(question, [recency_scores(n) for n in _lengths(question)])
 
 
-@method("control.position", "Control: the earlier the token, the higher", takes_samples=True)
+@method("control.position", "Control: earlier tokens score higher", takes_samples=True)
 def _position(question: Question) -> Scored:
     return _by_place(question, [position_scores(n) for n in _lengths(question)])
 
 
-@method("control.embedding_norm", "Control: length of the state that enters the first block", takes_samples=True)
+@method("control.embedding_norm", "Control: norm of the state that enters the first block", takes_samples=True)
 def _embedding_norm(question: Question) -> Scored:
     states = question.recording.states[question.operator.span.start]
     return Scored(scores=states.norm(dim=-1)[list(question.of)], bias_share=unknown_bias(question))

@@ -114,7 +114,7 @@ class Decomposition:
         paths = outs if found.is_parallel else [Path(found.start, self.first.pieces)]
         slot, x = found.slot_of(*paths), self.recording.states[self.block]
         if slot is None:
-            raise _not_found(self.block, "no step of it holds what attention adds to the residual stream.")
+            raise _not_found(self.block, "no step contains what attention adds to the residual stream.")
         value = at_least_float32(found.program.observe((x,), (slot,))[slot]).reshape(self.x.shape)
         return value + self.x if found.is_parallel else value
 
@@ -160,7 +160,7 @@ def _sub_layers(found: Wiring, block: int) -> tuple[Chain, Chain, Chain, Chain |
     if (len(outs), len(carries), len(found.streams)) != (1, 1, 1):
         raise _not_found(block, "attention, residual and feed-forward are joined by more than one sum.")
     if not outs[0].has_weights or any(piece.kind == "gain" for piece in outs[0].pieces):
-        raise _not_found(block, "what attention mixed is gated before the output weight, or there is none.")
+        raise _not_found(block, "the attention output is gated before the output weight, or there is no output weight.")
     if found.is_parallel:
         return outs[0].pieces, carries[0].pieces, (), None
     stream = found.streams[0].pieces

@@ -104,7 +104,7 @@ def _whole(question: Question) -> Recording:
     operator = question.operator
     if not operator.is_whole:
         raise MethodError(
-            "Gradients are of the whole model; got a range of blocks or chosen heads. Use a method of the tensor."
+            "Gradients cover the whole model; got a range of blocks or chosen heads. Use a method of the tensor."
         )
     if not question.has_classes and question.target is not None:
         raise MethodError("A target needs a model with classes; leave it out to explain the output state.")

@@ -85,7 +85,7 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     if not isinstance(meta.get("text"), str):  # the input was ids: bounds are positions
         return _assigned(_checked(groups, len(labels), None), [[k, k + 1] for k in range(len(labels))])
     if not fits(meta.get("offsets"), len(labels), len(text)):
-        raise InputError("This tokenizer does not tell where its tokens stand in the text. Pass token ids instead.")
+        raise InputError("This tokenizer does not report where its tokens are in the text. Pass token ids instead.")
     return _assigned(_checked(groups, len(text), text), offsets, all_needed=True)
 
 
@@ -153,7 +153,7 @@ def _by_region(regions: Any, labels: Sequence[str], meta: Mapping[str, Any]) -> 
     """Patches by region; a token beside them is a group of its own."""
     grid = meta.get("grid")
     if not isinstance(grid, Mapping):
-        raise InputError("Regions are those of a picture with a grid of patches, and this input has none.")
+        raise InputError("Regions need a picture with a grid of patches, and this input has none.")
     rows, columns, first = (grid[key] for key in ("rows", "columns", "first"))
     boxes = cells(rows, columns)
     beside = [Group(label, (k,)) for k, label in enumerate(labels) if not first <= k < first + len(boxes)]
@@ -206,7 +206,9 @@ def _separated(text: str, groups: Mapping[str, str]) -> list[Passage]:
     if list(groups) != ["separator"] or not isinstance(separator, str) or not separator:
         raise InputError(f'Passages between a separator are {{"separator": "###"}}; got {groups!r:.60}.')
     if separator not in text:
-        raise InputError(f"The separator {separator!r} does not stand in the text. Pass it as it is written there.")
+        raise InputError(
+            f"The separator {separator!r} does not occur in the text. Pass it exactly as it is written there."
+        )
     spans = _between(text, [found.end() for found in re.finditer(re.escape(separator), text)])
     return [span._replace(label=span.label.removesuffix(separator).strip() or span.label) for span in spans]
 
@@ -300,9 +302,11 @@ def _passage(passage: str, text: str | None) -> Passage:
         )
     start = text.find(passage) if passage else -1
     if start < 0:
-        raise InputError(f"The passage {passage!r:.60} does not stand in the text. Pass it as it is written there.")
+        raise InputError(
+            f"The passage {passage!r:.60} does not occur in the text. Pass it exactly as it is written there."
+        )
     if text.find(passage, start + 1) >= 0:
-        raise InputError(f"The passage {passage!r:.60} stands in the text twice. Pass (label, start, stop) instead.")
+        raise InputError(f"The passage {passage!r:.60} occurs in the text twice. Pass (label, start, stop) instead.")
     return Passage(passage, start, start + len(passage))
 
 

@@ -384,8 +384,8 @@ def check_out_token(question_token: object, pools: bool, name: str) -> None:
 
 
 WARNING = (
-    "these scores are what is left of sums that cancel: {kept:.0e} of their magnitudes, so that rounding may be "
-    "{noise:.0%} of them. Use a wider type, or rules that hold more, such as `Rules.paper()`"
+    "these scores remain after large terms cancel ({kept:.0e} of their magnitudes), so rounding may be "
+    "{noise:.0%} of them. Use a wider type, or rules that keep more fixed, such as `Rules.paper()`"
 )
 
 

@@ -31,7 +31,7 @@ def added_positions(recording: Recording) -> Tensor:
     name, states = recording.name, recording.states[0]
     own, other = _beside_words(recording, shift=0), _beside_words(recording, shift=1)
     if own is None or other is None or own.shape != states.shape[1:]:
-        raise MethodError(f"`{name}` has no words that positions are added to; leave `positions` out.")
+        raise MethodError(f"`{name}` has no word embeddings to which positions are added; leave `positions` out.")
     size = float(states.norm()) * repeated(states.dtype)
     if float((own - other).norm()) > size:
         raise MethodError(
@@ -39,7 +39,9 @@ def added_positions(recording: Recording) -> Tensor:
             "sum with other embeddings), so a column has no part that is the position's alone; leave `positions` out."
         )
     if float(own.norm()) <= size:
-        raise MethodError(f"`{name}` adds no positions to its words: it has them inside its blocks, or not at all.")
+        raise MethodError(
+            f"`{name}` does not add positions to its word embeddings: they enter inside its blocks, or not at all."
+        )
     return own
 
 

@@ -48,12 +48,12 @@ class Classes:
         if isinstance(target, dict):
             if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
                 raise InputError(
-                    f"Weights must be {{id: number}} with at least one, none of them NaN; got {target!r:.80}."
+                    f"Weights must be {{id: number}} with at least one entry and no NaN; got {target!r:.80}."
                 )
             return {self.index(index): float(weight) for index, weight in target.items()}
         if isinstance(target, (tuple, list)):
             if len(target) != 2:
-                raise InputError(f"A contrast is a pair (target, other); got {len(target)} of them.")
+                raise InputError(f"A contrast is a pair (target, other); got {len(target)} entries.")
             first, second = (self.index(one) for one in target)
             if first == second:
                 raise InputError(f"The two targets of a contrast must differ; both are {self.name(first)!r}.")
@@ -132,7 +132,7 @@ class Classes:
             return exact
         if unknown is not None and set(ids) == {unknown}:
             raise InputError(
-                f"`target` must be one token of the vocabulary; {target!r} is none. Name one, or pass its id."
+                f"`target` must be one token of the vocabulary; {target!r} is not one. Name one, or pass its id."
             )
         pieces = [self.tokenizer.decode([i]) for i in ids]
         spaced = self.tokenizer(f" {target}", add_special_tokens=False)["input_ids"]

@@ -69,7 +69,7 @@ def _sizes(question: Question) -> Tensor:
 
 @method(
     "tensor.in_out",
-    "What each input contributes along the output that came out; signed",
+    "Contribution of each input along the actual output; signed",
     signed=True,
     takes_samples=True,
 )
@@ -117,7 +117,7 @@ def in_class_map(question: Question) -> Scored:
     return Scored(scores=found.scores, bias_share=share, by_row=by_row, chosen=chosen)
 
 
-@method("tensor.contribution", "Length of what each input contributes to the output", takes_samples=True)
+@method("tensor.contribution", "Norm of each input's contribution to the output", takes_samples=True)
 def contribution_map(question: Question) -> Scored:
     r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token that is there."""
     if question.is_batch:
@@ -159,7 +159,7 @@ def _exact_norms(question: Question) -> Tensor:
     norms = frobenius_norms if question.norm == "frobenius" else spectral_norms
     if question.is_batch:
         if question.operator.folded is None:  # each pull would take all samples with it
-            raise MethodError("The blocks cannot be folded; the rows of each sample go by pulls of their own.")
+            raise MethodError("The blocks cannot be folded; the rows of each sample are pulled separately.")
         return torch.cat([norms(question.operator.but(sample=k), (i,)) for k, i in enumerate(question.out_tokens)])
     return norms(question.operator, question.out_tokens)
 

@@ -461,8 +461,9 @@ def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
     is_made = [seen.node >= last.start for seen in last.given]
     if any(is_made) and place < len(is_made) and not is_made[place]:
         raise AnatomyError(
-            f"`{last.path}` hands on the state of `{anatomy.stack}`, of shape {last.given[place].shape}, as it is, and "
-            "works on another. Expected one state that goes from block to block; pass the path of blocks that it goes "
+            f"`{last.path}` passes the state of `{anatomy.stack}`, of shape {last.given[place].shape}, on "
+            f"unchanged and works on a different one. Expected one state that goes from block to block; pass "
+            f"the path of blocks that it goes "
             "through as `blocks=`."
         )
 
@@ -470,8 +471,8 @@ def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
 def _nothing_repeats(model: nn.Module) -> AnatomyError:
     """Nothing in the model repeats."""
     return AnatomyError(
-        f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer blocks, or "
-        "modules alike that follow each other; found neither. "
+        f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer "
+        f"blocks, or similar modules called one after another; found neither. "
         f'Pass its path as `tensorlens.Lens(model, blocks="path.to.blocks")`. {WHAT_IS_NEEDED}'
     )
 
@@ -479,8 +480,8 @@ def _nothing_repeats(model: nn.Module) -> AnatomyError:
 def never_ran(model: nn.Module, stack: str) -> AnatomyError:
     """This input goes past the blocks."""
     return AnatomyError(
-        f"The blocks in `{stack}` of `{type(model).__name__}` never ran on this input. Expected the forward pass to go "
-        "through them, and no answer from memory; pass the path of the right list as `blocks=`."
+        f"The blocks in `{stack}` of `{type(model).__name__}` never ran on this input. Expected the forward "
+        f"pass to call them, without returning a cached result; pass the path of the right list as `blocks=`."
     )
 
 
@@ -488,6 +489,7 @@ def _not_seen(model: nn.Module, ran: ModuleCall) -> AnatomyError:
     """A block takes or gives something in which no state can be seen."""
     return AnatomyError(
         f"`{ran.path}` of `{type(model).__name__}` ran, but no state was seen to {'leave' if ran.taken else 'enter'} "
-        "it: expected a tensor of floats with tokens and channels, by itself or in a tuple, a list, a dictionary or a "
-        "dataclass. Let the block take and return its state so, or pass the path of the right list as `blocks=`."
+        "it: expected a tensor of floats with tokens and channels, on its own or in a tuple, a list, a dictionary or a "
+        "dataclass. Let the block take and return its state in this form, or pass the path of the right list as "
+        "`blocks=`."
     )

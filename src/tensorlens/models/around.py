@@ -63,8 +63,8 @@ def said_of(stack: str, beside: tuple[str, ...]) -> str:
     if not others:
         return f"`{stack}` was called again on another input; this operator describes the first call only"
     return (
-        f"`{'`, `'.join(others)}` ran beside `{stack}`, which this operator is about: it carries what the other adds "
-        f'on the way to X^N, if anything. To look at the other, pass `blocks="{others[0]}"`'
+        f"`{'`, `'.join(others)}` ran beside `{stack}`, which this operator describes: it includes whatever the "
+        f'other adds on the way to X^N. To look at the other, pass `blocks="{others[0]}"`'
     )
 
 
@@ -101,7 +101,7 @@ def refuse_several_states(chain: Chain, evidence: Evidence) -> None:
             raise AnatomyError(
                 f"`{holder.path}` takes {len(holder.taken)} states at once, of shapes "
                 f"{', '.join(str(seen.shape) for seen in holder.taken)}; expected one state that goes from block to "
-                "block. Look at one of its parts by itself."
+                "block. Apply the lens to one of its parts."
             )
 
 
@@ -116,8 +116,9 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
             sources = evidence.roots(entering(chain[0]).node)
             if is_state and any(sources & evidence.roots(first.node) for first in firsts):
                 raise AnatomyError(
-                    f"`{b.path}` takes two states that blocks before it gave, of shapes {entering(b).shape} and "
-                    f"{seen.shape}, both made of the same input; expected one state that goes from block to block. "
+                    f"`{b.path}` takes two states from earlier blocks, of shapes {entering(b).shape} and "
+                    f"{seen.shape}, both computed from the same input; expected one state that goes from block "
+                    f"to block. "
                     "To look at a part in which one of them continues alone, pass the path of its list as `blocks=`."
                 )
 

@@ -78,7 +78,7 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
         if isinstance(error, LoadError) or not (isinstance(error, OSError) or is_no_room(error)):
             raise
         raise LoadError(
-            f"Converted weights are kept in {done.parent}, which cannot be written ({error}). "
+            f"Converted weights are kept in {done.parent}, which is not writable ({error}). "
             "Make room there, or choose another folder with the environment variable TENSORLENS_CACHE."
         ) from error
     return done

@@ -94,7 +94,7 @@ def check_proportion(name: str | Path, config: Any, model_class: Any, files: lis
     import torch
 
     n_bytes = sum(file.stat().st_size for file in files)
-    with foreign_reader(lambda said: f"{name}: no model can be built as its configuration says: {said}"):
+    with foreign_reader(lambda said: f"{name}: no model can be built from its configuration: {said}"):
         with torch.device("meta"):
             model = model_class(config) if not hasattr(model_class, "from_config") else model_class.from_config(config)
         n_parameters = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
@@ -120,5 +120,5 @@ def check_zip(name: str | Path, file: Path) -> None:
         unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > MOST_UNPACKED * file.stat().st_size + FEW_PARAMETERS:
         raise LoadError(
-            f"{name}: {file.name} unpacks to {unpacked:.2g} bytes, far more than weights do. It is not read."
+            f"{name}: {file.name} unpacks to {unpacked:.2g} bytes, far more than weights do, so it is not read."
         )

@@ -55,8 +55,8 @@ def first_parameter(model: nn.Module) -> str:
     inside = list(model.children())
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise InputError(
-            f"`{type(model).__name__}.forward` takes its arguments by their place alone; expected names, by which the "
-            "lens calls a model. Give the lens the module inside, or let forward take `**kwargs` too."
+            f"`{type(model).__name__}.forward` takes positional arguments only; the lens calls a model by "
+            f"argument names. Pass the inner module to the lens, or let forward take `**kwargs` too."
         )
     if len(inside) == 1:
         return first_parameter(inside[0])
@@ -80,7 +80,7 @@ def ids_parameter(model: nn.Module) -> str:
         return "input_ids"
     if "pixel_values" in parameters or not any(isinstance(module, nn.Embedding) for module in model.modules()):
         raise InputError(
-            f"Got token ids, but `{type(model).__name__}` has no embedding of tokens. Pass what it takes, or "
+            f"Got token ids, but `{type(model).__name__}` has no token embedding. Pass what it takes, or "
             "embeddings of shape (token, channel)."
         )
     return first_parameter(model)
@@ -93,7 +93,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     except TypeError as error:
         raise InputError(
             f"`{type(model).__name__}` cannot be called with these inputs "
-            f"({', '.join(arguments) or 'none'}): {error}. Pass a dictionary of all that it takes. {WHAT_IS_NEEDED}"
+            f"({', '.join(arguments) or 'none'}): {error}. Pass a dictionary with all its arguments. {WHAT_IS_NEEDED}"
         ) from error
 
 

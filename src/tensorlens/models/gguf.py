@@ -81,8 +81,8 @@ def _progress_for_people() -> Iterator[None]:
 
 def _unreadable(name: str, said: str) -> str:
     return (
-        f"{name}: the .gguf file could not be converted ({said}). transformers reads a part of the GGUF "
-        "architectures only; load the original checkpoint from its folder or hub id instead."
+        f"{name}: the .gguf file could not be converted ({said}). transformers reads only some GGUF "
+        f"architectures; load the original checkpoint from its folder or hub id instead."
     )
 
 
@@ -182,8 +182,8 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     is_gemma = metadata.get("general.architecture", "").startswith("gemma")
     if is_gemma and isinstance(tokenizer.backend_tokenizer.model, Unigram):
         raise LoadError(
-            f"{file.name}: this version of transformers takes the tokenizer of Gemma for another kind, and would cut "
-            "texts otherwise than the model was trained on. Install transformers>=5.22."
+            f"{file.name}: this version of transformers mistakes Gemma's tokenizer for a different kind and "
+            f"would not tokenise texts as in training. Install transformers>=5.22."
         )
     return _framed(tokenizer, metadata)
 

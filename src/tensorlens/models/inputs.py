@@ -165,7 +165,7 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     made = tokenizer(text, return_offsets_mapping=True) if is_fast else tokenizer(text)
     ids = made["input_ids"]
     if not ids:
-        raise InputError(f"The tokenizer made no tokens of {text!r}. Pass some other text.")
+        raise InputError(f"The tokenizer gives no tokens for {text!r}. Pass a different text.")
     places = (
         tuple([(start, stop) if stop > start else None for start, stop in made["offset_mapping"]]) if is_fast else None
     )
@@ -181,7 +181,7 @@ def _as_ids(values: Sequence[int]) -> Tensor:
     try:
         return torch.tensor(list(values), dtype=None if values else torch.long)
     except (RuntimeError, ValueError, OverflowError):
-        raise InputError(f"Token ids must be numbers of the model's vocabulary; got {max(values, key=abs)}.") from None
+        raise InputError(f"Token ids must be in the model's vocabulary; got {max(values, key=abs)}.") from None
 
 
 def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:
@@ -229,8 +229,8 @@ def _from_values(values: Tensor, model: nn.Module) -> ModelInput:
         values = values[None]
     if not values.is_floating_point() or values.dim() < 2:
         raise InputError(
-            f"`{name}` of `{type(model).__name__}` takes token ids (a list of whole numbers) or numbers with tokens "
-            f"and channels; got {values.dtype} of shape {tuple(values.shape)}."
+            f"`{name}` of `{type(model).__name__}` takes token ids (a list of whole numbers) or floats with "
+            f"token and channel axes; got {values.dtype} of shape {tuple(values.shape)}."
         )
     if values.dim() > 2 and 1 not in values.shape[:2]:
         raise InputError(f"Expected one sample; got shape {tuple(values.shape)}. Pass several as a list.")
@@ -245,14 +245,14 @@ def _from_embeddings(embeddings: Tensor, model: nn.Module) -> ModelInput:
     if embeddings.dim() != 2 or embeddings.shape[0] == 0 or width is not None and embeddings.shape[1] != width:
         raise InputError(
             f"Embeddings must have shape (token, {width or 'channel'}); got {tuple(embeddings.shape)}. "
-            "Token ids are passed as a list of whole numbers."
+            "Pass token ids as a list of whole numbers."
         )
     if not embeddings.is_floating_point():
         raise InputError(f"Embeddings must be floating-point numbers; got {embeddings.dtype}.")
     _check_numbers(embeddings, "embeddings")
     _check_length(embeddings.shape[0], model)
     if "inputs_embeds" not in forward_parameters(model):
-        raise InputError(f"`{type(model).__name__}` does not take embeddings; pass what its processor makes.")
+        raise InputError(f"`{type(model).__name__}` does not take embeddings; pass its processor's output.")
     return ModelInput(
         arguments={"inputs_embeds": embeddings[None].to(device_of(model), dtype_of(model))}, kind="embeddings"
     )
@@ -262,8 +262,7 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
     for name in ("past_key_values", "encoder_outputs"):
         if processed.get(name) is not None:
             raise InputError(
-                f"`{name}` holds what earlier tokens left behind, whose influence would be lost. "
-                "Pass the whole input instead."
+                f"`{name}` is a cache of earlier tokens, whose influence would be lost. Pass the whole input instead."
             )
     if not processed:
         raise InputError("Expected the output of a processor; got an empty dictionary.")

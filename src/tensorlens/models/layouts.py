@@ -49,7 +49,9 @@ class AxisLayout(NamedTuple):
         if self._is_plain:
             return x
         if self.batch is None and x.shape[0] != 1:
-            raise AnatomyError("This model joins samples and tokens: expected one state at a time, got a batch.")
+            raise AnatomyError(
+                "This model merges the sample and token axes: expected one state at a time, got a batch."
+            )
         sizes = [x.shape[0] if axis == self.batch else self.shape[axis] for axis in self._order]
         back = sorted(range(len(self._order)), key=lambda place: self._order[place])
         return x.reshape(sizes).permute(back)

@@ -84,11 +84,13 @@ def known_processor(processor: Any, labels: Callable[[int], str] | None) -> Any:
     """A processor as the library takes it: itself, or with `encode` and `decode` alone, a `PlainTokenizer`."""
     if labels is not None:
         if processor is not None or not callable(labels):
-            raise InputError("`labels` must be a function from a token id to its label, without a tokenizer beside it.")
+            raise InputError(
+                "`labels` must be a function from a token id to its label, and cannot be combined with a tokenizer."
+            )
         return PlainTokenizer(None, lambda ids: "".join(str(labels(i)) for i in ids))
     if processor is None or any(hasattr(processor, name) for name in ("convert_ids_to_tokens", "tokenizer")):
         return processor
     encode: Any = getattr(processor, "encode", None)
     decode: Any = getattr(processor, "decode", None)
     has_both = callable(encode) and callable(decode)
-    return PlainTokenizer(encode, decode) if has_both else processor
+    return PlainTokenizer(encode, decode) if has_both else processor  # pyright: ignore[reportArgumentType]

@@ -98,14 +98,16 @@ def check_model_name(name: str | Path, revision: str | None = None) -> None:
     """
     text = str(name)
     if revision is not None and (text in BUNDLED or text.endswith(".gguf")):
-        raise LoadError(f"`revision` is for models of the hub and folders of checkpoints; {text!r} has one state only.")
+        raise LoadError(
+            f"`revision` is for models of the hub and folders of checkpoints; {text!r} has only one revision."
+        )
     if text in BUNDLED:
         find_installed(text)
         return
     try:
         _check_path(text, revision, is_path=isinstance(name, Path))
     except (OSError, RuntimeError, ValueError) as error:  # too long, a foreign home folder, a null character
-        raise LoadError(f"A model's name or path was expected, but {text[:80]!r} is none ({error}).") from error
+        raise LoadError(f"A model's name or path was expected, but {text[:80]!r} is not one ({error}).") from error
 
 
 def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
@@ -191,9 +193,7 @@ def ask_hub(name: str, revision: str | None = None) -> Path | None:
     try:
         HfApi().model_info(name, revision=revision, timeout=PATIENCE_SECONDS)
     except RevisionNotFoundError as error:
-        raise LoadError(
-            f"The hub holds {name!r}, but not its revision {revision!r}. Check the branch or tag."
-        ) from error
+        raise LoadError(f"The hub has {name!r}, but not its revision {revision!r}. Check the branch or tag.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise not_on_hub(name, error) from error
     except HfHubHTTPError:
@@ -214,7 +214,7 @@ def not_on_hub(name: str, error: BaseException) -> LoadError:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return LoadError(f"The hub holds {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
+        return LoadError(f"The hub has {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         what = "the hub has no public model of this name"
     elif isinstance(error, (ValueError, KeyError)) and not isinstance(error, OSError):

@@ -207,7 +207,7 @@ def _with_first(change: AtModule, args: tuple[Any, ...], kwargs: dict[str, Any])
     if name is None:
         raise InputError(
             f"Expected a tensor among the arguments of a module whose input is to be changed; it was called with "
-            f"{', '.join(kwargs) or 'nothing'}. Choose a component that another module takes."
+            f"{', '.join(kwargs) or 'nothing'}. Choose a different component."
         )
     return args, kwargs | {name: _or(change(kwargs[name]), kwargs[name])}
 
@@ -250,8 +250,8 @@ def refuse_traced(model: nn.Module) -> None:
     if is_flat or isinstance(model, ScriptModule):
         how = "exported or traced by `torch.fx`" if is_flat else "scripted or traced by `torch.jit`"
         raise InputError(
-            f"`{type(model).__name__}` was {how}, so that it runs as one graph in which no block is called as a "
-            "module. Expected a model whose blocks are modules; pass the one that it was made from."
+            f"`{type(model).__name__}` was {how}, so it runs as one graph in which no block is called as a "
+            f"module. Expected a model whose blocks are modules; pass the original one."
         )
 
 
@@ -263,5 +263,5 @@ def refuse_without_values(model: nn.Module) -> None:
         if value.is_meta:
             raise InputError(
                 f"`{name}` of `{type(model).__name__}` is on the meta device, where tensors have no values. Expected a "
-                "model with its weights; load them, or move it by `to_empty` and fill it, before looking through it."
+                "model with its weights; load them first, or use `to_empty` and fill them in."
             )

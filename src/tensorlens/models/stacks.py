@@ -42,7 +42,7 @@ def named_blocks(model: nn.Module, paths: str) -> tuple[nn.Module, ...]:
         if module is None or len(several) == 1 and not isinstance(module, BLOCK_LISTS):
             lists = ", ".join(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
             raise AnatomyError(
-                f"`blocks` must be the path of a list of modules, or several paths with commas between them; got "
+                f"`blocks` must be the path of a list of modules, or several paths separated by commas; got "
                 f"{path!r}, which is {'absent' if module is None else type(module).__name__}. "
                 f"Lists in this model: {lists or 'none'}."
             )

@@ -44,7 +44,7 @@ def mixing(recording: Recording, block: int) -> Mixing:
     found = [pair for pair in _pairs(recording, block) if all(part.dim() == n_axes for part in pair)]
     if len(found) != 1:
         raise MethodError(
-            f"Block {block} of `{recording.name}` mixes tokens by {len(found)} softmax attentions; expected one. Use a "
+            f"Block {block} of `{recording.name}` has {len(found)} softmax attention layers; expected one. Use a "
             "method that needs no attention matrix, such as `tensor.norm`."
         )
     attention, values = found[0]

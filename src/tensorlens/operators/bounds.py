@@ -230,7 +230,7 @@ class _BlockBound:
         self.recording, self.n, self.reading, self.both = recording, n, reading, both
         self.found = _wiring(recording, n)
         if reading == "printed" and not self.found.first:
-            raise MethodError(f"The paper prints a bound for post-LN blocks only; block {n} is of another kind.")
+            raise MethodError(f"The paper prints a bound for post-LN blocks only; block {n} is not post-LN.")
 
     def value(self) -> float:
         """(‖C‖ + ‖O V‖) · ‖E‖, or of a parallel block ‖O V‖ + ‖E‖."""

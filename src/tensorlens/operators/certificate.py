@@ -192,33 +192,37 @@ def _of_numbers(e: Evidence, errors: dict[str, float], moves: float) -> tuple[st
     """What must be known of the numbers themselves."""
     expected, recording = e.expected, e.recording
     if not expected.isfinite().all():
-        return ("the model's own output is not finite at this input: nothing can be proved of it",)
+        return ("the model's own output is not finite at this input: nothing can be proved about it",)
     if not moves:
-        return ("T V is zero at a random V: everything is held, and B is all of F(X)",)
+        return ("T V is zero at a random V: everything is kept fixed, and B is all of F(X)",)
     holds = errors["value"] <= tolerance(recording) and errors.get("capture", 0.0) <= tolerances.CAPTURE
     if holds or not e.operator.is_whole or recording.origin is None:
         return ()
     moved = relative(plain_output(recording, is_nudged=True)[0] - expected, expected)
     if moved <= tolerances.MAGNIFIED_ROUNDING * torch.finfo(expected.dtype).eps:
         return ()
-    return (f"a change of X⁰ in its last digit changes the model's own output by {moved:.1e}: it magnifies rounding",)
+    return (
+        f"changing the last digit of X⁰ changes the model's own output by {moved:.1e}: the model amplifies rounding",
+    )
 
 
 def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
     found = []
     if not has_model:
-        found.append("loaded without the model: neither its value nor what was captured of it is compared with it")
+        found.append("loaded without the model: neither its output nor the captured parts were compared with it")
     if seen.left_out:
         blocks = ", ".join(map(str, seen.left_out))
         found.append(
-            f"finite differences say nothing of block {blocks}: it does not run alone, or rounds to half precision"
+            f"finite differences cannot check block {blocks}: it does not run on its own, or rounds to half precision"
         )
     if seen.error is not None and seen.error > tolerances.CAPTURE and seen.jumping:
-        found.append(f"`{seen.jumping[0] or 'the model'}` jumps: finite differences say nothing of what it passes on")
+        found.append(
+            f"`{seen.jumping[0] or 'the model'}` is discontinuous: finite differences cannot check what it passes on"
+        )
     elif seen.error is not None and seen.error > tolerances.CAPTURE and seen.by_design:
         found.append(
-            f"`{seen.by_design[0] or 'the model'}` holds numbers that finite differences move, by design: what they "
-            f"carry, {seen.error:.1e} of a block, is in B"
+            f"`{seen.by_design[0] or 'the model'}` keeps values fixed that finite differences move, by design: "
+            f"their effect, {seen.error:.1e} of a block, is in B"
         )
     return tuple(found)
 

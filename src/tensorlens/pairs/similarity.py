@@ -220,7 +220,7 @@ class _Sides:
     def compare(self, a: _Side, b: _Side) -> PairMap:
         """The pair map of two inputs."""
         if self.not_found:
-            raise InputError(f"The passage {min(self.not_found)!r:.60} stands in none of the texts.")
+            raise InputError(f"The passage {min(self.not_found)!r:.60} does not occur in any of the texts.")
         if a.whole.shape[-1] != b.whole.shape[-1]:
             raise InputError(
                 f"The two sides must have vectors of the same width; {self.encoders[0][0].name} gives "

@@ -84,16 +84,16 @@ class Constants(Sequence[Tensor]):
             if value is not None and version is not None and value._version != version:
                 name = self.names.get(n)
                 raise InputError(
-                    f"{f'`{name}`' if name else 'A tensor of the model'} was written to since this input was recorded, "
-                    "and this tensor belongs to the model as it was. Ask the lens for the input again."
+                    f"{f'`{name}`' if name else 'A tensor of the model'} was modified after this input was "
+                    f"recorded, and this tensor describes the model as it was. Ask the lens for the input again."
                 )
 
     def __getstate__(self) -> dict[str, Any]:
         """The tensors and names, for `pickle`; refused where some were let go: making them again needs the model."""
         if not self.is_complete:
             raise InputError(
-                "This input is too long for its operator to be stored: what its blocks hold is made again when it is "
-                "needed. Save its maps instead, or use a shorter input."
+                "This input is too long for its operator to be stored: the values in its blocks are recomputed "
+                "when they are needed. Save its maps instead, or use a shorter input."
             )
         return {"values": [None if v is None else v.detach() for v in self.values], "names": self.names}
 

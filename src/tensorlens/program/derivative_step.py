@@ -83,8 +83,8 @@ def derivative(
         found = torch.func.vjp(pull, torch.ones_like(value))[1](tangents)[0]
     except (RuntimeError, NotImplementedError) as error:
         raise NotLinearError(
-            f"`T @ x` is unavailable: torch knows the derivative of `{name}` only backwards. Ask for maps, rows or "
-            "`T.T @ u`, which go backwards."
+            f"`T @ x` is unavailable: torch has only the backward derivative of `{name}`. Use maps, rows or "
+            f"`T.T @ u`, which need nothing else."
         ) from error
     return found if given is None else given + found
 

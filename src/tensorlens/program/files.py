@@ -282,7 +282,7 @@ def _weight(memory: Memory, weights: Mapping[str, Tensor] | None) -> Tensor:
                 return run
     raise InputError(
         f"Expected the weight `{memory.weight}` ({memory.dtype}) as it was when the file was written; this model has "
-        f"{'none of that name' if weight is None else 'another one'}. Load the same model in the same type."
+        f"{'none of that name' if weight is None else 'a different one'}. Load the same model in the same type."
     )
 
 

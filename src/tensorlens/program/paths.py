@@ -63,7 +63,7 @@ def naming_block(name: str, n: int) -> Iterator[None]:
     except NotFoldable as error:
         raise NotFoldable(
             f"Block {n} of `{name}` cannot be folded: {error}. Expected one attention and maps that act on every token "
-            "alone. Rows and norms go by the program instead; methods that need the weights do not apply."
+            "alone. Rows and norms are computed by the program instead; methods that need the weights do not apply."
         ) from None
 
 

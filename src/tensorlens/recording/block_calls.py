@@ -86,7 +86,9 @@ class BlockCall:
                 run.block, n_before = self.n, len(run.steps)
                 output: Any = state_of(self.module(*args, **kwargs), self.place)
                 if not is_live(output):
-                    raise AnatomyError(f"What block {self.n} gives does not depend on its state, by any rule.")
+                    raise AnatomyError(
+                        f"The output of block {self.n} does not depend on its input state under any rule."
+                    )
                 end = run.slot_of(output)
         finally:
             run.close()

@@ -104,7 +104,8 @@ class Followed(Tensor):
         """Itself as an ordinary tensor; torch itself would give an alias of which no rule hears."""
         if cls is not Tensor:
             raise NotLinearError(
-                f"A live tensor is made a `{cls.__name__}`, which would hide it from the rules. Let the model compute "
+                f"The model turns a live tensor into a `{cls.__name__}`, which would hide it from the rules. "
+                f"Let the model compute "
                 "with ordinary tensors."
             )
         return self

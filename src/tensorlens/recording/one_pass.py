@@ -79,8 +79,9 @@ def _why_it_stopped(model: nn.Module, error: Exception) -> str:
     own = [one for one in frames if not Path(one.filename).is_relative_to(Path(torch.__file__).parent)]
     place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
     return (
-        f"Under the rules `{type(model).__name__}` stopped{place}, though on its own it runs: {type(error).__name__}: "
-        f"{error}. Expected code that takes a subclass of tensors like tensors; write that step in plain torch "
+        f"Under the rules `{type(model).__name__}` stopped{place}, although it runs on its own: "
+        f"{type(error).__name__}: "
+        f"{error}. Expected code that accepts tensor subclasses; write that step in plain torch "
         "functions, or register an adapter for its module's class with `tensorlens.adapter`."
     )
 

@@ -251,8 +251,8 @@ class Recording:
             if multiplier is not None:
                 if len(multiplier) != n_heads:
                     raise MethodError(
-                        f"Block {self._block_of(slot)} has attentions of {len(multiplier)} and of {n_heads} heads, so "
-                        "that a number does not say which head is meant."
+                        f"Block {self._block_of(slot)} has attentions of {len(multiplier)} and of {n_heads} "
+                        f"heads, so a head number is ambiguous."
                     )
                 spec = self.program.specs[slot]
                 found[slot] = multiplier.to(dtype=spec.dtype, device=spec.device)[:, None, None]

@@ -31,7 +31,7 @@ class Weights:
         changed = next((name for name in {**self._then, **now} if now.get(name) != self._then.get(name)), None)
         if changed is not None:
             raise InputError(
-                f"`{changed}` was written to or replaced since this input was recorded. {what} needs the model as it "
+                f"`{changed}` was modified or replaced after this input was recorded. {what} needs the model as it "
                 "was: ask the lens for the input again."
             )
 

@@ -132,7 +132,7 @@ class Writes:
         tape, cell, geometry = self._tape, self._cell(x), geometry_of(x)
         if cell is None:
             raise NotLinearError(
-                f"A live tensor in `{tape.module or 'the model'}` was written over by something that no rule saw. "
+                f"A live tensor in `{tape.module or 'the model'}` was overwritten by an operation that no rule saw. "
                 "Write that step out of place, in plain torch functions."
             )
         if cell.geometry == geometry:

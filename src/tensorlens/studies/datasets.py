@@ -197,8 +197,8 @@ def _from_folder(path: Path, column: str | None, label: str | None, split: str) 
         empty = next((one.name for one in classes if not any(one in file.parents for file in chosen)), None)
         if empty is not None:
             raise InputError(
-                f"The class folder {empty!r} in {str(path)!r} holds no {kind}. Fill it, or remove it so that the other "
-                "classes are taken."
+                f"The class folder {empty!r} in {str(path)!r} holds no {kind}. Fill it, or remove it to use the "
+                f"other classes."
             )
         return _from_files("image" if pictures else "text", chosen, path)
     tables = [file for file in files if file.suffix.lower() in SUFFIXES]

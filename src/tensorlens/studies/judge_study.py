@@ -294,14 +294,14 @@ class PrefixText:
     def __init__(self, lens: Lens, text: str) -> None:
         self.tokenizer: Any = tokenizer_of(lens.processor)
         if self.tokenizer is None:
-            raise InputError("Judges of texts need a lens with a tokenizer. Use `tensorlens.Lens(model, tokenizer)`.")
+            raise InputError("Text benchmarks need a lens with a tokenizer. Use `tensorlens.Lens(model, tokenizer)`.")
         made = lens.prepare(text)
         self.text, self.ids = text, tuple(made.arguments["input_ids"][0].tolist())
         if made.offsets is None:
-            raise InputError("This tokenizer does not say where its tokens stand in the text, so words are not known.")
+            raise InputError("This tokenizer does not report where its tokens are in the text, so words are not known.")
         self.offsets = [None if pair is None or pair[0] == pair[1] else pair for pair in made.offsets]
         if self.offsets[-1] is None:
-            raise InputError("Judges of the next word need a language model that reads from left to right.")
+            raise InputError("Next-word benchmarks need a causal language model.")
         self.labels = made.labels(len(self.ids), lens.model, lens.processor)
 
     def groups(self, kind: str) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -325,7 +325,7 @@ class PrefixText:
         is_apart = apart and not self.text[-1:].isspace() and continuation[:1].isalnum()
         whole = self.tokenizer(self.text + " " * is_apart + continuation)["input_ids"]
         if tuple(whole[: len(self.ids)]) != self.ids or len(whole) <= len(self.ids):
-            raise InputError(f"The prefix has other tokens in front of {continuation!r} than alone.")
+            raise InputError(f"The prefix is tokenised differently in front of {continuation!r} than alone.")
         return int(whole[len(self.ids)])
 
 
@@ -359,7 +359,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     good, against = prompt.next_token(target), cells.get("against")
     bad = prompt.next_token(cell_of(cells, "against")) if against not in (None, "") else None
     if good == bad:
-        raise InputError(f"{target!r} and {against!r} begin with the same token, so that nothing decides between them.")
+        raise InputError(f"{target!r} and {against!r} begin with the same token, so they cannot be told apart.")
     spans = []
     for words in (part.strip() for part in wanted.split(";")):
         found = whole_words(prefix, words)

@@ -125,7 +125,7 @@ def read_out(anatomy: Anatomy, states: Float[Tensor, "sample channel"]) -> Float
     """
     if anatomy.unembedding is None:
         raise MethodError(
-            f"`{type(anatomy.model).__name__}` has no unembedding, so that a state has no next token. "
+            f"`{type(anatomy.model).__name__}` has no unembedding, so a state does not predict a next token. "
             "Load it as a language model (AutoModelForCausalLM)."
         )
     device = anatomy.unembedding.weight.device

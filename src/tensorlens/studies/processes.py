@@ -82,7 +82,7 @@ def hand_over(count: int, program: tuple[str, ...] = ("-m", "tensorlens")) -> bo
         elastic_launch(config, sys.executable)(*program, *sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        said = f"process {rank} of {count} ended with {failure.exitcode}; started again, the run continues."
+        said = f"process {rank} of {count} ended with {failure.exitcode}; run the same command again to resume."
         sys.stderr.write(f"tensorlens: {failure.message if Path(failure.error_file).is_file() else said}\n")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
     except SignalException:

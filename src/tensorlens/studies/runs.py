@@ -124,7 +124,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What `config.json` holds."""
-        advice = "If its samples are of the settings given now, delete config.json and start again; else choose "
+        advice = "If its samples were made with the current settings, delete config.json and start again; else choose "
         fields = {"study": str, "settings": dict, "versions": dict, "origin": dict}
         return read_run_file(self.folder / "config.json", fields, advice + "another folder.")
 
@@ -376,7 +376,7 @@ def read_record(line: bytes, n_samples: int | None = None) -> Record:
     if type(index) is not int:
         raise ValueError(f"expected an object with a whole number as `index`, got {beginning}")
     if index < 0 or n_samples is not None and index >= n_samples:
-        raise ValueError(f"the index {index} is none of the run's {n_samples} samples")
+        raise ValueError(f"the index {index} is not one of the run's {n_samples} samples")
     return record
 
 
@@ -416,7 +416,7 @@ def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[
     said = [one for part, value in here.items() for one in differences(part, there[part], value)]
     if said:
         raise InputError(
-            f"The run in {str(config.parent)!r} was started with other settings, and results must not mix: "
+            f"The run in {str(config.parent)!r} was started with different settings, and results must not mix: "
             f"{'; '.join(said)}. Choose another folder, or the settings of its {config.name} to continue it."
         ) from None
 

@@ -41,7 +41,7 @@ def word_pairs(T: AttentionTensor, in_token: int, out_token: int = -1, k: int = 
     i, j = check_token(out_token, T.shape[0]), check_token(in_token, T.shape[2])
     if table is None or head is None or table.shape[1] != T.shape[3]:
         raise MethodError(
-            "Pairs of words need a language model whose embedding and unembedding are of the states' size."
+            "Pairs of words need a language model whose embedding and unembedding have the size of the states."
         )
     block = T.rows(i)[:, j]  # (out_channel, in_channel)
     best: list[tuple[float, int, int]] = []

@@ -144,7 +144,7 @@ class Answers:
     def why(self, job: Job, ask: WhyAsk) -> Event:
         """Why a head looked there: its score over pairs of tokens and of components."""
         T, place = self._parts(job, ask.subject).whole, (ask.block, ask.head, ask.query, ask.key)
-        job.tell("progress", stage=f"Taking the score of head {ask.head} in block {ask.block} apart", done=None)
+        job.tell("progress", stage=f"Decomposing the score of head {ask.head} in block {ask.block}", done=None)
         return {"type": "done", "why": Why(T.score(*place), T.score(*place, by="component")).payload()}
 
     # What is kept -----------------------------------------------------------------------------------------------------

@@ -120,7 +120,11 @@ class Guard:
             response = RedirectResponse("/" + (f"?{rest}" if rest else ""), status_code=303)
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             return response
-        return _refuse(401, "Expected the token of this explorer, got none or another. Open the address it printed.")
+        return _refuse(
+            401,
+            "Expected the token of this explorer, got none or a different one. Open the address "
+            "that the explorer printed.",
+        )
 
 
 class _Sender:

@@ -107,7 +107,7 @@ class Ask(OpenAsk, frozen=True, kw_only=True):
         if self.method is not None and self.method not in METHODS:
             raise InputError(f"TensorLens has no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
         if self.against is not None and self.target is None:
-            raise InputError("Expected a target with the contrast target, got none. Choose what to explain first.")
+            raise InputError("Expected a target besides the contrast target, got none. Choose what to explain first.")
         for pick in (self.target, self.against):
             if isinstance(pick, str):
                 check_unicode(pick)
@@ -220,7 +220,7 @@ def read_question(body: bytes, kind: type[AnyQuestion], limits: Limits) -> AnyQu
     try:
         found = msgspec.convert(document, kind, str_keys=True)
     except (msgspec.ValidationError, UnicodeError) as error:  # half a character where a number should be
-        raise InputError(f"This question does not have the right form. {error}.") from None
+        raise InputError(f"This question is malformed. {error}.") from None
     found.check(limits)
     return found
 

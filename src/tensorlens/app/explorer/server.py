@@ -221,7 +221,9 @@ class _Explorer:
     async def report(self, request: Request) -> Response:
         number = _number(request.path_params["number"])
         if number >= len(self.library.reports):
-            raise InputError(f"There is no such report; the explorer was started with {len(self.library.reports)}.")
+            raise InputError(
+                f"This report does not exist; the explorer was started with {len(self.library.reports)} reports."
+            )
         text = await run_in_threadpool(self.library.reports[number].path.read_text, "utf-8")
         return HTMLResponse(text, headers={"content-security-policy": _REPORT_POLICY})
 

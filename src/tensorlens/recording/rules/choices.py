@@ -60,8 +60,8 @@ def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _refuse_leaving(name: str, n_values: int) -> NoReturn:
     raise NotLinearError(
-        f"`{name}` takes {n_values} values that depend on the input out of torch, where no rule sees what becomes of "
-        "them. Expected torch functions all the way; write the step in torch, or register an adapter for the module's "
+        f"`{name}` takes {n_values} values that depend on the input out of torch, where no rule can follow "
+        f"them. Expected torch functions throughout; write the step in torch, or register an adapter for the module's "
         "class with `tensorlens.adapter`."
     )
 

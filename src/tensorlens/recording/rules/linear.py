@@ -647,7 +647,7 @@ def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
     if given.get("p", 0.5) and given.get("training", given.get("train", True)):
         raise NotLinearError(
-            f"`{name}` is on in evaluation mode too, so that the model gives different numbers each time. "
+            f"`{name}` is also active in evaluation mode, so the model's output changes from call to call. "
             f"Pass it `training=self.training`. {tape().refusal(name)}"
         )
     return args[0] if name != "native_dropout" else (args[0], None)

@@ -76,7 +76,7 @@ def dynamics(summary: dict[str, Any]) -> dict[str, str]:
 
 def fidelity_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` into a run's folder."""
-    none = " No baseline gives F(X) at X, so the proposition does not speak of it: its error begins above zero."
+    none = " Baselines do not give F(X) at X, so the proposition does not apply to them: their error starts above zero."
     held = "Every error is below every right-hand side." + none if summary["holds"] else "A BOUND IS VIOLATED."
     sections = [
         Section(title="Bounds", text=held, tables=[norm_table(summary), alternative_table(summary)]),

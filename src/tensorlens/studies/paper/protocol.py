@@ -105,13 +105,13 @@ def with_changes(options: PerturbationOptions, *changes: Mapping[str, Any]) -> P
     try:
         return msgspec.convert(plain, PerturbationOptions)
     except msgspec.ValidationError as error:
-        raise InputError(f"The protocol's `tables` hold something else than options: {error}") from error
+        raise InputError(f"The protocol's `tables` must hold options: {error}") from error
 
 
 def differences(options: Options, usual: Options) -> list[str]:
     """What differs between two records, a line each."""
     return [
-        f"{name} = {getattr(options, name)!r} in the place of {getattr(usual, name)!r}"
+        f"{name} = {getattr(options, name)!r} instead of {getattr(usual, name)!r}"
         for name in options.__struct_fields__
         if getattr(options, name) != getattr(usual, name)
     ]
@@ -125,4 +125,4 @@ def _converted(document: dict[str, Any], where: str) -> Protocol:
     try:
         return msgspec.convert(plain, Protocol)
     except msgspec.ValidationError as error:
-        raise InputError(f"The protocol {where!r} is not one: {error}. Known are the fields of `Protocol`.") from error
+        raise InputError(f"The protocol {where!r} is invalid: {error}. Use the fields of `Protocol`.") from error

@@ -291,7 +291,7 @@ class PaperTable:
 
     def _about(self, said: Sequence[str], left_open: Sequence[str]) -> dict[str, Any]:
         table = self.table
-        elsewhere = [] if self.model == table.model else [f"model: {self.model} in the place of {table.model}"]
+        elsewhere = [] if self.model == table.model else [f"model: {self.model} instead of {table.model}"]
         if str(self.data) != table.data:
             elsewhere.append(f"data: {self.data}; the paper: {SAID[table.kind].split(' (')[0]}")
         return {

@@ -63,7 +63,9 @@ def trained(
         known = from_json(record.read_bytes())
         if {name: known.get(name) for name in about} == from_json(to_json(about)):
             return known
-        raise InputError(f"The model in {str(folder)!r} was trained in another way. Choose another folder for the run.")
+        raise InputError(
+            f"The model in {str(folder)!r} was trained with different settings. Choose another folder for the run."
+        )
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     place = resolve(model)

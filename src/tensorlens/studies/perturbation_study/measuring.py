@@ -110,7 +110,7 @@ class Measurement:
             presets = self.options.presets
             bare = [preset for preset in presets if not self._maskable(sample, preset)]
             if bare:
-                skipped[index] = f"None of its tokens, {sample.n_tokens} in all, may be replaced under `{bare[0]}`."
+                skipped[index] = f"None of its {sample.n_tokens} tokens may be replaced under `{bare[0]}`."
             else:
                 yield index, sample
 
@@ -396,4 +396,4 @@ def _put(changes: Changes | Missing, rows: list[int], label: int | None, clean: 
 def _finite(changes: Changes | Missing, replacement: str) -> Changes | Missing:
     if isinstance(changes, str) or all(bool(values.isfinite().all()) for values in changes.values()):
         return changes
-    return f"With `{replacement}` in the place of tokens the model's output holds NaN or infinity."
+    return f"With tokens replaced by `{replacement}`, the model's output holds NaN or infinity."

@@ -270,7 +270,9 @@ def cut_texts(
     if not n_seen:
         raise InputError("Expected texts; got none. Is the file empty?")
     if not found:
-        raise InputError(f"Expected texts of at least {min_tokens} tokens; none of {n_seen} is. Lower `min_tokens`.")
+        raise InputError(
+            f"Expected texts of at least {min_tokens} tokens; none of {n_seen} is that long. Lower `min_tokens`."
+        )
     return found, n_seen
 
 

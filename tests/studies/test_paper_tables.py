@@ -417,7 +417,7 @@ def test_a_wrong_study_folder_is_named(tmp_path, monkeypatch):
     out.mkdir()
     (out / "config.json").write_text('{"study": "judge", "settings": {}, "versions": {}, "origin": {}}')
     model, data = write_model(tmp_path / "bert", "bert"), write_reviews(tmp_path / "reviews.csv")
-    with pytest.raises(InputError, match="was started with other settings"):
+    with pytest.raises(InputError, match="was started with different settings"):
         PaperTable(
             "bert", data, out, model=model, limit=4, device="cpu", protocol=read_protocol(small_protocol(tmp_path))
         ).run()
