@@ -141,9 +141,8 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     def set_aside(self, *in_tokens: int) -> TokenMap:
         """The same map with these inputs outside the colour scale but still in the sum; each has its own bar.
 
-        A decoder's first token is often an attention sink whose score dominates; if it exceeds every other
-        input, it is set aside by default. `set_aside()` sets nothing aside. Negative positions count
-        from the end.
+        A decoder's first token is often an attention sink whose score dominates; if it exceeds every other input,
+        it is set aside by default. `set_aside()` sets nothing aside. Negative positions count from the end.
 
         Raises:
             InputError: there is no such input.
