@@ -142,7 +142,9 @@ def test_against_is_the_difference_of_two_answers(answer):
     found, ours, theirs = answer.map(against=" No one."), answer.map(target="centred"), other.map(target="centred")
     torch.testing.assert_close(found.scores[:, :3], ours.scores[:, :3] - theirs.scores[:, :3])
     assert found.in_tokens[-2:] == ("answer", "against")
-    assert found.meta["target"].endswith("minus the same for “No one.”") and "not “No one.”" in found.view().title
+    assert (
+        found.meta["target"].endswith("minus the same for “No one.”") and "rather than “No one.”" in found.view().title
+    )
     torch.testing.assert_close(found.scores[0, -2:], torch.stack([ours.scores[0, -1], -theirs.scores[0, -1]]))
     value = found.meta["logit"][0]
     assert value == pytest.approx(ours.meta["logit"][0] - theirs.meta["logit"][0])

@@ -151,14 +151,17 @@ def test_every_public_name_is_found_when_it_is_asked_for():
         tl.lenz  # noqa: B018
 
 
+CHOSEN = {"explain": {"rules"}, "size": {"rules"}, "paper": {"rules", "dtype", "attention"}}
+"""Options that a command chooses itself: by the question, by the config alone, by the protocol."""
+
+
 def test_commands_that_read_a_model_share_their_options():
     shared = {"device", "dtype", "attention", "rules", "trust_remote_code", "quiet"}
     for command in cli.app.registered_commands:
         names = set(command.callback.__annotations__)
         if "model" in names or command.name == "explore":
-            chosen = {"rules"} if command.name == "explain" else set()  # it chooses them by the question
-            assert shared - chosen <= names, command.name
-        assert "json" in names or command.name == "explore"
+            assert shared - CHOSEN.get(command.name, set()) <= names, command.name
+        assert "json" in names or command.name in ("explore", "paper")  # the second writes files
 
 
 # The first question ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_captum_and_inseq_gave_the_in_class_map(recorded):
 
 
 def test_captum_gave_the_map_of_an_answer(recorded):
-    found = lens().answer(ids_of(PROMPT), ids_of(" no")).map("tokens", "tokens")
+    found = lens().answer(ids_of(PROMPT), ids_of(" no")).map("tokens", "tokens", "centred")
     recorded("captum answer", found.scores[:, : len(ids_of(PROMPT))].sum(0).tolist())
 
 

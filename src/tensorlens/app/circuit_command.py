@@ -37,8 +37,7 @@ def circuit_(
 ) -> None:
     """Which edges carry the difference between two inputs? Scores them, then runs the model with all others corrupted.
 
-    Example: tensorlens circuit smollm2-135m --clean "When Mary and John went to the store, John gave a drink to"
-    --corrupted "When Mary and John went to the store, Mary gave a drink to" --target " Mary" --against " John"
+    Example: tensorlens circuit smollm2-135m --clean "2+2=" --corrupted "2+3="
     """
     import tensorlens as tl
 

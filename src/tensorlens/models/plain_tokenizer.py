@@ -93,4 +93,4 @@ def known_processor(processor: Any, labels: Callable[[int], str] | None) -> Any:
     encode: Any = getattr(processor, "encode", None)
     decode: Any = getattr(processor, "decode", None)
     has_both = callable(encode) and callable(decode)
-    return PlainTokenizer(encode, decode) if has_both else processor
+    return PlainTokenizer(encode, decode) if has_both else processor  # pyright: ignore[reportArgumentType]

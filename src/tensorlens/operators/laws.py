@@ -94,7 +94,8 @@ class LawEvidence:
                 values |= {slot: found[slot] for slot in piece.outputs}
                 if size is not None:
                     size |= zip(here, _norms([found[slot] for slot in here]), strict=True)
-        self.at_x, self.bias, self.at_v = (self._state(values, operator.span.stop) for values in self._values)  # type: ignore[assignment]
+        ends = [self._state(values, operator.span.stop) for values in self._values]
+        self.at_x, self.bias, self.at_v = (end for end in ends if end is not None)  # the last state is always there
         self.held = self._held(*sizes)
 
     def _start(self, x: Tensor) -> dict[int, Tensor]:
@@ -205,7 +206,7 @@ def _norms(tensors: list[Tensor]) -> list[float]:
     for kind in {(x.device, x.dtype) for x in tensors}:
         places = [n for n, x in enumerate(tensors) if (x.device, x.dtype) == kind]
         wide = torch.float32 if kind[1].itemsize < 4 else kind[1].to_real()
-        norms = torch._foreach_norm([tensors[n] for n in places], 2, dtype=wide)
+        norms = torch._foreach_norm([tensors[n] for n in places], 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
         found |= zip(places, torch.stack(norms).tolist(), strict=True)
     return [found[n] for n in range(len(tensors))]
 
