@@ -172,7 +172,7 @@ def test_parts_are_cut_by_time_and_continued(model, data, tmp_path, monkeypatch)
 def test_other_settings_are_refused(model, data, tmp_path):
     run(model, "--data", data, "--out", tmp_path / "maps", "--limit", 2)
     for change in (["--limit", "3"], ["--limit", "2", "--method", "tensor.in_out"], ["--limit", "2", "--target", "5"]):
-        with pytest.raises(tl.InputError, match="other settings"):
+        with pytest.raises(tl.InputError, match="different settings"):
             run(model, "--data", data, "--out", tmp_path / "maps", *change)
     data.write_text('{"text": "other"}\n', "utf-8")
     with pytest.raises(tl.InputError, match="data is"):

@@ -17,23 +17,24 @@ from tensorlens.strict_json import from_json, write_json, write_text
 from tensorlens.versions import package_versions
 
 _NOTES = """
-Each line is a tiny model of that type with every parameter drawn at random, biases and gains too, frozen at one input
-and certified: value, linearity away from the input, adjoint identity, completeness with a bias from a run at zero,
-and composition of blocks; the model was bit for bit the same afterwards. *Error* is the largest of these errors;
-models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *Capture* compares the Jacobian's
-member with finite differences of the model; a path that was lost would show there by its size, and 2e-2 is accepted.
-*B unexplained* is what is left of the bias when every additive parameter that a step reads is zero (joint
-homogeneity). What does show is constants in the model's own code: running means of batch norms, clamps, the 1 in (u +
-1) ⊙ φ(g), fixed positions added inside, parameters that the model joins or interpolates before it adds them (`wavlm`,
-`yolos`), and what it passes around its blocks (`swin2sr`). *not built* with SDPA mostly means that transformers
-offers none.
+Each row is a tiny model of that type with every parameter drawn at random, including biases and gains. It is recorded
+at one input and certified: value, linearity away from the input, adjoint identity, completeness with a bias from a
+run at zero, and composition of blocks. Afterwards the model was bit-identical to before. *Error* is the largest of
+these errors. Models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *Capture* compares
+the operator under the Jacobian's rules with finite differences of the model. A lost path would show there by its
+size; up to 2e-2 is accepted. *B unexplained* is the rest of the bias when every additive parameter that a step reads
+is zero (joint homogeneity). It comes from constants in the model's own code: running means of batch norms, clamps,
+the 1 in (u + 1) ⊙ φ(g), fixed positions added inside, parameters that the model joins or interpolates before it adds
+them (`wavlm`, `yolos`), and values that it passes around its blocks (`swin2sr`). *not built* with SDPA usually means
+that transformers does not offer it.
 
-A blank under *conventions* means that no product of two live tensors carries gradient, so the rules alone say what
-T is. Gated feed-forwards follow `Rules(gate=...)`. In recurrences what gates is held and what is carried stays linear:
+A blank under *conventions* means that no product of two live tensors carries a gradient, so the rules alone determine
+T. Gated feed-forwards follow `Rules(gate=...)`. In recurrences the gates are kept fixed (*held*) and the carried
+values stay linear:
 
 {roles}
 
-Gates with φ(0) ≠ 0 (sigmoid, softplus, exp), routers and top-k choices are held; expert outputs stay linear.
+Gates with φ(0) ≠ 0 (sigmoid, softplus, exp), routers and top-k choices are kept fixed. Expert outputs stay linear.
 """
 
 

@@ -1,10 +1,10 @@
 """`Batch`: several inputs that share one recording; and the maps of a data set, made in batches.
 
-The program of a batch is block-diagonal, F(X₁, …, X_b) = (T₁X₁ + B₁, …, T_bX_b + B_b), so that one pull holds every
-sample's own row. That samples do not touch is seen, not believed: nothing held may be made of several of them, and
-what one sample carries must not reach another. Shorter texts are padded at their end. In the first batch the shortest
-sample and one at random are also mapped alone; if padding changes them only samples of one length go together, and if
-that does not help each goes alone. The maps say so.
+The program of a batch is block-diagonal, F(X₁, …, X_b) = (T₁X₁ + B₁, …, T_bX_b + B_b), so one pull gives every sample's
+own row. That samples do not mix is checked, not assumed: no fixed value may combine several of them, and no sample may
+reach another. Shorter texts are padded at their end. In the first batch the shortest sample and one at random are also
+mapped alone; if padding changes them, only samples of equal length are batched, and if that does not help, each is
+mapped alone. The maps' `meta` says so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WINDOW = 16
 """Batches whose samples are sorted by length together."""
 
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
-"""Samples at a time: enough that a GPU has more to do than Python, and a CPU's cache holds few."""
+"""Samples per batch: enough to keep a GPU busier than Python, few for a CPU's cache."""
 
 MIXED = "samples go one by one: {} combines several of them"
 DIFFERENT = "samples go {}: batched results differ from single ones"
@@ -99,7 +99,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What becomes of inputs that the model cannot take; see `Lens.maps`."""
+    """What to do with inputs that the model cannot take; see `Lens.maps`."""
 
     on_error: Literal["raise", "skip"] = "raise"
     skipped: list[tuple[int, str]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Batch(Sequence[AttentionTensor], Printed):
 
     @own_modes
     def __getitem__(self, i: Any) -> Any:
-        """The attention tensor of one sample, by a recording of its own: what is asked of one concerns no other."""
+        """The attention tensor of one sample, from its own recording, independent of the others."""
         if isinstance(i, slice):
             return [self[one] for one in range(*i.indices(len(self)))]
         i = check_token(i, len(self), "sample")
@@ -167,16 +167,16 @@ class Batch(Sequence[AttentionTensor], Printed):
 
     @cached_property
     def mixing(self) -> str | None:
-        """What brings samples together, or None: nothing held of several, and nothing carried from one to another."""
+        """What mixes samples, or None if no fixed value combines several and nothing passes between them."""
         if len(self) == 1:
             return None
         return self.recording.mixes_samples or ("something carried" if carries_across(self.recording) else None)
 
     def check(self) -> None:
-        """Refuse samples that are not what they are alone.
+        """Refuse samples whose batched results differ from single ones.
 
         Raises:
-            InputError: the model mixes samples, or padding changes what they give.
+            InputError: the model mixes samples, or padding changes results.
         """
         if self.is_separable():
             return
@@ -186,7 +186,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         )
 
     def is_separable(self) -> bool:
-        """Whether no sample touches another, and two of them give what they give alone."""
+        """Whether samples stay separate, and two of them give the same results as alone."""
         return len(self) == 1 or self.mixing is None and all(map(self._is_as_alone, {self._shortest, 0}))
 
     @property
@@ -242,7 +242,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         raw: bool = False,
         asked: Collection[str] = (),
     ) -> Callable[[], list[TokenMap]] | None:
-        """Begin the maps of all samples on the device; what this gives waits for them. None where each goes alone."""
+        """Start the maps of all samples on the device; the result waits for them. None if each goes alone."""
         recording = self.recording
         if not METHODS[method].takes_samples or recording.n_encoder_blocks:  # whose outputs are those of a second text
             return None
@@ -306,7 +306,7 @@ class Batch(Sequence[AttentionTensor], Printed):
 
 
 def carries_across(recording: Recording) -> bool:
-    """Whether what one sample carries reaches another: by runs of the program in which every other sample is NaN."""
+    """Whether one sample reaches another: the program is run with NaN in all other samples."""
     x, span = recording.states[0], Span(0, recording.n_blocks)
     for first in (0, 1):
         probe = torch.zeros_like(x)
@@ -318,12 +318,12 @@ def carries_across(recording: Recording) -> bool:
 
 
 def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
-    """How far one sample may be from itself in a batch: code may cast its norms to float32, whatever the states are."""
+    """Accepted difference between a sample alone and in a batch; norms may be cast to float32 whatever the states."""
     return repeated(dtype, in_tf32=is_cuda and tf32_allowed())
 
 
 def map_alone(tensor: AttentionTensor, method: str, out_token: int, options: dict[str, Any]) -> TokenMap:
-    """The map of one sample alone, as one of a data set: it says what the model predicts too."""
+    """The map of one sample alone, in the form of data set maps, with the model's prediction."""
     recording, classes = tensor.operator.recording, tensor.context.classes
     pools = has_one_row(recording, method)
     found = tensor.map(method, None if pools else out_token, **options)
@@ -337,7 +337,7 @@ def map_alone(tensor: AttentionTensor, method: str, out_token: int, options: dic
 # A data set -----------------------------------------------------------------------------------------------------------
 
 Maps = dict[str, TokenMap | TensorLensError]
-"""The maps of one sample by method, or why there is none."""
+"""The maps of one sample by method, or the reason there are none."""
 
 
 def dataset_maps(
@@ -370,12 +370,12 @@ def _windows(work: DatasetMaps, inputs: Iterable[Any], rows: Rows, progress: boo
 
 
 class DatasetMaps:
-    """Makes maps of samples in batches; how many go together, and which, is learnt as it goes.
+    """Makes maps of samples in batches; learns on the way how many, and which, can be batched.
 
     Args:
         specimen: The model.
         asked: What is asked of every sample.
-        batch_size: Samples at a time; as many as go into free memory if None.
+        batch_size: Samples per batch; as many as fit into free memory if None.
     """
 
     def __init__(self, specimen: Specimen, asked: Asked, batch_size: int | None = None) -> None:
@@ -384,7 +384,7 @@ class DatasetMaps:
         self.reason = ""
         self._is_checked = False
         self._alone: set[str] = set()
-        """Methods whose maps of a batch are not those of its samples."""
+        """Methods whose batched maps differ from single ones."""
         self._random = random.Random(asked.seed)
         self._held: float | None = None
 
@@ -395,11 +395,11 @@ class DatasetMaps:
 
     @property
     def most(self) -> int:
-        """Samples at a time, at most."""
+        """Largest number of samples per batch."""
         return self.batch_size or MOST_SAMPLES.get(self.device.type, 16)
 
     def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Maps]:
-        """The maps of some samples, in their order; `done` is told how many at a time."""
+        """The maps of some samples, in order; `done` is called with the number finished each time."""
         found: dict[int, Maps] = {}
         waiting = list(self._batches(prepared))
         begun: list[tuple[list[int], Callable[[], list[Maps]]]] = []
@@ -422,13 +422,13 @@ class DatasetMaps:
         return [found[i] for i in range(len(prepared))]
 
     def _halved(self, waiting: list[list[int]]) -> list[list[int]]:
-        """After memory ran out: from now on half as many."""
+        """Halve the batch size after memory ran out."""
         clear_memory()
         self.batch_size = half = (len(waiting[0]) + 1) // 2
         return [rest[i : i + half] for rest in waiting for i in range(0, len(rest), half)]
 
     def _batches(self, prepared: Sequence[ModelInput]) -> Iterator[list[int]]:
-        """Samples of one kind and near in length; the first batch has the shortest and the longest, to compare them."""
+        """Samples of one kind and similar length; the first batch has the shortest and the longest, to compare them."""
         kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
         order = sorted(range(len(prepared)), key=kinds.__getitem__)
         for _, group in groupby(order, key=lambda i: kinds[i][0]):
@@ -453,20 +453,20 @@ class DatasetMaps:
 
     @property
     def _most_tokens(self) -> float:
-        """Tokens that go into a batch by the memory that is free."""
+        """Number of tokens per batch that fit into free memory."""
         if self.batch_size is not None:
             return math.inf
         return SHARE_OF_BATCH * free_bytes(self.device) / (self._held or self._guessed_bytes)
 
     @cached_property
     def _guessed_bytes(self) -> int:
-        """About what a program holds for a token: two numbers for each channel that a weight gives."""
+        """Approximate memory of a program per token: two numbers for each output channel of a weight."""
         n_ids = vocabulary_size(self.specimen.model)  # embeddings are looked up, not kept
         weights = [p for p in self.specimen.model.parameters() if p.dim() == 2 and n_ids not in p.shape]
         return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Maps]]:
-        """Begin one batch; of the first one, two samples are also mapped alone."""
+        """Start one batch; in the first one, two samples are also mapped alone."""
         if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             found = [self._noted(self.map_one(one)) for one in prepared]
             return lambda: found
@@ -520,7 +520,7 @@ class DatasetMaps:
         return sorted({batch._shortest, self._random.randrange(len(batch))})
 
     def _wrong(self, prepared: list[ModelInput], found: list[Maps], checked: list[int]) -> set[str]:
-        """The methods that give some samples other numbers together than alone."""
+        """The methods whose batched results differ from single ones for some samples."""
         wrong: set[str] = set()
         for i in checked:
             alone = self.map_one(prepared[i])
@@ -538,7 +538,7 @@ class DatasetMaps:
         return float((in_float64(one.scores) - in_float64(other.scores)).norm() / scale) <= accepted
 
     def _apart(self, prepared: list[ModelInput], reason: str, together: Together) -> Callable[[], list[Maps]]:
-        """From now on fewer samples go together; these are begun again."""
+        """Use smaller batches from now on, and start these samples again."""
         self.together, self.reason = together, reason
         self._is_checked = False
         return self._regrouped(prepared)
@@ -561,7 +561,7 @@ class DatasetMaps:
             return error
 
     def _noted(self, found: Maps) -> Maps:
-        """The same, saying how samples went together if that is worth saying."""
+        """The same maps, with a note in `meta` if samples could not be batched freely."""
         if not (self.reason or self._alone):
             return found
         alone = "samples go one by one: batched results of this method differ from single ones"

@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PROBES = 16
-"""Random directions of each norm; the relative error of a norm is about one over their root twice."""
+"""Random directions per norm; the relative error of a norm is about 1/√(2·probes)."""
 
 
 class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step that two programs do not share.
 
     Attributes:
-        kind: It is in the first alone, in the second alone, or in both with other constants.
+        kind: Whether it is only in the first, only in the second, or in both with different constants.
         operation: What it does.
         module: Where in the model.
-        block: In which block; None outside of all.
-        distance: The largest relative difference of its constants; None where it is in one alone.
+        block: In which block; None outside all blocks.
+        distance: The largest relative difference of its constants; None if only one program has it.
     """
 
     kind: Literal["first alone", "second alone", "constants"]
@@ -56,7 +56,7 @@ class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, kind: Any, step: Step, distance: float | None = None) -> StepDifference:
-        """The difference that a step of a program is."""
+        """Describe one step of a program as a difference."""
         return cls(kind, step.operation, step.module, step.block, distance)
 
     def __str__(self) -> str:
@@ -73,9 +73,9 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
     Attributes:
         steps: The steps that differ, in the order of the programs.
         distance: ‖T₁ - T₂‖ over ‖T₁‖ (Frobenius, sketched); None where the shapes differ.
-        probes: How many random directions the norms are sketched with.
+        probes: Number of random directions for sketching the norms.
         seed: Random seed for the directions.
-        pairs: `per_pair`, once it was asked for.
+        pairs: `per_pair`, once computed.
     """
 
     steps: tuple[StepDifference, ...]
@@ -95,7 +95,7 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
         return "How do these two tensors differ?"
 
     def _table(self) -> Table:
-        """By how much the constants of each step differ; NaN for a step that one of the two alone has."""
+        """How much the constants of each step differ; NaN for a step that only one of the two has."""
         apart = [[math.nan if step.distance is None else step.distance] for step in self.steps]
         return Table(np.array(apart, dtype=float).reshape(-1, 1), [*map(str, self.steps)], ["distance"])
 
@@ -162,12 +162,12 @@ def _pulled(operator: FrozenOperator, out_token: int, starts: Tensor) -> Tensor:
 
 
 def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PROBES, seed: int = 0) -> Comparison:
-    """Compare two attention tensors: two inputs, two members, or a model before and after a change.
+    """Compare two attention tensors: two inputs, two rule sets, or a model before and after a change.
 
     Args:
         first: An attention tensor.
         second: Another.
-        probes: How many random directions the norms are sketched with.
+        probes: Number of random directions for sketching the norms.
         seed: Random seed for the directions.
     """
     for one in (first, second):

@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 Outputs = Literal["own", "later"]
 LensFormat = Literal["tensorlens", "jacobian-lens"]
 EXACT_UP_TO = 4096
-"""How many cotangents a text may take before probes are used instead."""
+"""Largest number of cotangents per text before probes are used instead."""
 DEFAULT_PROBES = 64
 CHUNK = 32
 
 
 Reading = tuple[tuple[tuple[Said, ...], ...], ...]
-"""By block and token, the words that a state reads as."""
+"""The words read from a state, by block and token."""
 
 
 class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_reading/1"):
@@ -66,7 +66,7 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
     Attributes:
         tokens: A label for each token.
         corpus: For each block and token, the words that the mean operator reads in the state entering the block.
-        plain: The same with nothing between: the model's own head on the state.
+        plain: The plain logit lens: the model's own head applied to the state.
         first: The first block that is read.
         identity: For each block, the share of the identity in the mean operator: what the plain reading would give.
     """
@@ -126,7 +126,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         bias: $b_n$ for each block.
         outputs: ``"own"``: from a token to itself. ``"later"``: from a token to itself and all later ones, summed.
         n_texts: How many texts it is the mean of.
-        first: The block of the first matrix: lenses of others begin behind the first block.
+        first: The block of the first matrix; published lenses start after the first block.
         meta: Model, versions, rules, positions left out, probes.
     """
 
@@ -140,7 +140,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
     loadable: ClassVar[tuple[str, ...]] = (".safetensors",)
 
     def __post_init__(self) -> None:
-        """Check that each block has a matrix and a bias that fit."""
+        """Check that each block has a matrix and a bias of matching shapes."""
         super().__post_init__()
         if self.matrices.dim() != 3 or self.bias.shape != self.matrices.shape[:2]:
             raise InputError(
@@ -228,7 +228,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         seed: int = 0,
         progress: bool | None = None,
     ) -> CorpusTensor:
-        """The mean over texts; each counts as much as any other, however long it is.
+        """Average over texts; every text has the same weight, however long it is.
 
         Args:
             lens: A lens on the model.

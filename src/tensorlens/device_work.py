@@ -1,9 +1,8 @@
-"""Work that a GPU does by itself: copies that are under way, and small work beside the large."""
+"""Copies between host and device that do not wait for other work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,23 +27,3 @@ def on_its_way(values: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return wait
-
-
-@contextmanager
-def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Do some work on a stream from `aside`."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(stream.device).wait_stream(stream)  # whose memory others may have from now on
-
-
-def aside(device: torch.device) -> torch.cuda.Stream | None:
-    """A second line of work for a GPU, beside all that it is given from now on; None for another device."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

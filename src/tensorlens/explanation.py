@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 N_PREDICTIONS = 3
 GROUPS = {"passage": "sentences"}
-"""What inputs are put together into, by question; words elsewhere."""
+"""The default grouping of inputs by question; words for other questions."""
 
 
 class Explanation(Tabular):
@@ -45,7 +45,7 @@ class Explanation(Tabular):
 
     Attributes:
         tensor: The operator behind it.
-        recommendation: The rules, the method and the target that were taken.
+        recommendation: The rules, the method and the target in use.
         out_token: The output that is explained.
     """
 
@@ -105,7 +105,7 @@ class Explanation(Tabular):
 
     @property
     def note(self) -> str:
-        """What was taken differently from how it was written, such as a leading space; empty if nothing was."""
+        """How the target was read if that differs from what was written, such as a leading space; otherwise empty."""
         return "" if self._asked is None else self._asked.asked.note
 
     def _table(self) -> Table:
@@ -121,7 +121,7 @@ class Explanation(Tabular):
 
     @cached_property
     def map(self) -> TokenMap | ComponentMap:
-        """What each word, passage or component gave; its `meta` says what the headline does."""
+        """What each word, passage or component contributed; its `meta` includes the headline."""
         weights = None if self._asked is None else self._asked.asked.weights
         if self.recommendation.method == "components":
             found = self.tensor.components(self.out_token, weights)
@@ -140,7 +140,7 @@ class Explanation(Tabular):
         return found.group(GROUPS.get(self.recommendation.question, "words"), sink_beside=True)
 
     def certificate(self) -> Certificate:
-        """Whether the operator is exact, measured when it is first asked for; maps saved afterwards carry it."""
+        """Whether the operator is exact, measured on first use; maps saved afterwards include it."""
         found = self.tensor.certificate()
         self.map = replace(self.map, meta=self.map.meta | {"certificate": self.tensor.meta()["certificate"]})
         return found
@@ -148,7 +148,7 @@ class Explanation(Tabular):
     # Showing ----------------------------------------------------------------------------------------------------------
 
     def lines(self) -> list[str]:
-        """What is said before the map: the headline, what the model says, and the note."""
+        """The lines before the map: the headline, the model's prediction, and the note."""
         said = [predicted([(one.name, one.probability) for one in self._predictions])] if self.prediction else []
         return [self.headline, *said, *([self.note] if self.note else [])]
 
@@ -200,13 +200,13 @@ def explain(
     *,
     tokens: bool,
 ) -> Explanation:
-    """An explanation, from what gives the operator under some rules."""
+    """Build an explanation from a function that gives the operator under some rules."""
     chosen = recommended(question)
     return Explanation(_look(look, chosen.rules), chosen, target, against, tokens=tokens)
 
 
 def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
-    """The operator, with what an attention sink gives in B where it can be told from what the word there gives."""
+    """The operator, with an attention sink's contribution in B where it can be separated from that of the word."""
     if rules.attention == "hold":
         with suppress(InputError):  # not causal, or a model of something other than tokens
             T = look(dataclasses.replace(rules, sink="hold"))

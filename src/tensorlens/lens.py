@@ -34,11 +34,11 @@ class Lens(Printed):
     The model stays the user's: the same object, untouched after every call.
 
     Args:
-        model: A model in memory, in any state; it is looked at as it would run at inference.
-        processor: Its tokenizer, image processor or processor, if inputs are to be text or images. Any object with
-            `encode` and `decode` is a tokenizer: tiktoken's, one of characters, one of your own.
+        model: A model in memory, in any mode; it is run as at inference.
+        processor: Its tokenizer, image processor or processor, if inputs are text or images. Any object with
+            `encode` and `decode` is a tokenizer: tiktoken's, a character tokenizer, or your own.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
-        blocks: Path of the list of blocks, for a model where the guess is wrong.
+        blocks: Path of the list of blocks, if the detected one is wrong.
         name: What maps should call the model.
         labels: From a token id to its label, for a model without a tokenizer.
     """
@@ -103,20 +103,20 @@ class Lens(Printed):
 
     @property
     def anatomy(self) -> Anatomy:
-        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
+        """Where the model's parts are, judged by its module tree alone; an input may show otherwise."""
         return self.specimen.anatomy
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up the shorter texts of a batch."""
+        """The token that pads the shorter texts of a batch."""
         return self.specimen.pad_id
 
     @own_modes
     def __call__(self, value: Any) -> Any:
         """The attention tensor at an input, or a list of them for a batch.
 
-        The samples of a batch go through the model one by one and without their padding, so that each is what it would
-        be alone.
+        The samples of a batch run through the model one by one and without padding, so each result is the same as
+        alone.
 
         Args:
             value: A text, a list of token ids, an image (PIL, path or pixel array), embeddings (L, D), a processor's
@@ -130,13 +130,13 @@ class Lens(Printed):
 
     @own_modes
     def batch(self, inputs: Sequence[Any]) -> Batch:
-        """Several inputs whose maps share one recording; the attention tensor of each is made when it is asked for.
+        """Several inputs whose maps share one recording; the attention tensor of each is computed on request.
 
         Args:
             inputs: Each as for a call; texts of different lengths are padded at their end.
 
         Raises:
-            InputError: The model reacts to padding, or mixes samples, so that they would not be what they are alone.
+            InputError: The model reacts to padding or mixes samples, so results would differ from single ones.
         """
         check_several(inputs)
         made = Batch(self.specimen, [self.prepare(value) for value in inputs])
@@ -160,7 +160,7 @@ class Lens(Printed):
         truncate: bool = False,
         first_row: int = 0,
     ) -> Iterator[Any]:
-        """Maps of a data set, in batches and in the order of the inputs: each is what it would be alone.
+        """Map a data set in batches, in the order of the inputs; each map is the same as alone.
 
         Args:
             inputs: Each as for a call; any iterable.
@@ -168,16 +168,16 @@ class Lens(Printed):
                 that says why there is none.
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`; the model's own prediction for each sample if None.
-            batch_size: Samples at a time; as many as go into free memory if None.
+            batch_size: Samples per batch; as many as fit into free memory if None.
             probes: For `tensor.norm`: random probes to sketch it with.
             seed: Random seed for the probes.
             raw: For rollouts and means of norms; see `AttentionTensor.map`.
             progress: Whether to show a progress bar; on a terminal if None.
-            on_error: What becomes of an input that the model cannot take (empty, too long, not text): ``raise``, with
-                its row, or ``skip``: there is no map of it.
-            skipped: A list that is given the (row, reason) of each input left out.
+            on_error: What to do with an input that the model cannot take (empty, too long, not text): ``raise`` an
+                error that names its row, or ``skip`` it.
+            skipped: A list that receives the (row, reason) of each input left out.
             truncate: Whether a text that is too long for the model is cut at its end.
-            first_row: What errors call the first input.
+            first_row: Number of the first input in error messages.
 
         Raises:
             InputError: An input that the model cannot take, with its row.
@@ -206,9 +206,9 @@ class Lens(Printed):
             prompt: A text, chat messages (dicts with `role` and `content`; the tokenizer's own template renders them)
                 or token ids.
             answer: The answer to explain, as it continues the prompt; generated by the model if None.
-            logprobs: What a server gave as the log-probability of each token of that answer: compared with the model's
-                own in `Answer.agreement`, with a warning where they differ by more than rounding.
-            max_new_tokens: How long an answer may become; no longer than the model has places for.
+            logprobs: A server's log-probability of each token of that answer. `Answer.agreement` compares them
+                with the model's own, with a warning where they differ by more than rounding.
+            max_new_tokens: Longest answer, in tokens; the model's context length limits it further.
             seed: Random seed for a sampled answer.
             **options: Options for the model's `generate`. Without any the answer is the greedy one.
         """
@@ -228,7 +228,7 @@ class Lens(Printed):
     ) -> Explanation:
         """Why the model says what it says: the map that benchmarks recommend for a question, with its headline.
 
-        The rules are those of `recommended`, not this lens's; `T.map` is for those who choose.
+        The rules come from `recommended`, not from this lens; to choose your own, use `T.map`.
 
         Args:
             text: One input, as for a call.
@@ -237,7 +237,7 @@ class Lens(Printed):
             target: What to explain: a token, a class or a number; the model's top prediction if None. “Rome” is
                 “ Rome” where that is one token and likelier; several tokens are the sum of their logits.
             against: Explain the target rather than this.
-            tokens: Whether to keep tokens apart instead of putting them together into words or sentences.
+            tokens: Whether to use single tokens instead of words or sentences.
         """
         prepared = self.prepare(text)
         include = self.rules.include_final_norm
@@ -249,11 +249,11 @@ class Lens(Printed):
         return explain(look, question, target, against, tokens=tokens)
 
     def prepare(self, value: Any) -> ModelInput:
-        """What the model takes, of anything that a call takes."""
+        """The model's arguments for any input that a call accepts."""
         return self.specimen.prepare(value)
 
     def with_rules(self, rules: Rules | Recommendation | str) -> Lens:
-        """The same model under other rules: `Rules`, a `Recommendation`, or a rule set by name.
+        """The same model under different rules: `Rules`, a `Recommendation`, or a rule set by name.
 
         A name keeps this lens's output state.
         """
@@ -275,17 +275,17 @@ def load(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Lens:
-    """Load a model and look through it.
+    """Load a model and return a lens on it.
 
     Args:
         name: A bundled short name (``smollm2-135m``), a folder, a ``.gguf`` file, or a hub id.
         device: Where to put it; the GPU if there is one.
-        dtype: Type of the weights; float32 unless told otherwise.
+        dtype: Type of the weights (default: float32).
         device_map: Placement over several devices, as in transformers; instead of `device`.
         attention: ``"eager"`` or ``"sdpa"``; transformers' own choice if None.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
-        trust_remote_code: Whether code that comes with the model may run. Never on unless asked for.
-        revision: Which state of it: a branch, tag or commit of the hub (``step3000`` of a model with checkpoints), or
+        trust_remote_code: Whether code that comes with the model may run (default: no).
+        revision: Which version: a branch, tag or commit on the hub (``step3000`` of a model with checkpoints), or
             the name of a checkpoint folder inside the folder.
     """
     from tensorlens.models.loading import load_pretrained

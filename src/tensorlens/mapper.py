@@ -29,22 +29,21 @@ EMPTY: dict[str, Any] = {
 
 
 class Mapper(Printed):
-    """Adds maps to a batch of rows; plain settings until it is called, so that it can be sent to other processes.
+    """Adds maps to a batch of rows; it holds only settings until it is called, so it can be sent to other processes.
 
     The columns added: `tokens` and `scores`, a list each, one entry per input token; `target`, `logit` and `bias_share`
-    as the map says; `prediction`, the class that the model ranks first. What a method or model has none of is an empty
-    text, or NaN.
+    as the map says; `prediction`, the class that the model ranks first. Missing values are an empty text or NaN.
 
     >>> rows = {"text": ["A cat sat.", "It rained."]}
     >>> Mapper("smollm2-135m")(rows)["target"]  # doctest: +SKIP
     [' It', ' The']
 
     Args:
-        model: A name as for `load`; loaded once in each process, when the first batch comes.
+        model: A name as for `load`; loaded once per process, with the first batch.
         method: A name in `METHODS`.
         column: The column with the texts.
         target: For `tensor.in_class`; the model's own prediction for each row if None.
-        batch_size: Rows that go through the model together; as many as go into free memory if None.
+        batch_size: Rows per batch; as many as fit into free memory if None.
         device: Where to put the model; the GPU if there is one.
         rules: The conventions, or a rule set by name; see `Rules.of`.
         on_error: ``raise`` for a row that the model cannot take, or ``skip``: it keeps its place with no tokens, and a
@@ -108,7 +107,7 @@ class Mapper(Printed):
 
         Args:
             values: The texts.
-            first: What the first of them is called in an error.
+            first: Number of the first one in error messages.
             progress: Whether to show a progress bar; on a terminal if None.
         """
         skipped: list[tuple[int, str]] = []
@@ -124,14 +123,14 @@ class Mapper(Printed):
             first_row=first,
         )
         grouped = (one if self.groups is None else one.group(self.groups, sink_beside=True) for one in maps)
-        made = iter([columns_of(one) for one in grouped])
+        made = iter([map_columns(one) for one in grouped])
         skipped = [(row - first, reason) for row, reason in skipped]
         bad = {row for row, _ in skipped}
         return [dict(EMPTY) if row in bad else next(made) for row in range(len(values))], skipped
 
 
-def columns_of(found: TokenMap) -> dict[str, Any]:
-    """One row of a table: what a map of one output says, and what of it an attention sink gives."""
+def map_columns(found: TokenMap) -> dict[str, Any]:
+    """One table row from a map of one output, including the share of an attention sink."""
     aside = list(sink_columns(found.scores, found.meta))
     sinks = sink_given(found.meta, found.shape[0]) or found.scores[:, aside].sum(1)
     target, logit = found.meta.get("target"), found.meta.get("logit")

@@ -1,7 +1,7 @@
-"""What is taken where nothing was chosen: the rules and the method of a question, and the output to look at first.
+"""Defaults: the rules and the method for a question, and the output to look at first.
 
-`recommended` is the only table of it. Python, command line and explorer ask here, so that they answer the same question
-alike. Nothing here imports torch: help and mistakes are answered at once.
+`recommended` is the only table of them: Python, command line and explorer all use it and give the same answers. Nothing
+here imports torch, so help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from tensorlens.tensor import AttentionTensor
 
 QUESTIONS = ("word", "passage", "component", "paper")
-"""What can be asked without choosing rules and a method."""
+"""Questions that need no choice of rules and method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation(Printed):
-    """What benchmarks with known answers say to take for a question.
+    """What benchmarks with known answers recommend for a question.
 
     Attributes:
         question: A name in `QUESTIONS`.
         rules: The rule set.
         method: A name in `METHODS`; ``"components"`` for `AttentionTensor.components`.
-        target: What is explained of the prediction: its ``"logit"``, or its logit less that of the ``"runner_up"``, the
-            likeliest other token.
-        because: The reason in one sentence, with its number and the page it stands on.
+        target: What is explained of the prediction: its ``"logit"``, or its logit minus that of the ``"runner_up"``,
+            the likeliest other token.
+        because: The reason in one sentence, with a number and the page that documents it.
     """
 
     question: str
@@ -41,7 +41,7 @@ class Recommendation(Printed):
 
 
 def recommended(question: str = "word") -> Recommendation:
-    """The rules, the method and the target to take for a question.
+    """The rules, the method and the target recommended for a question.
 
     Args:
         question: ``"word"`` (which word decided?), ``"passage"`` (which sentence?), ``"component"`` (which head or
@@ -71,8 +71,8 @@ _TABLE = {
             rules=Rules.attn_lrp(),
             method="tensor.in_class",
             target="runner_up",
-            because="less the runner-up's logit, the right sentence is first in 35 of 35 held-out documents; the sum "
-            "of centred logits finds 24 of them (docs/what-to-use.md).",
+            because="with the runner-up's logit subtracted, the right sentence is first in 35 of 35 held-out "
+            "documents; the sum of centred logits finds 24 of them (docs/what-to-use.md).",
         ),
         Recommendation(
             question="component",
@@ -103,7 +103,7 @@ def has_predictions(T: AttentionTensor) -> bool:
 
 
 def default_method(T: AttentionTensor, target: Any = None) -> str:
-    """The method for the first question that people have: why did the model say this?
+    """The method for the usual first question: why did the model say this?
 
     That is In+Class if the blocks asked for reach the head, or if a target is named. Otherwise it is In+Out, and for a
     picture the length of what each patch contributes, since no direction of its output has a name.

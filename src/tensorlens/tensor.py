@@ -1,4 +1,4 @@
-"""`AttentionTensor`: the operator of one model at one input, as the user holds it."""
+"""`AttentionTensor`: the operator of one model at one input, as users see it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Prediction(NamedTuple):
 class AttentionTensor(InsideQuestions):
     r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
 
-    Never stored as a matrix: the program of one forward pass, its hidden states and the tensors it holds. Made by
+    It is never stored as a matrix: it consists of the program of one forward pass, its hidden states and its fixed
+    tensors. Made by
     calling a `Lens`.
     """
 
@@ -84,15 +85,15 @@ class AttentionTensor(InsideQuestions):
         return text_as_html(f"{self!r}\n{' '.join(self.tokens)}")
 
     def __copy__(self) -> AttentionTensor:
-        """Itself: it cannot be changed, and the model it belongs to is not its own."""
+        """The tensor itself: it is immutable, and it does not own its model."""
         return self
 
     def __deepcopy__(self, memo: Any) -> AttentionTensor:
-        """Itself, as for `copy.copy`."""
+        """The tensor itself, as for `copy.copy`."""
         return self
 
     def __reduce__(self) -> Any:
-        """It travels as a file would hold it: the program with its numbers, without the model."""
+        """Pickle the content of a saved file: the program with its numbers, without the model."""
         return _unpickled, tuple(tensor_files.pack(self.operator, self.context))
 
     # Files ------------------------------------------------------------------------------------------------------------
@@ -117,12 +118,12 @@ class AttentionTensor(InsideQuestions):
 
     @classmethod
     def load(cls, path: str | Path, *, lens: HasModel | None = None, device: str | None = None) -> AttentionTensor:
-        """T from a file, without its model: what needs the model itself says so when it is asked.
+        """Load T from a file, without its model; anything that needs the model raises an error.
 
         Args:
             path: A file that `save` wrote.
             lens: A lens on the model, for a file with ``weights="reference"``.
-            device: Where its numbers go; where they were if None, or on the CPU where this machine has no such device.
+            device: Where its numbers go. If None, the device they were saved from, or the CPU if this machine lacks it.
         """
         return cls(*tensor_files.read_tensor(Path(path), None if lens is None else lens.model, device))
 
@@ -139,7 +140,7 @@ class AttentionTensor(InsideQuestions):
     def output(self) -> Float[Tensor, "out_token out_channel"]:
         """X^N: the state after the last block, and after the final norm if there is one; a copy.
 
-        The model's own, also where heads are left out: what is left without them is ``T @ T.input + T.bias``.
+        Always the model's own state, even if heads are left out; without them the state is ``T @ T.input + T.bias``.
         """
         return self.operator.output.clone()
 
@@ -164,7 +165,7 @@ class AttentionTensor(InsideQuestions):
 
     @own_modes
     def blocks(self, start: int, stop: int) -> AttentionTensor:
-        """The operator of blocks `start` … `stop` - 1 only, frozen at the same pass.
+        """The operator of blocks `start` … `stop` - 1 only, from the same forward pass.
 
         `T.blocks(a, c)` is `T.blocks(b, c)` after `T.blocks(a, b)`.
         """
@@ -214,7 +215,7 @@ class AttentionTensor(InsideQuestions):
         return multiplier
 
     def _but(self, **changes: Any) -> AttentionTensor:
-        """The same with another span, heads or precision."""
+        """The same operator with a different span, heads or precision."""
         return AttentionTensor(self.operator.but(**changes), self.context)
 
     @own_modes
@@ -227,7 +228,7 @@ class AttentionTensor(InsideQuestions):
         Args:
             block: The block that the state enters.
             basis: Directions (direction, channel) that span the subspace, or one (channel,); they need not be
-                orthogonal, nor of one length. (channel, direction) is taken too.
+                orthogonal or normalised. (channel, direction) is accepted too.
         """
         block = check_token(block, self.n_blocks, "block")
         rest = self.blocks(block, self.n_blocks)
@@ -254,7 +255,7 @@ class AttentionTensor(InsideQuestions):
         precision: Precision | None = None,
         positions: bool = False,
     ) -> TokenMap:
-        """A token map: how much each input carries of each output.
+        """A token map: how much each input contributes to each output.
 
         Args:
             method: A name in `METHODS`.
@@ -310,15 +311,15 @@ class AttentionTensor(InsideQuestions):
         return made if groups is None else made.group(groups)
 
     def explore(self, out_token: int | None = None, target: str = "", against: str = "") -> MapWidget:
-        """A map for a notebook in which outputs, targets and inputs can be clicked, and the clicks are in Python.
+        """A clickable map for a notebook: the selected output, target and input are available in Python.
 
         >>> widget = T.explore()  # doctest: +SKIP
         >>> widget.out_token, widget.in_token, widget.map  # what was clicked, and the map shown  # doctest: +SKIP
 
         Args:
-            out_token: The output to explain first: the last one, or the one that stands for a picture, if None.
+            out_token: The output to explain first; if None, the last one, or the one that represents a picture.
             target: What to explain first, as people write it; the model's top prediction if empty.
-            against: What it is compared with.
+            against: The contrast target.
 
         Raises:
             MissingExtraError: anywidget is not installed.
@@ -374,7 +375,7 @@ class AttentionTensor(InsideQuestions):
         return tuple(maps)
 
     def meta(self) -> dict[str, Any]:
-        """What a map says of where it came from: input, model, blocks, heads, rules, certificate."""
+        """Provenance of a map: input, model, blocks, heads, rules, certificate."""
         certificate = self._certified
         heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}
         verdict = None if certificate is None else {"passed": certificate.passed, "errors": certificate.errors}
@@ -388,12 +389,12 @@ class AttentionTensor(InsideQuestions):
         }
 
     def with_precision(self, precision: Precision | None) -> AttentionTensor:
-        """The same operator with its rows, norms and sketches computed in another precision."""
+        """The same operator with its rows, norms and sketches computed in a different precision."""
         return self if precision == self.operator.precision else self._but(precision=precision)
 
     @own_modes
     def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
-        """Operations, memory and time of some work before it is done.
+        """Estimate the operations, memory and time of some work before doing it.
 
         Args:
             work: ``"rows"`` (one slice), ``"dense"``, ``"norm"``, ``"sketch"`` or ``"in_out"``.
@@ -404,7 +405,7 @@ class AttentionTensor(InsideQuestions):
 
     @own_modes
     def certificate(self) -> Certificate:
-        """Whether T is exact, linear and complete: the errors of its laws, the verdict, and the rules applied. Kept."""
+        """Whether T is exact, linear and complete: the errors of its laws, the verdict, and the rules. Cached."""
         if self._certified is None:
             self._certified = certify(self.operator)
         return self._certified

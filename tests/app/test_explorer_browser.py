@@ -113,7 +113,7 @@ def test_two_members_side_by_side_and_the_paper_one_click_away(open_tab):
     ends = [panel.locator(".side section:first-child .legend").inner_text() for panel in (left, right)]
     assert ends[0] == ends[1]  # one scale
     difference = tab.locator(".difference")
-    expect(difference.locator("h2")).to_have_text("Difference: the first map less the second")
+    expect(difference.locator("h2")).to_have_text("Difference: the first map minus the second")
     shown = [number(panel, " mat") for panel in (left, right, difference)]
     assert shown[2] == pytest.approx(shown[0] - shown[1], abs=0.011)
     again = open_tab(tab.url[tab.url.index("#") :])
@@ -280,6 +280,6 @@ def test_look_inside_says_in_words_what_heads_do(open_tab):
     head.click()
     expect(tab.locator(".inside-host .about h3")).to_have_text(name)
     before = tab.locator(".graph-tools .size").inner_text()
-    tab.get_by_label("How many edges are drawn").fill("1")
+    tab.get_by_label("Number of edges drawn").fill("1")
     expect(tab.locator(".graph-tools .size")).to_contain_text("1 of ")
     assert tab.locator(".graph-tools .size").inner_text() != before

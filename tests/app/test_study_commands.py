@@ -90,7 +90,9 @@ def test_a_process_that_fails_alone_is_heard_and_ends_the_others(monkeypatch, ca
     logging.disable(logging.NOTSET)
     assert ended.value.code == 1
     heard = capfd.readouterr().err
-    assert heard.startswith("tensorlens: process 1 of 2 ended with -9") and "the run continues" in heard
+    assert (
+        heard.startswith("tensorlens: process 1 of 2 ended with -9") and "run the same command again to resume" in heard
+    )
 
 
 def test_relations_counts_what_survives_and_names_what_does_not(decoder, tmp_path):

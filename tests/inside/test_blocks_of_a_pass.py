@@ -298,7 +298,7 @@ def test_a_block_without_attention_has_no_matrix() -> None:
     model = ValueResidual()
     model.layers = nn.ModuleList([Plain(), Plain()])
     recording = tl.Lens(zoo.randomise(model).double().eval(), blocks="layers")([3, 4, 5]).operator.recording
-    with pytest.raises(tl.MethodError, match="0 softmax attentions"):
+    with pytest.raises(tl.MethodError, match="0 softmax attention layers"):
         mixing(recording, 0)
 
 

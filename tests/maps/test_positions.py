@@ -33,7 +33,8 @@ def test_a_positions_column_is_what_its_own_vector_carries():
 
 
 @pytest.mark.parametrize(
-    ("family", "said"), [("llama", "adds no positions"), ("bert-mlm", "more than add"), ("vit", "no words")]
+    ("family", "said"),
+    [("llama", "does not add positions"), ("bert-mlm", "more than add"), ("vit", "no word embeddings")],
 )
 def test_where_positions_are_not_added_they_are_refused(family, said):
     T = tl.Lens(zoo.build(family))(zoo.sample(family))

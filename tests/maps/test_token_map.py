@@ -249,7 +249,7 @@ def test_load_names_what_is_wrong_with_a_file(tmp_path):
 def test_a_truncated_file_is_refused(tmp_path, suffix, part):
     path = make(torch.rand(4, 4)).save(tmp_path / f"map{suffix}")
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
-    with pytest.raises(InputError, match="whole file that `TokenMap.save` wrote"):
+    with pytest.raises(InputError, match="complete file that `TokenMap.save` wrote"):
         TokenMap.load(path)
 
 

@@ -392,7 +392,7 @@ def test_other_settings_are_refused(tmp_path):
     write_relation(tmp_path / "data" / "fruit.json")
     quick = RelationOptions(n_splits=1, top_k=300, min_test=2, max_test=2, with_lre=False)
     relations(tiny_lens(), tmp_path / "data", tmp_path / "run", options=quick, progress=False)
-    with pytest.raises(tl.InputError, match="other settings"):
+    with pytest.raises(tl.InputError, match="different settings"):
         relations(tiny_lens("neox"), tmp_path / "data", tmp_path / "run", options=quick, progress=False)
 
 

@@ -40,11 +40,11 @@ class Answer(Tabular):
     Attributes:
         text: The answer.
         ids: Its tokens; the one that ended it is left out.
-        offsets: Where each token stands in the text; None for one that is not part of it.
+        offsets: Where each token is in the text; None for a token that is not part of it.
         prompt: What was asked.
         tensor: T at prompt and answer together, the model's own earlier tokens as inputs.
         lens: Where it came from.
-        agreement: How a server's log-probabilities agree with the model's, where some were given.
+        agreement: How well a server's log-probabilities agree with the model's, if given.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Answer(Tabular):
 
     @property
     def n_prompt_tokens(self) -> int:
-        """How many tokens stand before the answer."""
+        """Number of tokens before the answer."""
         return len(self.prompt.ids)
 
     @property
@@ -79,14 +79,14 @@ class Answer(Tabular):
 
     @property
     def positions(self) -> range:
-        """The output that predicts each token of the answer: one before its own."""
+        """The output position that predicts each token of the answer: the one before it."""
         first = len(self.prompt.decoder_ids) - 1
         return range(first, first + len(self.ids))
 
     @cached_property
     @own_modes
     def log_probabilities(self) -> tuple[float, ...]:
-        """The model's own log-probability of each token, after whatever its code does behind the unembedding."""
+        """The model's own log-probability of each token, including anything its code does after the unembedding."""
         logits = plain_logits(self.tensor.operator.recording, list(self.positions))
         chosen = torch.tensor(self.ids, device=logits.device)[:, None]
         return tuple(logits.float().log_softmax(-1).gather(1, chosen)[:, 0].tolist())
@@ -104,7 +104,7 @@ class Answer(Tabular):
         set_aside: Sequence[int] = (),
         engine: Engine | None = None,
     ) -> TokenMap:
-        r"""What the prompt carries of the answer: rows are parts of the answer, columns groups of the prompt.
+        r"""How much the prompt contributes to the answer: rows are parts of the answer, columns groups of the prompt.
 
         $R_{q,k} = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, so that a row and the bias sum to what it explains: the targets
         of its tokens, added up. The answer's own tokens are one column, ``answer``.
@@ -115,10 +115,10 @@ class Answer(Tabular):
                 ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``, left to bottom as parts.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
                 characters of the answer.
-            target: ``"runner_up"``, the logit less that of the likeliest other token (the default, as
-                `recommended("passage")` says); ``"centred"``, the logit less the mean over the vocabulary (the default
+            target: ``"runner_up"``, the logit minus that of the likeliest other token (the default, as
+                `recommended("passage")` says); ``"centred"``, the logit minus the mean over the vocabulary (the default
                 with `against`); ``"logit"``.
-            against: Another answer to the same prompt: the one row explains the difference of the two.
+            against: A different answer to the same prompt: the single row explains the difference between the two.
             through: Follow what falls on the answer's own tokens to the prompt. A convention: nothing is summed.
             answer_columns: One column for each part of the answer instead of one for all.
             set_aside: Tokens of the prompt, by position, with columns of their own, out of the colours though not out
@@ -182,7 +182,7 @@ class Answer(Tabular):
         return columns_of(prompt, text, labels, regions)
 
     def _apart(self, groups: tuple[Group, ...], aside: Sequence[int]) -> tuple[tuple[Group, ...], int]:
-        """The groups without some tokens, these before them as groups of their own, and how many those are."""
+        """Move some tokens out of the groups into groups of their own, placed first; also return how many there are."""
         alone = sorted({check_token(i, self.n_prompt_tokens, "set_aside") for i in aside})
         others = [group._replace(tokens=tuple(j for j in group.tokens if j not in alone)) for group in groups]
         first = tuple(Group(self.tensor.tokens[i], (i,)) for i in alone)
@@ -193,7 +193,7 @@ class Answer(Tabular):
         return tuple(Group(part.label, tuple(j + self.n_prompt_tokens for j in part.tokens)) for part in parts)
 
     def _place(self, part: Group) -> list[int] | None:
-        """Where a part stands in the answer's text."""
+        """Where a part is in the answer's text."""
         pairs = [pair for j in part.tokens if (pair := self.offsets[j]) is not None]
         return [pairs[0][0], max(stop for _, stop in pairs)] if pairs else None
 

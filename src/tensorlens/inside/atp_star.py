@@ -36,7 +36,7 @@ Values = Callable[[Block, Editable], Tensor]
 """What a part of a block holds."""
 
 
-class Scored(NamedTuple):
+class ScoredComponent(NamedTuple):
     """Queries or keys of a head, and what patching them would do."""
 
     component: Component
@@ -53,7 +53,7 @@ class _Fused(NamedTuple):
     scale: float
 
 
-def queries_and_keys(run: Pass, other: Recording) -> Iterator[Scored]:
+def queries_and_keys(run: Pass, other: Recording) -> Iterator[ScoredComponent]:
     """The effects of all queries of a head, and of all its keys, by the true softmax.
 
     Raises:
@@ -76,7 +76,7 @@ def queries_and_keys(run: Pass, other: Recording) -> Iterator[Scored]:
         ):
             moved = (_attention(changed) - before) @ values
             for head, effect in enumerate((cotangent * moved).sum((1, 2)).unbind()):
-                yield Scored(Component(block=block.n, kind=f"attention {kind}", head=head), effect)
+                yield ScoredComponent(Component(block=block.n, kind=f"attention {kind}", head=head), effect)
 
 
 def _attention(held: _Fused) -> Tensor:

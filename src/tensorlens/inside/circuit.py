@@ -25,7 +25,7 @@ from tensorlens.inside.faithfulness import SHARES, Faithfulness, faithfulness_of
 from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
-from tensorlens.inside.wiring import TARGET, Streams, Wiring
+from tensorlens.inside.wiring import TARGET, CircuitWiring, Streams
 from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target, Weights
 from tensorlens.memory import fitting
@@ -49,10 +49,10 @@ SHOWN = 300
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class InputPair:
     """One pair of inputs: its wires, the corrupted run, and the target in the clean one."""
 
-    wiring: Wiring
+    wiring: CircuitWiring
     corrupted: Streams
     value: float
 
@@ -87,7 +87,7 @@ class Circuit:
     is_wired: Tensor
     target: str
     value: float
-    pairs: tuple[Pair, ...]
+    pairs: tuple[InputPair, ...]
     kept: Tensor | None = None
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -269,7 +269,7 @@ class Circuit:
         yield table(("from", "to", "score"), rows, numbers=(2,))
 
 
-def judged(pair: Pair, edges: Tensor) -> list[float]:
+def judged(pair: InputPair, edges: Tensor) -> list[float]:
     """F of circuits (circuit, reader, writer) in the model, some at a time."""
     run, clean = pair.wiring.run, pair.wiring.run.operator.input
     if pair.gap == 0:
@@ -324,7 +324,7 @@ def circuit(
         raise InputError(f"`scores` must be 'rules' or 'integrated'; got {scores!r:.60}.")
     check_whole(steps, "steps", 1)
     items = _items(clean, corrupted, target)
-    pairs, sums, asked = list[Pair](), list[tuple[Tensor, Tensor]](), None
+    pairs, sums, asked = list[InputPair](), list[tuple[Tensor, Tensor]](), None
     for one, other, wanted in tqdm(items, unit=" pairs", disable=None if progress is None else not progress):
         cancel.check()
         T = lens(one)
@@ -362,10 +362,10 @@ def _items(clean: Any, corrupted: Any, target: Any) -> list[tuple[Any, Any, Any]
     return list(zip(clean, corrupted, targets, strict=True))
 
 
-def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> tuple[Pair, tuple[Tensor, Tensor]]:
+def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> tuple[InputPair, tuple[Tensor, Tensor]]:
     """A pair, and the scores of its edges (reader, writer) and writers (writer,)."""
     run = Pass(asked.operator, asked.weights, asked.out_token)
-    wiring, specimen = Wiring(run), lens.specimen
+    wiring, specimen = CircuitWiring(run), lens.specimen
     arguments = specimen.arguments(specimen.prepare(corrupted).arguments)
     own = run.recording.from_model("A circuit").inputs
     streams = wiring.streams(arguments)
@@ -374,7 +374,7 @@ def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> t
         raise InputError(f"Expected two inputs of the same length; got {run.n_tokens} and {n} tokens.")
     is_wired = wiring.is_wired()
     _, (moved,) = wiring.judged(is_wired[None].to(run.operator.device), streams, run.operator.input)
-    pair = Pair(wiring, streams, wiring.streams(own).value)
+    pair = InputPair(wiring, streams, wiring.streams(own).value)
     if steps is None:
         read, written = wiring.cotangents(run)
     else:
@@ -385,7 +385,7 @@ def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> t
 
 
 def _integrated(
-    specimen: Any, wiring: Wiring, clean: dict[str, Any], corrupted: dict[str, Any], steps: int, weights: Weights
+    specimen: Any, wiring: CircuitWiring, clean: dict[str, Any], corrupted: dict[str, Any], steps: int, weights: Weights
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of the model's own gradient, averaged along the way from the corrupted embedding to the clean one."""
     embedding = wiring.run.recording.from_model("A circuit").anatomy.embedding
@@ -401,7 +401,7 @@ def _integrated(
         cancel.check()
         recording = at.record(rest | {"inputs_embeds": start + k / steps * (end - start)})
         run = Pass(type(wiring.run.operator)(recording), weights, wiring.run.out_token)
-        more = Wiring(run).cotangents(run)
+        more = CircuitWiring(run).cotangents(run)
         read, written = read.to(more[0]) + more[0] / steps, written.to(more[1]) + more[1] / steps
     return read, written
 

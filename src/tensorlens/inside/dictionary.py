@@ -187,11 +187,11 @@ class Dictionary:
         Returns:
             The dictionary; `meta["error_share"]` is the part of the variance of tokens held out that is error.
         """
-        from tensorlens.inside.dictionary_training import gathered, trained
+        from tensorlens.inside.dictionary_training import gathered_states, trained_parts
 
-        x, y = gathered(lens, texts, check_whole(block, "block"))
+        x, y = gathered_states(lens, texts, check_whole(block, "block"))
         reads: Reads = "output" if kind == "dictionary" else "input"
-        encoder, decoder, centre, share = trained(
+        encoder, decoder, centre, share = trained_parts(
             y if kind == "dictionary" else x,
             y,
             n_features=check_whole(n_features or 4 * y.shape[1], "n_features", 1),

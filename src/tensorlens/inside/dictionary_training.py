@@ -24,7 +24,7 @@ REVIVED_EVERY = 200
 """Steps after which features that were never active begin anew, at tokens that are explained worst."""
 
 
-def gathered(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tensor]:
+def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tensor]:
     """What the feed-forward of a block takes and gives, (token, channel) each, at all tokens of some texts."""
     rest = iter(texts)
     first = next(rest, None)
@@ -57,7 +57,7 @@ def gathered(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tenso
     return torch.cat(kept[0]), torch.cat(kept[1])
 
 
-def trained(
+def trained_parts(
     x: Tensor, y: Tensor, *, n_features: int, k: int, steps: int, batch_size: int, seed: int, progress: bool | None
 ) -> tuple[Encoder, Tensor, Tensor, float]:
     """A top-k encoder of `x` and decoder of `y`, by Adam; the decoder's bias, and the error's share held out."""

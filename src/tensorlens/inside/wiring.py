@@ -43,7 +43,7 @@ TARGET = Component(kind="target")
 EMBEDDING = Component(kind="embedding")
 
 
-class Reader(NamedTuple):
+class StreamReader(NamedTuple):
     """A component that reads the stream and writes to it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Streams(NamedTuple):
 
 
 @dataclass
-class Wiring:
+class CircuitWiring:
     """Who writes and who reads in a pass, in order.
 
     Writers are the embedding and all readers; what they gave can be read by later readers and by the target.
@@ -85,7 +85,7 @@ class Wiring:
     """
 
     run: Pass
-    readers: list[list[Reader]] = field(default_factory=list)
+    readers: list[list[StreamReader]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find readers, and the modules by which the model holds them."""
@@ -103,12 +103,12 @@ class Wiring:
         for block in reversed(self.run.downwards):
             self.readers.append(list(self._of_block(block)))
 
-    def _of_block(self, block: Block) -> Sequence[Reader]:
+    def _of_block(self, block: Block) -> Sequence[StreamReader]:
         if block.sums is None:
             raise self._refusal(f"the parts of block {block.n} cannot be told apart")
         places = {write.slot: place for place, one in enumerate(block.sums) for write in one.writes}
         editable = list(parts(block))
-        found: list[Reader] = []
+        found: list[StreamReader] = []
         for write, kind in block.writes:
             own = [one for one in editable if one.slot == write.slot and one.head is None]
             seat = seat_of(self.run, own[0]) if own else None
@@ -118,9 +118,9 @@ class Wiring:
             heads = self._heads(block, write, editable)
             place = places[write.slot]
             if heads:
-                found += [Reader(one.component, block.n, write, place, one.slot) for one in heads]
+                found += [StreamReader(one.component, block.n, write, place, one.slot) for one in heads]
             else:
-                found.append(Reader(Component(block=block.n, kind=kind), block.n, write, place))
+                found.append(StreamReader(Component(block=block.n, kind=kind), block.n, write, place))
         return found
 
     def _heads(self, block: Block, write: Write, editable: list[Editable]) -> list[Editable]:
@@ -142,7 +142,7 @@ class Wiring:
         )
 
     @property
-    def flat(self) -> list[Reader]:
+    def flat(self) -> list[StreamReader]:
         """All readers in order, without the target."""
         return [one for some in self.readers for one in some]
 
@@ -261,7 +261,7 @@ class _Judged:
     Rows are (circuit, reader of the block).
     """
 
-    def __init__(self, wiring: Wiring, kept: Tensor, corrupted: Streams, clean: Tensor) -> None:
+    def __init__(self, wiring: CircuitWiring, kept: Tensor, corrupted: Streams, clean: Tensor) -> None:
         self.wiring, self.corrupted = wiring, corrupted
         self.kept = torch.cat([torch.zeros_like(kept[:1]), kept]).to(clean)
         self.width = max(map(len, wiring.readers))
@@ -278,7 +278,7 @@ class _Judged:
             for slot in dict.fromkeys(one.write.slot for one in readers):
                 self._seat(start, readers, slot)
 
-    def _seat(self, start: int, readers: list[Reader], slot: int) -> None:
+    def _seat(self, start: int, readers: list[StreamReader], slot: int) -> None:
         """What a write's module gives in its own rows is kept; later readers of the block read what they should."""
         wiring, written = self.wiring, self.corrupted.writes[slot]
         own = [row for row, one in enumerate(readers) if one.write.slot == slot]

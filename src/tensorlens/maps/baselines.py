@@ -159,7 +159,7 @@ def average(matrices: Sequence[Matrices], *, raw: bool = False) -> Matrices:
     return torch.stack([matrix if raw else rows_to_one(matrix) for matrix in matrices]).mean(0)
 
 
-def without_sink(matrix: Matrices) -> Matrices:
+def without_sink_column(matrix: Matrices) -> Matrices:
     """The same map with the first column dropped and rows divided by their sums.
 
     A causal rollout ends in its first token, which attends to nothing but itself. The first row is left as it is.
@@ -250,6 +250,6 @@ method(
 
 
 @method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped", takes_samples=True)
-def _without_sink(question: Question) -> Scored:
+def _without_sink_column(question: Question) -> Scored:
     matrices = block_matrices(question.operator, "attn")
-    return _scored(question, without_sink(rollout(matrices, has_residual=False)))
+    return _scored(question, without_sink_column(rollout(matrices, has_residual=False)))

@@ -2,7 +2,7 @@
 
 A question has rows, one per output that is asked for; each row belongs to a sample of the recording. One input has one
 sample and perhaps many rows, a batch has many samples with a row each. Methods are written once for both. The command
-line, the explorer and the studies iterate over this table, so none of them can forget one.
+line, the explorer and the studies iterate over this table, so all of them have every method.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Question:
 
     @property
     def recording(self) -> Recording:
-        """What the pass left behind, for one sample or several."""
+        """The recording of the pass, for one sample or several."""
         return self.operator.recording
 
     @property
@@ -102,7 +102,7 @@ class Question:
         return self.samples or (0,) * len(self.out_tokens)
 
     def layers(self) -> Iterator[list[int]]:
-        """Rows in groups with at most one row per sample: a group is one pull, since samples do not touch."""
+        """Rows in groups with at most one row per sample: a group is one pull, since samples do not mix."""
         left = list(range(len(self.out_tokens)))
         while left:
             first: dict[int, int] = {}
@@ -275,7 +275,7 @@ class Scored:
 
     Attributes:
         scores: (row, in_token).
-        bias_share: Share of the bias in each row; NaN where a method has no such thing.
+        bias_share: Share of the bias in each row; NaN if the method does not define it.
         notes: More for the `meta` of every map.
         by_row: Numbers per row for the `meta`, by name.
         chosen: The target of each row, where it explains one.
@@ -294,10 +294,10 @@ class Method:
 
     Attributes:
         name: As in `METHODS`.
-        summary: What it says, in a line.
+        summary: One-line description.
         compute: Answers a question.
         takes_target: Whether it explains a target.
-        signed: Whether its scores may be below zero, and so which palette all of its maps have.
+        signed: Whether its scores may be negative, which decides the palette of its maps.
         takes_samples: Whether it answers for several samples at once.
     """
 
@@ -314,7 +314,7 @@ METHODS: dict[str, Method] = {}
 
 
 def unknown_bias(question: Question) -> Tensor:
-    """NaN per row: the bias share of a method that knows no bias."""
+    """NaN per row: the bias share of a method without a bias."""
     return torch.full((len(question.out_tokens),), float("nan"))
 
 
@@ -429,7 +429,7 @@ class Finished:
 
 
 def begin_finishing(found: Scored, classes: Classes | None) -> Callable[[], Finished]:
-    """Start copying what was found to the CPU; a call waits for it, and for nothing that was begun later."""
+    """Start copying the result to the CPU; calling the returned function waits for the copy, not for later work."""
     waiting = {"scores": on_its_way(found.scores), "bias_share": on_its_way(found.bias_share)}
     by_row = {name: on_its_way(values) for name, values in found.by_row.items()}
     chosen = None if found.chosen is None else [on_its_way(part) for part in found.chosen]

@@ -1,7 +1,7 @@
 """`TokenMap`: a matrix of scores with its labels, its method and where it came from.
 
-A record. Selecting, ranking, grouping and the files that can be looked at live here; how a map is computed is the
-business of the files beside this one, how it looks is the business of `views`.
+A record. Selecting, ranking, grouping and the files that can be looked at live here; the other files of this folder
+compute maps, and `views` draws them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Top(NamedTuple):
 
 
 class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
-    """How much each input token carries of each output token: row i, column j is i ← j.
+    """How much each input token contributes to each output token: row i, column j is i ← j.
 
     Holds one copy of the scores on the CPU and nothing of the model. `meta` is kept in its JSON
     form (tuples as lists, keys as strings), so that a saved map comes back equal.
@@ -55,9 +55,9 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         out_tokens: a label for each row.
         in_tokens: a label for each column.
         method: name in `METHODS`.
-        bias_share: the fraction of each output that the bias B carries, below 0 where it pulls the other way; NaN where
-            the method knows no bias. Rows of `tensor.in_out` and `tensor.in_class` sum to (1 - bias_share) times what
-            they explain.
+        bias_share: the fraction of each output that comes from the bias B, negative if it works against the output;
+            NaN if the method has no bias. Rows of `tensor.in_out` and `tensor.in_class` sum to (1 - bias_share) times
+            what they explain.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
             `standard_error`, `out_positions` and `sink_gives` may be lists with one entry for each output. For texts
@@ -103,7 +103,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
 
     @property
     def is_signed(self) -> bool:
-        """Whether scores of this method may be below zero; a method that is not known goes by its scores."""
+        """Whether scores of this method may be negative; for an unknown method, whether any score is."""
         known = METHODS.get(self.method)
         return (known is not None and known.signed) or bool((self.scores < 0).any())
 
@@ -139,11 +139,10 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         return replace(self, scores=self.scores / torch.where(total > 0, total, torch.ones_like(total)))
 
     def set_aside(self, *in_tokens: int) -> TokenMap:
-        """The same map with these inputs out of the colours, though not out of the sum; each has a bar of its own.
+        """The same map with these inputs outside the colour scale but still in the sum; each has its own bar.
 
-        A decoder's first token carries what attention has no other place for and drowns the rest; where it exceeds
-        every other input it is set aside without asking. `set_aside()` sets nothing aside. Negative positions count
-        from the end.
+        A decoder's first token is often an attention sink whose score dominates; if it exceeds every other input,
+        it is set aside by default. `set_aside()` sets nothing aside. Negative positions count from the end.
 
         Raises:
             InputError: there is no such input.
@@ -166,7 +165,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
 
         $S'_{i←G} = Σ_{j ∈ G} S_{i←j}$: what a group contributes is the sum of what its tokens do, so that rows of
         `tensor.in_out` and `tensor.in_class` sum to the same. (A sum of norms bounds the norm of the group's blocks.)
-        Outputs stay tokens, since each token has a prediction of its own. Pieces of one character stay together.
+        Outputs stay tokens, since each token has its own prediction. Pieces of one character stay together.
 
         Args:
             groups: ``"words"``, ``"sentences"``, ``"lines"`` or ``"tokens"``; or a list of (label, start, stop) in
@@ -176,7 +175,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
                 token where it exceeds every other.
 
         Raises:
-            InputError: the inputs are patches of a picture; groups overlap, are empty or are not there.
+            InputError: the inputs are patches of a picture; groups overlap, are empty or were not found.
         """
         if self.meta.get("grid") is not None:
             raise InputError("Expected a map of a text, got one of a picture. Its patches have no words.")
@@ -218,7 +217,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         """The plain data that `views` draw.
 
         Raises:
-            InputError: `meta` holds a grid, an image or positions that are none; files come from strangers.
+            InputError: `meta` has an invalid grid, image or positions; files may come from anywhere.
         """
         is_whole = self.meta.get("grid") is not None or "grouped" in self.meta
         groups = () if is_whole else find_words(self.in_tokens, self.meta)
@@ -354,7 +353,7 @@ def _array(tensor: Tensor) -> Any:
 def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
     """The inputs to leave out of the colours: those asked for, or a decoder's first token where it exceeds all others.
 
-    Attention that has nothing to look at looks at the first token; its score then says little, and hides the others.
+    The first token is an attention sink: its score says little, and hides the others.
 
     Args:
         scores: (out_token, in_token).

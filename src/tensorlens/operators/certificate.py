@@ -18,7 +18,7 @@ from tensorlens import tolerances
 from tensorlens.models.around import said_of
 from tensorlens.models.precision import tf32_allowed
 from tensorlens.operators.capture import HALF, Capture, capture
-from tensorlens.operators.laws import LAWS, Evidence, in_float32, relative
+from tensorlens.operators.laws import LAWS, LawEvidence, in_float32, relative
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.plain import plain_output
 from tensorlens.recording.recording import Recording
@@ -139,7 +139,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
     """
     began = time.perf_counter()
     recording, generator = operator.recording, torch.Generator().manual_seed(seed)
-    e = Evidence(operator, generator)
+    e = LawEvidence(operator, generator)
     errors = {law: error for law, measure in LAWS.items() if (error := measure(e)) is not None}
     seen = capture(recording, generator) if recording.origin is not None else Capture()
     if seen.error is not None and not (seen.error > tolerances.CAPTURE and seen.is_explained):
@@ -188,7 +188,7 @@ def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(modules)) for name, modules in found.items()}
 
 
-def _of_numbers(e: Evidence, errors: dict[str, float], moves: float) -> tuple[str, ...]:
+def _of_numbers(e: LawEvidence, errors: dict[str, float], moves: float) -> tuple[str, ...]:
     """What must be known of the numbers themselves."""
     expected, recording = e.expected, e.recording
     if not expected.isfinite().all():

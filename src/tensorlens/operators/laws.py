@@ -1,7 +1,7 @@
 r"""The laws of an attention tensor, as data: what each says, and how far it is from holding.
 
-`Evidence` computes what they compare, each thing once: one walk over the blocks gives the affine program at X, at zero
-and at a random V; one push gives T·V, one pull Tᵀu. `LAWS` are short functions of it.
+`LawEvidence` computes what they compare, each thing once: one walk over the blocks gives the affine program at X, at
+zero and at a random V; one push gives T·V, one pull Tᵀu. `LAWS` are short functions of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Te
     return torch.randn(shape, generator=there, dtype=like.dtype, device=like.device)
 
 
-class Evidence:
+class LawEvidence:
     """What the laws of an operator compare.
 
     Args:
@@ -214,7 +214,7 @@ def _norms(tensors: list[Tensor]) -> list[float]:
 # The laws -------------------------------------------------------------------------------------------------------------
 
 
-def value(e: Evidence) -> float:
+def value(e: LawEvidence) -> float:
     """F̃(X) = F(X); with heads chosen in one block F̃(m) + F̃(1 - m) - F̃(0) = F̃(1) in their multipliers m."""
     operator, recording = e.operator, e.recording
     if not operator.heads:
@@ -227,7 +227,7 @@ def value(e: Evidence) -> float:
     return relative(found - operator.output, operator.output)
 
 
-def structure(e: Evidence) -> float:
+def structure(e: LawEvidence) -> float:
     """Zero for a program that is affine by a table of what is linear in what, infinite for another."""
     try:
         verify(e.recording.part(e.operator.span, e.operator.heads))
@@ -236,22 +236,22 @@ def structure(e: Evidence) -> float:
     return 0.0
 
 
-def linearity(e: Evidence) -> float:
+def linearity(e: LawEvidence) -> float:
     """F̃(V) - B = T·V."""
     return relative(e.at_v - e.bias - e.of_v, e.at_v)
 
 
-def adjoint(e: Evidence) -> float:
+def adjoint(e: LawEvidence) -> float:
     """⟨u, T·V⟩ = ⟨Tᵀu, V⟩."""
     return e.mismatch(e.of_v, e.v, e.of_v)
 
 
-def completeness(e: Evidence) -> float:
+def completeness(e: LawEvidence) -> float:
     """⟨u, F(X) - B⟩ = ⟨Tᵀu, X⟩, with B the program at zero."""
     return e.mismatch(e.expected - e.bias, e.x, e.expected)
 
 
-def composition(e: Evidence) -> float | None:
+def composition(e: LawEvidence) -> float | None:
     """F̃ₙ(F̃ₘ(V)) = F̃(V): the blocks in two steps; None where a range in the middle is refused."""
     recording, (start, stop), heads = e.recording, e.operator.span, e.operator.heads
     if stop - start < 2:
@@ -266,7 +266,7 @@ def composition(e: Evidence) -> float | None:
     return relative(recording.push(halfway, Span(middle, stop), heads)[e.operator.sample] - e.at_v, e.at_v)
 
 
-def logits(e: Evidence) -> float | None:
+def logits(e: LawEvidence) -> float | None:
     r"""⟨w, T_logits V⟩ = ⟨T_logitsᵀ w, V⟩ for weights w of a few classes; None without a head."""
     operator, recording = e.operator, e.recording
     readout = recording.readout
@@ -305,7 +305,7 @@ def _last_read(recording: Recording, n_tokens: int) -> int:
     return n_tokens - 1
 
 
-def folded(e: Evidence) -> float | None:
+def folded(e: LawEvidence) -> float | None:
     """Tᵀu by folded blocks and by the program; None unless rows or norms were asked for."""
     operator = e.operator
     if operator.__dict__.get("folded") is None:
@@ -315,7 +315,7 @@ def folded(e: Evidence) -> float | None:
     return max(relative(one - e.pulled, e.pulled) for one in found)
 
 
-LAWS: dict[str, Callable[[Evidence], float | None]] = {
+LAWS: dict[str, Callable[[LawEvidence], float | None]] = {
     "value": value,
     "structure": structure,
     "linearity": linearity,

@@ -1,4 +1,4 @@
-"""The conventions a user may choose, as one record: which affine function stands for each kind of nonlinear step."""
+"""The rules a user may choose, as one record: which affine function replaces each kind of nonlinear step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULE_SETS = ("paper", "cp_lrp", "half_gate", "attn_lrp", "gim", "jacobian")
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(Printed):
-    r"""Choices that exactness alone does not make, because every one of them reproduces F(X).
+    r"""Choices that exactness leaves open, because every one of them reproduces F(X).
 
     The frozen model may be any affine function of its input with the value F(X) at X. Each nonlinear step is replaced
     by such a function of its live arguments; with $a^0$ the value at X,
@@ -30,7 +30,7 @@ class Rules(Printed):
     - ``taylor``: $f(x) \to f(x^0) + J_f(x^0)(x - x^0)$, for a product $a^0 \odot b + a \odot b^0 - a^0 \odot b^0$;
     - ``gain``: $\varphi(z) \to \varphi(0) + \frac{\varphi(z^0) - \varphi(0)}{z^0}\, z$.
 
-    Constants go into B. Decisions (top-k, maxima, the piece of a clamp) are held in every member.
+    Constants go into B. Decisions (top-k, maxima, the piece of a clamp) are kept fixed under every rule set.
 
     Attributes:
         attention: The attention matrix $A = \mathrm{softmax}(S)$ and matrix products of live tensors: ``"hold"`` holds
@@ -128,7 +128,7 @@ class Rules(Printed):
         Args:
             rules: A name in `RULE_SETS`, pairs such as ``"gate=half,attention=hold"`` that change the default, `Rules`
                 (returned as they are), a `Recommendation` (its rules), or None for the default.
-            include_final_norm: Which output state a name or pairs stand for.
+            include_final_norm: Which output state the rules describe: after the final norm, or before it.
 
         Raises:
             InputError: there is no such rule set, or no such choice in it.

@@ -445,7 +445,7 @@ class Scorer:
         targets = [
             int(row.argmax()) if item.target is None else item.target for item, row in zip(items, logits, strict=True)
         ]
-        right = [k for k, item in enumerate(items) if is_right(item, logits[k], targets[k])]
+        right = [k for k, item in enumerate(items) if is_item_right(item, logits[k], targets[k])]
         records = [_about(item) | {"left_out": WRONG} for item in items]
         found = self.score([items[k] for k in right], [targets[k] for k in right]) if right else []
         for k, one in zip(right, found, strict=True):
@@ -508,7 +508,7 @@ def _about(item: Item) -> Record:
     return {"judge": item.judge, "set": item.set, "item": item.name}
 
 
-def is_right(item: Item, logits: Tensor, target: Target) -> bool:
+def is_item_right(item: Item, logits: Tensor, target: Target) -> bool:
     """Whether the model knows what the item asks: what it does not know it has no evidence for."""
     if item.right == "always":
         return True

@@ -413,7 +413,7 @@ def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[
     Raises:
         InputError: something differs; says what, and what to do.
     """
-    said = [one for part, value in here.items() for one in differences(part, there[part], value)]
+    said = [one for part, value in here.items() for one in setting_differences(part, there[part], value)]
     if said:
         raise InputError(
             f"The run in {str(config.parent)!r} was started with different settings, and results must not mix: "
@@ -421,11 +421,11 @@ def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[
         ) from None
 
 
-def differences(name: str, there: Any, here: Any) -> Iterator[str]:
+def setting_differences(name: str, there: Any, here: Any) -> Iterator[str]:
     """Where two documents differ, a phrase for each place; the settings' own name is left out."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in sorted({*there, *here}):
-            yield from differences(f"{name}.{key}", there.get(key), here.get(key))
+            yield from setting_differences(f"{name}.{key}", there.get(key), here.get(key))
     elif there != here:
         before, now = (text if len(text) <= 80 else text[:77] + "…" for text in map(to_json, (there, here)))
         yield f"{name.removeprefix('settings.')} is {before} there and {now} here"

@@ -26,7 +26,7 @@ def plot_table(table: Table, title: str, ax: Axes | None) -> Axes:
     check_matplotlib()
     values = np.asarray(table.values)
     if values.dtype.kind not in "fiu" or not values.size:
-        raise InputError("There are no numbers to plot here; `to_pandas` has what there is.")
+        raise InputError("This record has no numbers to plot; `to_pandas` returns its contents.")
     if ax is None:
         from matplotlib import pyplot
 

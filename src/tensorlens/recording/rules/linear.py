@@ -441,7 +441,7 @@ def chosen(condition: Any, *both: Any, **named: Any) -> Any:
 
 
 @rule("masked_fill")
-def filled(x: Any, mask: Any, value: Any) -> Any:
+def mask_filled(x: Any, mask: Any, value: Any) -> Any:
     """X with a number where a mask says so."""
     mask, fill = value_of(mask), value
     if isinstance(fill, Tensor) and not is_live(fill):

@@ -46,7 +46,7 @@ SAID = {
 }
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TableSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the paper's tables or figures.
 
     Attributes:
@@ -70,8 +70,8 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     trains: bool
 
 
-TABLES: dict[str, Table] = msgspec.json.decode(
-    Path(__file__).with_name("tables.json").read_bytes(), type=dict[str, Table]
+TABLES: dict[str, TableSettings] = msgspec.json.decode(
+    Path(__file__).with_name("tables.json").read_bytes(), type=dict[str, TableSettings]
 )
 
 
@@ -341,7 +341,7 @@ def _open_of_relations(options: RelationOptions) -> list[str]:
     ]
 
 
-def located(data: str | Path | None, table: Table, name: str) -> str:
+def located(data: str | Path | None, table: TableSettings, name: str) -> str:
     """Where the data of a table are: what was given, a folder within it, or the hub's id.
 
     Raises:

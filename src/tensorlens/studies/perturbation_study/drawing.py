@@ -22,7 +22,7 @@ TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class SamplePiece:
     """A sample before the model sees it.
 
     Attributes:
@@ -69,14 +69,14 @@ def in_turn(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
         waiting = still
 
 
-def image_pieces(data: Dataset, *, draw: str, seed: int) -> Iterator[Piece]:
+def image_pieces(data: Dataset, *, draw: str, seed: int) -> Iterator[SamplePiece]:
     """The images, in order."""
     order = drawn_order(data.labels, len(data), seed) if draw == "random" else range(len(data))
     for place in order:
         yield _piece(data, place, data.items[place])
 
 
-def text_pieces(tokenizer: Any, data: Dataset, room: int, *, cut: str, draw: str, seed: int) -> Iterator[Piece]:
+def text_pieces(tokenizer: Any, data: Dataset, room: int, *, cut: str, draw: str, seed: int) -> Iterator[SamplePiece]:
     """Texts or windows of `room` tokens, in order; shorter ones are left to the caller.
 
     Args:
@@ -95,8 +95,8 @@ def text_pieces(tokenizer: Any, data: Dataset, room: int, *, cut: str, draw: str
         yield _piece(data, place, _encode(tokenizer, data.items[place])[:room])
 
 
-def _piece(data: Dataset, place: int, content: Any) -> Piece:
-    return Piece(
+def _piece(data: Dataset, place: int, content: Any) -> SamplePiece:
+    return SamplePiece(
         name=data.names[place],
         content=content,
         label=None if data.labels is None else data.labels[place],
@@ -104,7 +104,7 @@ def _piece(data: Dataset, place: int, content: Any) -> Piece:
     )
 
 
-def _windows(tokenizer: Any, data: Dataset, room: int, draw: str, seed: int) -> Iterator[Piece]:
+def _windows(tokenizer: Any, data: Dataset, room: int, draw: str, seed: int) -> Iterator[SamplePiece]:
     """Windows side by side over all texts; drawn ones lie in one article each, one of each article in turn."""
     if draw == "file":
         lines = (text.strip() + "\n" for text in data.items if not _is_heading(text))
@@ -115,7 +115,7 @@ def _windows(tokenizer: Any, data: Dataset, room: int, draw: str, seed: int) -> 
     order = chance.permutation(len(articles)).tolist()
     seeds = chance.integers(2**31, size=len(articles)).tolist()
 
-    def of_article(place: int) -> Iterator[Piece]:
+    def of_article(place: int) -> Iterator[SamplePiece]:
         title, lines = articles[place]
         found = list(_cut(tokenizer, lines, room, f"{title}, window", title))
         yield from (found[k] for k in np.random.default_rng(seeds[place]).permutation(len(found)))
@@ -123,17 +123,17 @@ def _windows(tokenizer: Any, data: Dataset, room: int, draw: str, seed: int) -> 
     yield from in_turn(map(of_article, order))
 
 
-def _cut(tokenizer: Any, lines: Iterable[str], room: int, name: str, unit: str | None) -> Iterator[Piece]:
+def _cut(tokenizer: Any, lines: Iterable[str], room: int, name: str, unit: str | None) -> Iterator[SamplePiece]:
     """Windows of `room` tokens; the label of each is the token that follows it."""
     ids: list[int] = []
     n_windows = 0
     for line in lines:
         ids += _encode(tokenizer, line)
         while len(ids) > room:
-            yield Piece(name=f"{name} {n_windows}", content=ids[:room], label=ids[room], unit=unit)
+            yield SamplePiece(name=f"{name} {n_windows}", content=ids[:room], label=ids[room], unit=unit)
             ids, n_windows = ids[room:], n_windows + 1
     if len(ids) == room:
-        yield Piece(name=f"{name} {n_windows}", content=ids, unit=unit)
+        yield SamplePiece(name=f"{name} {n_windows}", content=ids, unit=unit)
 
 
 def _articles(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -158,13 +158,13 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def chosen_pieces(pieces: Iterable[Piece], *, least: int, limit: int | None) -> tuple[list[Piece], int]:
+def chosen_pieces(pieces: Iterable[SamplePiece], *, least: int, limit: int | None) -> tuple[list[SamplePiece], int]:
     """The first `limit` pieces that are long enough, and how many were looked at.
 
     Raises:
         InputError: There is none.
     """
-    kept: list[Piece] = []
+    kept: list[SamplePiece] = []
     n_seen = 0
     for piece in pieces:
         if limit is not None and len(kept) == limit:

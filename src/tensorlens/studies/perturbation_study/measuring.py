@@ -24,7 +24,7 @@ from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.intervals import short
 from tensorlens.studies.members import member_lens, split
-from tensorlens.studies.perturbation_study.drawing import Piece
+from tensorlens.studies.perturbation_study.drawing import SamplePiece
 from tensorlens.studies.perturbation_study.measures import (
     ORDERS,
     hidden_state_mse,
@@ -215,7 +215,7 @@ class Measurement:
         return {"n_tokens": sample.n_tokens, "state_power": power, "conditions": conditions}
 
 
-def _about(piece: Piece) -> dict[str, Any]:
+def _about(piece: SamplePiece) -> dict[str, Any]:
     """What a record says of its sample besides what was measured."""
     more = {"label": piece.label, "unit": piece.unit, "columns": piece.columns}
     return {"name": piece.name} | {name: value for name, value in more.items() if value not in (None, {})}

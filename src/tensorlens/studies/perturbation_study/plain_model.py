@@ -85,7 +85,7 @@ class PlainModel:
         anatomy = self.anatomies.at(self.lens.specimen.arguments(one))
         arguments = inputs | self.options | options
         output = run(anatomy, arguments, ending=states.append, within=_without_padding(anatomy.model))
-        return as_tokens(states[-1], anatomy), output if anatomy.has_head else None
+        return token_states(states[-1], anatomy), output if anatomy.has_head else None
 
     def _run(self, inputs: dict[str, Tensor]) -> Outputs:
         keep = {"logits_to_keep": 1} if self.keeps_last and self.watch == "last" else {}
@@ -98,7 +98,7 @@ class PlainModel:
         return Outputs(states=watched.float(), logits=None if logits is None or logits.dim() != 2 else logits.float())
 
 
-def as_tokens(state: Tensor, anatomy: Anatomy) -> Tensor:
+def token_states(state: Tensor, anatomy: Anatomy) -> Tensor:
     """A state as (sample, token, channel), whatever its layout."""
     if state.dim() == 3:
         return state

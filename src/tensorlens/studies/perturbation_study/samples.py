@@ -19,7 +19,7 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset, LazyImage
-from tensorlens.studies.perturbation_study.drawing import Piece, chosen_pieces, image_pieces, text_pieces
+from tensorlens.studies.perturbation_study.drawing import SamplePiece, chosen_pieces, image_pieces, text_pieces
 from tensorlens.studies.perturbation_study.plain_model import PlainModel
 
 Cut = Literal["each", "windows"]
@@ -46,7 +46,7 @@ class Sample:
     inputs: dict[str, Tensor]
     n_tokens: int
     fixed: frozenset[int]
-    piece: Piece
+    piece: SamplePiece
     label: int | None = None
 
 
@@ -256,7 +256,7 @@ def cut_texts(
     limit: int | None,
     draw: str,
     seed: int,
-) -> tuple[list[Piece], int]:
+) -> tuple[list[SamplePiece], int]:
     """The texts that a study sees, and how many were looked at; needs a tokenizer and no model.
 
     Raises:

@@ -40,7 +40,7 @@ class RelationPrompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class FactSplit:
     """Facts to estimate on and facts to test on, no subject in both."""
 
     train: tuple[Fact, ...]
@@ -145,7 +145,7 @@ def long_objects(relation: Relation, tokens: Tokens) -> list[Problem]:
     return [Problem(path=relation.path, place=place, message=message, is_fatal=False)]
 
 
-def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> Split:
+def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> FactSplit:
     """Shuffle, then take objects in turn, so that training covers as many of them as it can (as LRE's code does)."""
     order = list(facts)
     random.Random(seed).shuffle(order)
@@ -154,7 +154,7 @@ def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> Split:
         by_object.setdefault(fact.object, []).append(fact)
     turns = max(map(len, by_object.values()), default=0)
     covering = [group[turn] for turn in range(turns) for group in by_object.values() if turn < len(group)]
-    return Split(train=tuple(covering[:n_train]), test=tuple(covering[n_train:]))
+    return FactSplit(train=tuple(covering[:n_train]), test=tuple(covering[n_train:]))
 
 
 def training_prompts(
@@ -167,7 +167,7 @@ def training_prompts(
     ]
 
 
-def testing_prompts(tokens: Tokens, template: str, split: Split, *, with_all: bool = False) -> list[RelationPrompt]:
+def testing_prompts(tokens: Tokens, template: str, split: FactSplit, *, with_all: bool = False) -> list[RelationPrompt]:
     """For each test fact its query after the first m - 1 training facts, or all: lengths agree with training."""
     examples = split.train if with_all else split.train[:-1]
     return [make_prompt(tokens, template, examples, fact.subject) for fact in split.test]

@@ -33,8 +33,8 @@ from tensorlens.studies.relation_study.decoding import (
 )
 from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand_locally
 from tensorlens.studies.relation_study.prompts import (
+    FactSplit,
     RelationPrompt,
-    Split,
     Tokens,
     align,
     chance,
@@ -210,7 +210,7 @@ class _Decoder:
 
     # The model itself ---------------------------------------------------------------------------------------------
 
-    def _known(self, relation: Relation, facts: Split, like: RelationPrompt, seed: int) -> _Test:
+    def _known(self, relation: Relation, facts: FactSplit, like: RelationPrompt, seed: int) -> _Test:
         """The test facts that align with training and that the model knows."""
         pairs = zip(facts.test, self._testing_prompts(relation, facts), strict=True)
         aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
@@ -228,7 +228,7 @@ class _Decoder:
         known, prompts, answers, expected = (list(column) for column in columns)
         return _Test(facts=known, prompts=prompts, answers=answers, expected=expected, n_candidates=len(aligned))
 
-    def _testing_prompts(self, relation: Relation, facts: Split) -> list[RelationPrompt]:
+    def _testing_prompts(self, relation: Relation, facts: FactSplit) -> list[RelationPrompt]:
         with_all = self.options.test_examples == "m"
         return testing_prompts(self.tokens, relation.template, facts, with_all=with_all)
 

@@ -13,12 +13,12 @@ class GraphView {
     this.share = element("span", { class: "size" });
     const fit = element("button", { type: "button", text: "Fit" });
     fit.addEventListener("click", () => this.fit());
-    this.slider = element("input", { type: "range", min: "1", max: String(graph.edges.length || 1), value: String(Math.min(400, graph.edges.length)), "aria-label": "How many edges are drawn" });
+    this.slider = element("input", { type: "range", min: "1", max: String(graph.edges.length || 1), value: String(Math.min(400, graph.edges.length)), "aria-label": "Number of edges drawn" });
     this.slider.addEventListener("input", () => this.draw());
     this.list = element("ul", { class: "edges" });
     const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
-    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens from left to right, blocks from below to above: 2.1 is head 1 of block 2, ff a feed-forward, b a bias. Names stand at the strongest; point at the others." });
-    this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each gave to which" }), tools, legend, this.canvas, this.list]);
+    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens run from left to right, blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward, b a bias. The strongest nodes are labelled; point at the others." });
+    this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each passed to which" }), tools, legend, this.canvas, this.list]);
     this.edges = [...graph.edges].sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
     this.heaviest = Math.abs(this.edges[0]?.[2] ?? 1);
     this.total = this.edges.reduce((sum, [, , weight]) => sum + Math.abs(weight), 0) || 1;

@@ -28,7 +28,7 @@ class Pairs {
       this.buildText(0, data.pictures[0].length ? "First picture" : "First text", data.rows, 0, data.rows.length - 1),
       this.buildText(1, data.pictures[1].length ? "Second picture" : "Second text", data.columns, 0, third),
     ];
-    if (data.nAgainst) this.sides.push(this.buildText(1, "Third text: its pairs count against", data.columns, third, data.columns.length - 1));
+    if (data.nAgainst) this.sides.push(this.buildText(1, "Third text: its pairs count negatively", data.columns, third, data.columns.length - 1));
     this.tokens = [[], []];
     this.sides.forEach(({ axis, spans }) => this.tokens[axis].push(...spans));
     this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite" });

@@ -40,7 +40,7 @@ export async function ask(path, question, { signal, hear = () => {} } = {}) {
     if (event.type === "done") return event;
     hear(event);
   }
-  throw new Refused("The answer broke off. Is `tensorlens explore` still running?");
+  throw new Refused("The answer was cut off. Is `tensorlens explore` still running?");
 }
 
 async function* lines(body) {

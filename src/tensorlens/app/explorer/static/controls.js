@@ -150,7 +150,7 @@ function closeByEscapeOrOutside(node) {
 export function headGrid(change) {
   const summary = element("summary", { text: "all heads" });
   const grid = element("div", { class: "heads" });
-  const legend = element("p", { class: "hint head-legend" }, [element("i", { class: "head", "aria-hidden": "true" }), " kept ", element("i", { class: "head out", "aria-hidden": "true" }), " left out. Rows are blocks, columns heads; a block’s number is all of its heads."]);
+  const legend = element("p", { class: "hint head-legend" }, [element("i", { class: "head", "aria-hidden": "true" }), " kept ", element("i", { class: "head out", "aria-hidden": "true" }), " left out. Rows are blocks, columns heads; a block’s number stands for all of its heads."]);
   const tools = element("div", { class: "head-tools" });
   const node = element("details", { class: "head-box" }, [summary, element("div", { class: "popover" }, [tools, legend, grid])]);
   closeByEscapeOrOutside(node);

@@ -28,7 +28,7 @@ class Explorer {
     if (maps.length + reports.length) tools.append(this.buildOpener());
     this.compare = button("Compare", "Show a second map beside this one", () => this.toggleCompare());
     this.shade = button("", "Switch between light and dark", () => this.switchShade());
-    tools.append(this.compare, button("Copy link", "Copy a link that brings this view back", () => this.copyLink()), this.shade);
+    tools.append(this.compare, button("Copy link", "Copy a link to this view", () => this.copyLink()), this.shade);
     onShadeChange(() => this.showShade());
     this.showShade();
   }
@@ -174,7 +174,7 @@ class Explorer {
     this.place.append(this.difference);
     const { lens } = first;
     const values = Float32Array.from({ length: lens.nOut * lens.nIn }, (_, k) => lens.scores.at(Math.floor(k / lens.nIn), k % lens.nIn) - second.lens.scores.at(Math.floor(k / lens.nIn), k % lens.nIn));
-    const title = "Difference: the first map less the second";
+    const title = "Difference: the first map minus the second";
     mount(host, { ...lens.data, title, scores: { values, unit: 1 }, isSigned: true, sums: [], sink: [], caption: [], rowCaption: [], words: [], answer: null });
     host.tensorlens.scores.atLeast(most / host.tensorlens.scores.unit);
     host.tensorlens.paint();
