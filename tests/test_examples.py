@@ -24,7 +24,7 @@ def test_the_demo_runs_and_says_what_the_model_says_and_what_it_sums_to(monkeypa
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
     said = capsys.readouterr().out
-    assert "the model says" in said and "exact and linear" in said and said.count("inputs sum to") == 1
+    assert "The model says" in said and "exact and linear" in said and said.count("nputs sum to") == 1
     assert f'  {Path(sys.executable).with_name("tensorlens")} explain smollm2-135m "The capital of Italy is"\n' in said
     assert "data-tensorlens" in (tmp_path / "demo.html").read_text("utf-8")
 
