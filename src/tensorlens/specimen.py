@@ -188,7 +188,7 @@ class Specimen:
 
 
 def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
-    """Refuse a model that gives other numbers in a second pass: T would be of one of them, and nobody knows which.
+    """Refuse a model whose output differs in a second pass: T would describe an arbitrary one of the two.
 
     Raises:
         NotLinearError: what enters the last block is not what entered it in a plain pass.
