@@ -118,8 +118,8 @@ class Specimen:
             sees = bool(recording.pull(u, Span(0, recording.n_blocks))[:, 1:].any())
         if sees:
             raise InputError(
-                f"`sink` can only be held in a causal model, where the first position attends only to itself; that of "
-                f"`{recording.name}` does. Leave it out of the rules."
+                "`sink` can only be held in a causal model, where the first position attends only to itself; in "
+                f"`{recording.name}` it attends to others. Leave `sink` out of the rules."
             )
         self._sees_itself_alone = True
 
