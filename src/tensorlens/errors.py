@@ -35,7 +35,7 @@ class AnatomyError(TensorLensError):
 
 
 class NotLinearError(TensorLensError):
-    """An operation cannot be held fixed, so that no exact linear operator exists."""
+    """An operation cannot be kept fixed, so no exact linear operator exists."""
 
 
 class SizeError(TensorLensError, MemoryError):

@@ -50,10 +50,10 @@ BYTES_OF_VECTORS = {"cuda": 2**29, "cpu": 2**26}
 """By device: one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
 
 ALWAYS_FITS = 2**28
-"""Bytes that are taken without asking how much memory is free: asking takes longer than small work does."""
+"""Bytes used without checking how much memory is free: the check takes longer than small work."""
 
 UNKNOWN = 2**32
-"""Bytes that are taken to be free on a system that does not say."""
+"""Bytes assumed free on a system that does not report it."""
 
 Result = TypeVar("Result")
 

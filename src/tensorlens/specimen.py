@@ -118,8 +118,8 @@ class Specimen:
             sees = bool(recording.pull(u, Span(0, recording.n_blocks))[:, 1:].any())
         if sees:
             raise InputError(
-                f"`sink` can only be held in a causal model, where the first position attends only to itself; that of "
-                f"`{recording.name}` does. Leave it out of the rules."
+                "`sink` can only be held in a causal model, where the first position attends only to itself; in "
+                f"`{recording.name}` it attends to others. Leave `sink` out of the rules."
             )
         self._sees_itself_alone = True
 
@@ -188,7 +188,7 @@ class Specimen:
 
 
 def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
-    """Refuse a model that gives other numbers in a second pass: T would be of one of them, and nobody knows which.
+    """Refuse a model whose output differs in a second pass: T would describe an arbitrary one of the two.
 
     Raises:
         NotLinearError: what enters the last block is not what entered it in a plain pass.

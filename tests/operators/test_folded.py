@@ -241,7 +241,7 @@ def test_parts_cover_every_item_once_even_when_memory_runs_out() -> None:
 
     parts = in_parts(torch.arange(20), 16, work)
     assert torch.equal(torch.cat(parts), torch.arange(20)) and max(map(len, parts)) == 2
-    with pytest.raises(tl.SizeError, match="room for one state"):
+    with pytest.raises(tl.SizeError, match="smallest piece of work, one state"):
         in_parts(torch.arange(4), 2, lambda part: work(torch.arange(4)))
     with pytest.raises(RuntimeError, match="something else"):
         in_parts(torch.arange(4), 2, lambda part: (_ for _ in ()).throw(RuntimeError("something else")))

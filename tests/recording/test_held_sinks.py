@@ -140,7 +140,7 @@ def test_what_cannot_be_held_is_refused(given, said):
 
 
 def test_models_whose_first_position_sees_others_are_refused():
-    with pytest.raises(tl.InputError, match="sees no other, as in a causal model; that of `BertModel"):
+    with pytest.raises(tl.InputError, match="attends only to itself; in `BertModel` it attends to others"):
         looked(zoo.build("bert", "sdpa"), tl.Rules(sink=1), zoo.sample("bert"))
     tiny = build("seq2seq", "t5", "eager")
     with pytest.raises(tl.InputError, match="attends only to itself"):

@@ -25,13 +25,13 @@ from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
 
 INCOMPLETE = "\ufffd"
-"""What stands for a character of which some bytes are missing."""
+"""The replacement for a character with missing bytes."""
 
 WINDOW, OVERLAP = 64, 16
 """Tokens that are decoded together to see where one ends, and how many of them the next window begins with."""
 
 Offsets = tuple[tuple[int, int] | None, ...]
-"""Where each token stands in a text; None for one that is not part of it."""
+"""Where each token is in a text; None for a token that is not part of it."""
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ class Prompt:
     Attributes:
         ids: Its tokens.
         text: The text that they were made of, rendered by the tokenizer's template for chat messages; None for ids.
-        offsets: Where each token stands in it; None if the tokenizer does not tell.
+        offsets: Where each token is in it; None if the tokenizer does not report it.
         turns: For chat messages, the characters of each, labelled by its role.
         has_special_tokens: Whether the tokenizer adds its own special tokens to such a text.
         n_encoder: How many of the tokens an encoder reads; the others begin its decoder's input, before the answer.
@@ -142,7 +142,7 @@ def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
 def tokenised(
     lens: Speaker, text: str, *, special: bool, as_target: bool = False
 ) -> tuple[tuple[int, ...], Offsets | None]:
-    """The ids of a text, and where each stands in it if the tokenizer tells.
+    """The ids of a text, and where each is in it if the tokenizer reports it.
 
     Args:
         lens: With the tokenizer.
@@ -214,7 +214,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Any], text: str) -> int | None:
 
 
 class Continuation(NamedTuple):
-    """The answer's tokens, its text, and where each token stands in that."""
+    """The answer's tokens, its text, and where each token is in it."""
 
     ids: tuple[int, ...]
     text: str
@@ -318,7 +318,7 @@ def _without_end(lens: Speaker, ids: list[int]) -> list[int]:
 
 
 def decoded(lens: Speaker, ids: Sequence[int]) -> tuple[str, Offsets]:
-    """The text of some ids, and where each token stands in it; pieces of one character stand at the same place."""
+    """The text of some ids, and where each token is in it; pieces of one character share a place."""
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:
         words = [f"{i} " for i in ids]

@@ -1,4 +1,4 @@
-r"""What of an answer is explained, and how much each group of inputs carries of it.
+r"""The target of an answer, and how much each group of inputs contributes to it.
 
 An answer $y_1 … y_r$ after a prompt of p tokens is predicted at positions $p - 1 … p + r - 2$. For each of its tokens
 q the target is a linear function $c_q$ of what the head reads at one position.
@@ -27,7 +27,7 @@ from tensorlens.recording.recording import Recording
 Engine = Literal["pulls", "pushes"]
 
 TargetKind = Literal["centred", "logit", "runner_up"]
-"""The logit less the mean over the vocabulary, the logit, or the logit less that of the runner-up."""
+"""The logit minus the mean over the vocabulary, the logit, or the logit minus that of the runner-up."""
 
 POSITIONS = 64
 """Positions whose logits are in memory at a time."""
@@ -205,7 +205,7 @@ def through(found: Shares, n_prompt_groups: int) -> Tensor:
     r"""Token rows with what falls on the answer's own tokens followed to the prompt: $(I - A)^{-1} P$.
 
     Rows are divided by their totals of magnitudes, $|A| + |P| + |bias|$, and multiplied by them again at the end. A is
-    strictly lower, so that the inverse is a finite sum. A convention: the rows sum to nothing exact.
+    strictly lower, so that the inverse is a finite sum. This is a convention: the rows do not sum to the target.
 
     Args:
         found: Rows are the tokens of an answer, columns groups of the prompt and then each of these tokens.

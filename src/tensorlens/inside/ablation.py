@@ -82,7 +82,7 @@ class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
 def ablation(
     asked: Explained, components: Sequence[Named] | Named, to: Replacement, over: Sequence[FrozenOperator] = ()
 ) -> Ablation:
-    """Run the model without some components, and ask T for the same.
+    """Run the model without some components, and compute T's prediction of the same.
 
     Args:
         asked: What is measured.

@@ -1,4 +1,4 @@
-r"""What attribution patching overlooks, and how to see it (AtP*: Kramár et al. 2024).
+r"""Corrections for what attribution patching overlooks (AtP*: Kramár et al. 2024).
 
 A saturated softmax has no derivative, so a query or a key that would move attention looks idle: its effect is taken by
 the *true* softmax instead, with only what follows linear,

@@ -195,7 +195,7 @@ class Circuit:
     def graph(self) -> ComponentGraph:
         """The selected edges as a graph over all tokens; without a selection, the heaviest.
 
-        What flows into a node is its score, less what is cut off.
+        What flows into a node is its score minus what is cut off.
         """
         kept = self._best(min(SHOWN, self.size), "magnitude") if self.kept is None else self.kept
         edges = self._edges(kept)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MOST_READ = 1024
-"""Up to how many tokens it is said what heads read: that needs their attention matrices."""
+"""Largest number of tokens for which the record lists what heads read, which needs their attention matrices."""
 
 
 MOST_ROWS = 16

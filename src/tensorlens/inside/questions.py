@@ -43,7 +43,7 @@ class InsideQuestions(ComputedByAnother):
         experts: Sequence[int] = (),
         features: Mapping[int, Dictionary] | None = None,
     ) -> ComponentMap:
-        r"""What each head, feed-forward and bias carries of a target, at every token, by one backward pass.
+        r"""The contribution of each head, feed-forward and bias to a target, at every token, by one backward pass.
 
         Args:
             out_token: The output to explain; a head that reads the whole input at once has only one.
@@ -165,7 +165,7 @@ class InsideQuestions(ComputedByAnother):
         to: Replacement = "zero",
         over: Sequence[InsideQuestions] = (),
     ) -> Ablation:
-        """Run the *model* with components switched off, and put what T says of it beside the truth.
+        """Run the *model* with components switched off, and compare T's prediction with the true result.
 
         Args:
             components: Heads as (block, head), components of `components`, or their names; all of them at once.

@@ -200,7 +200,7 @@ class MeasuredNorm:
 def operator_norm(
     operator: TensorOperator, *, max_steps: int = 60, tolerance: float = SINGULAR_VALUE, seed: int = 0
 ) -> MeasuredNorm:
-    r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes a step, nothing of size L·D·L·D.
+    r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes per step, nothing of size L·D·L·D.
 
     Every Ritz value is at most the true one, so that the estimate never exceeds the norm.
 
