@@ -355,3 +355,20 @@ def test_the_norm_of_a_batch_of_one_is_that_of_the_sample():
     lens = tl.Lens(zoo.build("llama"))
     (found,) = lens.batch([zoo.sample("llama")]).maps("tensor.norm", probes=4)
     assert torch.allclose(found.scores, lens(zoo.sample("llama")).map("tensor.norm", out_token=-1, probes=4).scores)
+
+
+def test_batches_grow_once_the_first_has_shown_what_a_token_takes(monkeypatch):
+    lens, sizes = tl.Lens(zoo.build("llama")), []
+    texts = [zoo.sample("llama")] * 24
+    make = batches.Batch.__init__
+
+    def counted(self, specimen, prepared):
+        sizes.append(len(prepared))
+        make(self, specimen, prepared)
+
+    monkeypatch.setattr(batches.Batch, "__init__", counted)
+    monkeypatch.setattr(batches, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(batches.DatasetMaps, "_guessed_bytes", 2**20 / 4 / len(texts[0]) / 3)  # three samples
+    found = list(lens.maps(texts, "tensor.in_class", progress=False))
+    assert sizes[0] <= 3 < max(sizes[1:]) and len(found) == 24
+    torch.testing.assert_close(found[-1].scores, lens(texts[0]).map("tensor.in_class", -1).scores)

@@ -401,7 +401,8 @@ class DatasetMaps:
     def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Maps]:
         """The maps of some samples, in order; `done` is called with the number finished each time."""
         found: dict[int, Maps] = {}
-        waiting = list(self._batches(prepared))
+        waiting = list(self._batches(prepared, range(len(prepared))))
+        is_guessed = self._held is None and self.batch_size is None
         begun: list[tuple[list[int], Callable[[], list[Maps]]]] = []
         while waiting or begun:
             cancel.check()
@@ -414,6 +415,8 @@ class DatasetMaps:
                         raise
                     waiting = self._halved([some, *waiting])
                     continue
+                if is_guessed and self._held is not None:  # the first batch has shown how much a token takes
+                    waiting, is_guessed = list(self._batches(prepared, list(chain.from_iterable(waiting)))), False
             # One batch is on the device while the maps of the one before it are made.
             while len(begun) > bool(waiting):
                 rows, finish = begun.pop(0)
@@ -427,17 +430,17 @@ class DatasetMaps:
         self.batch_size = half = (len(waiting[0]) + 1) // 2
         return [rest[i : i + half] for rest in waiting for i in range(0, len(rest), half)]
 
-    def _batches(self, prepared: Sequence[ModelInput]) -> Iterator[list[int]]:
+    def _batches(self, prepared: Sequence[ModelInput], rows: Sequence[int]) -> Iterator[list[int]]:
         """Samples of one kind and similar length; the first batch has the shortest and the longest, to compare them."""
-        kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
-        order = sorted(range(len(prepared)), key=kinds.__getitem__)
+        kinds = {i: (_kind(prepared[i]), max(1, length_of(prepared[i]))) for i in rows}
+        order = sorted(rows, key=kinds.__getitem__)
         for _, group in groupby(order, key=lambda i: kinds[i][0]):
-            made = list(self._of_one_kind(group, [length for _, length in kinds]))
+            made = list(self._of_one_kind(group, {i: length for i, (_, length) in kinds.items()}))
             if not self._is_checked and len(made) > 1 and self.together == "padded":
                 made[-1][0], made[0][0] = made[0][0], made[-1][0]
             yield from (*made[-1:], *made[:-1])
 
-    def _of_one_kind(self, group: Iterable[int], lengths: list[int]) -> Iterator[list[int]]:
+    def _of_one_kind(self, group: Iterable[int], lengths: dict[int, int]) -> Iterator[list[int]]:
         """Samples of one kind, which come sorted by length, in batches."""
         some: list[int] = []
         most, most_tokens = self.most, self._most_tokens
