@@ -118,7 +118,7 @@ def test_targets_are_tokens_of_the_vocabulary(byte_level, unchecked):
     with pytest.raises(tl.InputError, match="must be one token.*2 of them"):
         T.map("tensor.in_class", -1, "The cat")
     known = tiny_study.lens_on("llama")("the cat sat")
-    with pytest.raises(tl.InputError, match="token of the vocabulary; 'Londinium' is none"):
+    with pytest.raises(tl.InputError, match="token of the vocabulary; 'Londinium' is not one"):
         known.map("tensor.in_class", -1, "Londinium")
 
 

@@ -338,7 +338,7 @@ def test_settings_that_authors_may_correct_are_obeyed(tmp_path):
     }
     protocol = small_protocol(tmp_path, perturbation=SMALL["perturbation"] | changes)
     lines, table = made(tmp_path, "pythia", data, limit=2, protocol=protocol)
-    assert "watched: the state of the mean of all tokens" in table and "keep_first = 2 in the place of 0" in table
+    assert "watched: the state of the mean of all tokens" in table and "keep_first = 2 instead of 0" in table
     lens, own = tl.load(str(tmp_path / "model"), device="cpu"), tokenizer(wrapped=False)
     stream = own(" ".join(line for body in articles(data).values() for line in body))["input_ids"]
     for number, line in enumerate(lines):
