@@ -22,6 +22,8 @@ from tensorlens.models.torch_folders import convert_torch_folder
 PATIENCE_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
 
+_SAFE_WEIGHTS = "*model*.safetensors"
+"""Weights as transformers calls them; some repositories hold them once more, consolidated."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -192,6 +194,38 @@ def _check_folder(folder: Path) -> None:
         )
 
 
+def local_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of a checkpoint: `resolve` finds it, and what is on the hub is downloaded to the hub's own cache.
+
+    Args:
+        name: What the user calls it.
+        revision: As for `resolve`.
+        weights: Whether weights are needed, and not the configuration alone.
+
+    Raises:
+        LoadError: As for `resolve`; or the hub has no such model.
+    """
+    place = resolve(name, revision)
+    if place.is_local:
+        return Path(place.path)
+    copy = ask_hub(place.path, revision)
+    if copy is not None:
+        return copy
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        there = [file for file in HfApi().list_repo_files(place.path, revision=revision) if "/" not in file]
+        is_safe = any(file.endswith(".safetensors") for file in there)
+        wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+        wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
+        folder = Path(snapshot_download(place.path, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        raise not_on_hub(place.path, error) from error
+    if weights:
+        _check_folder(folder)
+    return folder
+
+
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
@@ -236,8 +270,6 @@ def not_on_hub(name: str, error: BaseException) -> LoadError:
         return LoadError(f"The hub has {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         what = "the hub has no public model of this name"
-    elif isinstance(error, (ValueError, KeyError)) and not isinstance(error, OSError):
-        what = f"its configuration could not be read ({error})"
     else:
         what = "the hub could not be reached or has no such model"
     near = near_names(name.split("/")[-1])
