@@ -108,7 +108,6 @@ def judge(
 
 def _print(result: Any) -> None:
     """A table for each judge, what could not be used, and where the rest is."""
-    from bench.tables import ranged
     from tensorlens.studies.judge_study import counts_line, judge_table
 
     for name, found in result.summary["judges"].items():
@@ -118,10 +117,6 @@ def _print(result: Any) -> None:
         if found["measures"]:
             print_rows(judge_table(found))
         typer.echo("")
-    areas = result.summary.get("perturbation", {})
-    if areas:
-        of = {name: ranged(one["auc"], *one["interval"], form=".4g") for name, one in areas.items()}
-        print_rows([{"method": name, "HS-MSE": area, "windows": areas[name]["n"]} for name, area in of.items()])
     for name, about in result.summary["peers"].items():
         parts = [f"{name} {about.get('version', '')}: {about['n']} items"]
         parts += [f"its own example: {about['check']}"] if "check" in about else []
