@@ -1,7 +1,6 @@
-"""`python -m bench judge …`, `passages …`, `keep …`, `tables`, `families …` and `strangers`; others are modules:
+"""`python -m bench judge …`, `passages …`, `keep …`, `tables`, `families …` and `strangers`; one is a module:
 
     python -m bench.speed                docs/performance.md
-    python -m bench.studies              the runs behind docs/results.md
 
 No command imports torch before it has said what it does.
 """
@@ -220,7 +219,7 @@ def paper_records(
     name: Annotated[str, typer.Option(help="Model and data: mpnet-imdb, smollm2-wikitext, dinov2-images, …")],
 ) -> None:
     """Pack the samples of a run into bench/records/paper, for the table of claims."""
-    from bench.studies.claims import pack
+    from bench.claims import pack
 
     typer.echo(f"Wrote {pack(run, name)}")
 
@@ -228,7 +227,7 @@ def paper_records(
 def paper_table() -> None:
     """Print which claims of the paper hold, from the records in bench/records/paper; no model is loaded."""
     Teller("paper-table")("the claims of the paper from bench/records/paper", at_once=True)
-    from bench.studies.claims import table
+    from bench.claims import table
 
     typer.echo(table())
 

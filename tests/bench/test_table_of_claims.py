@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from bench.studies.claims import CLAIMS, pack, table
+from bench.claims import CLAIMS, pack, table
 from tiny_study import TEXTS, study
 
 from tensorlens.errors import InputError

@@ -17,7 +17,7 @@ from tensorlens.errors import InputError
 from tensorlens.strict_json import to_json
 from tensorlens.studies.perturbation_study.summary import compare_two, perturbation_summary
 
-FOLDER = Path(__file__).parents[1] / "records" / "paper"
+FOLDER = Path(__file__).parent / "records" / "paper"
 ENDING = ".jsonl.gz"
 
 
