@@ -25,7 +25,9 @@ def judge_table(run: Records) -> str:
     """One run: every method, ordered by the half on which is chosen."""
     found, kind = rows(run), KINDS[run.judge]
     drawn = [_cells(row) for row in found]
-    drawn.insert(min(SHOWN, len(drawn)), {"method": "chance", "first half": "", "held-out half [95 %]": f"{chance(run):.3f}"})
+    drawn.insert(
+        min(SHOWN, len(drawn)), {"method": "chance", "first half": "", "held-out half [95 %]": f"{chance(run):.3f}"}
+    )
     held = f"{found[0].n} of {len(run.lines)} items in the held-out half"
     head = f"**{run.judge}, {run.model}**: {kind.says}; {held}. {run.about['ran']}."
     rest = drawn[SHOWN + 1 :]

@@ -221,7 +221,9 @@ def _anchors(page: Path) -> set[str]:
     """As the site makes them of headings, and those that a page names itself."""
     text = page.read_text("utf-8")
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
-    return {*re.findall(r' id="([\w-]+)"', text)} | {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return {*re.findall(r' id="([\w-]+)"', text)} | {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings
+    }
 
 
 def test_every_picture_is_used():
