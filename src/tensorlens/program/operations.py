@@ -162,7 +162,7 @@ def _index_add(x: Tensor, axis: int, places: Tensor, source: Tensor, alpha: floa
 
 
 def _live(*pairs: tuple[Any, Any]) -> tuple[Tensor, ...]:
-    """Of cotangents with the arguments they are for, those of the live ones."""
+    """The cotangents of live arguments, from pairs of a cotangent and its argument."""
     return tuple([g for g, arg in pairs if type(arg) is Spec])
 
 
