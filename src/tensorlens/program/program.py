@@ -223,14 +223,13 @@ class Program:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
 
     @cached_property
-    def _last_uses(self) -> list[list[int]]:
+    def _last_uses(self) -> list[set[int]]:
         """For each step, the slots that no later step reads."""
-        last: list[list[int]] = []
-        later: set[int] = set(self.outputs)
+        last, later = list[set[int]](), set(self.outputs)
         for step in reversed(self.steps):
-            slots = dict.fromkeys((*step.slots, step.out))
-            last.append([slot for slot in slots if slot not in later])
-            later.update(slots)
+            slots = {*step.slots, step.out}
+            last.append(slots - later)
+            later |= slots
         return last[::-1]
 
     # Backwards --------------------------------------------------------------------------------------------------------
