@@ -155,14 +155,11 @@ class Found:
 
 def component_map(asked: Explained, effect: Effect, finer: Finer | None = None) -> ComponentMap:
     """All components of a target, as a record."""
-    run = Pass(asked.operator, asked.weights, asked.out_token, finer)
+    run = asked.run(finer)
     found, meta = find_components(run, effect), asked.meta
     if run.side_channel is not None:
         meta = meta | {"flow": f"of the state alone: {run.side_channel} also reads what earlier blocks left for it"}
-    if run.kept_features:
-        shares = {str(n): parts.share for n, parts in sorted(run.kept_features.items())}
-        meta = meta | {"error_share": shares}
-    return found.as_map(effect, run, replace(asked, meta=meta))
+    return found.as_map(effect, run, replace(asked, meta=meta | run.error_shares))
 
 
 def find_components(run: Pass, effect: Effect) -> Found:

@@ -180,4 +180,4 @@ class InsideQuestions(ComputedByAnother):
         return ablation(self._explained(out_token, target), components, to, [one.operator for one in others])
 
     def _explained(self, out_token: int, target: Target | None) -> Explained:
-        return Explained.at(self.operator, self.context, self.meta(), out_token, target)
+        return Explained.of(self, out_token, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens import cancel
 from tensorlens.errors import MethodError
-from tensorlens.inside.block import ByBlock, Finer, StreamPass
+from tensorlens.inside.block import ByBlock, Finer, Part, StreamPass
+from tensorlens.inside.stream import Component
 from tensorlens.maps.defaults import one_output, own_prediction
-from tensorlens.maps.targets import Classes, Context, Target, Weights, no_head
+from tensorlens.maps.targets import Classes, Target, Weights, no_head
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.pieces import Cotangents
 
@@ -38,24 +41,21 @@ class Explained:
     meta: dict[str, Any]
 
     @classmethod
-    def at(
-        cls,
-        operator: FrozenOperator,
-        context: Context,
-        meta: dict[str, Any],
-        out_token: int,
-        target: Target | None,
-    ) -> Explained:
-        """The target at an output; a head that reads the whole input at once has only one."""
-        i = one_output(operator.recording, out_token)
+    def of(cls, T: Any, out_token: int, target: Target | None) -> Explained:
+        """The target at an output of an attention tensor; a head that reads the whole input at once has only one."""
+        i, context = one_output(T.operator.recording, out_token), T.context
         return cls(
-            operator=operator,
+            operator=T.operator,
             classes=context.classes,
             out_token=i,
             target=target,
             tokens=context.tokens,
-            meta=meta | {"out_positions": [i]},
+            meta=T.meta() | {"out_positions": [i]},
         )
+
+    def run(self, finer: Finer | None = None) -> Pass:
+        """The pass with the target's cotangents."""
+        return Pass(self.operator, self.weights, self.out_token, finer)
 
     @cached_property
     def weights(self) -> Weights:
@@ -129,6 +129,28 @@ class Pass(StreamPass):
             self._cotangents.keep(n, found)
             self._waiting[n] = waiting
         return self._cotangents[n]
+
+    def effects(
+        self, parts: Iterable[Part], moved: Callable[[Part], Tensor], scaled: Mapping[int, Tensor] | None = None
+    ) -> list[Tensor]:
+        r"""$⟨λ_c, Δy_c⟩$ of some components: what the target changes by if they move by Δy, everything else held.
+
+        Args:
+            parts: The components.
+            moved: Δy of each.
+            scaled: Factors of slots that λ is multiplied by where it passes them; 0 cuts every path through them.
+        """
+        parts, found = list(parts), dict[Component, Tensor]()
+        pieces, waiting = self.pieces if scaled is None else self.pieces.scaled(scaled), self.waiting(self.stop)
+        for n in reversed(range(self.start, self.stop)):
+            cancel.check()
+            here = [part for part in parts if part.block == n]
+            if scaled is None:
+                at = self.cotangents(n)
+            else:
+                at, waiting = pieces.pull(n - self.start, waiting, {part.slot for part in here})
+            found |= {part.component: (part.of(at[part.slot]) * moved(part)).sum() for part in here}
+        return [found[part.component] for part in parts]
 
 
 def _check(operator: FrozenOperator) -> None:
