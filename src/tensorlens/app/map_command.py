@@ -16,6 +16,7 @@ from tensorlens.recommendations import MapQuestion
 from tensorlens.views.captions import is_of_tensor, predicted
 
 if TYPE_CHECKING:
+    from tensorlens.maps.token_map import TokenMap
     from tensorlens.tensor import AttentionTensor
 
 NORMS = ("frobenius", "spectral")
@@ -86,13 +87,7 @@ def map_(
     if json and certify:  # which prints all at once
         stage("Measuring the certificate")
         T.certificate()
-    told = question.headlined(T)
-    if told is not None and told.asked.note:
-        typer.echo(f"tensorlens: {told.asked.note}", err=True)
-    stage(f"Computing {question.method}")
-    found = question.answered(T, told, partial(T.map, norm=norm))  # type: ignore[arg-type]  # checked above
-    found = found if aside else found.set_aside()
-    found = found.words() if words else found.group("tokens") if words is False and "grid" not in found.meta else found
+    found = _found(T, question, norm, words, aside=aside)
     from tensorlens.explanation import in_words
 
     if not json:
@@ -102,6 +97,19 @@ def map_(
     save(in_words(found) if is_picture else found, out, say)
     if json:
         print_json(map_content(found) | {"predictions": [one._asdict() for one in predictions]})
+
+
+def _found(T: AttentionTensor, question: MapQuestion, norm: str, words: bool | None, *, aside: bool) -> TokenMap:
+    """The map; prints how the target was read if that differs from how it was written."""
+    told = question.headlined(T)
+    if told is not None and told.asked.note:
+        typer.echo(f"tensorlens: {told.asked.note}", err=True)
+    stage(f"Computing {question.method}")
+    found = question.answered(T, told, partial(T.map, norm=norm))  # type: ignore[arg-type]  # checked above
+    found = found if aside else found.set_aside()
+    if words:
+        return found.words()
+    return found.group("tokens") if words is False and "grid" not in found.meta else found
 
 
 def _part(
