@@ -281,10 +281,7 @@ class AttentionTensor(InsideQuestions):
         check_question(method, target, norm, probes, seed, raw=raw)
         every = self._outputs(out_token)
         if isinstance(target, Feature):
-            if method != METHOD_OF_CLASSES or positions:
-                raise MethodError(f"A feature is a target of `{METHOD_OF_CLASSES}` alone; got `{method}`.")
-            found = self.map_of_feature(target, every)
-            return found if groups is None else found.group(groups)
+            return self.map_of_feature(target, every, method, groups)
         if positions:
             check_split(method, groups)
         if groups is not None:  # before the work

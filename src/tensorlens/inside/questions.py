@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tensorlens.errors import InputError, check_iterable, check_whole
+from tensorlens.errors import InputError, MethodError, check_iterable, check_whole
 from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.block import Finer
 from tensorlens.inside.components import ComponentMap, Effect, carried, component_map
@@ -183,13 +183,17 @@ class InsideQuestions(ComputedByAnother):
             raise InputError(f"`over` must be a list of attention tensors; got {over!r:.60}.")
         return ablation(self._explained(out_token, target), components, to, [one.operator for one in others])
 
-    def map_of_feature(self, target: Feature, out_tokens: Sequence[int]) -> TokenMap:
+    def map_of_feature(
+        self, target: Feature, out_tokens: Sequence[int], method: str = METHOD_OF_CLASSES, groups: Groups | None = None
+    ) -> TokenMap:
         r"""What each input gives to a feature at some tokens: $⟨\partial t/\partial x_j, x_j⟩$, one pull for each."""
+        if method != METHOD_OF_CLASSES:
+            raise MethodError(f"A feature is a target of `{METHOD_OF_CLASSES}` alone; got `{method}`.")
         runs = [self._explained(i, target).run() for i in out_tokens]
         scores = torch.stack([carried(run, run.start) for run in runs])
         values = torch.tensor([run.value for run in runs], dtype=torch.float64)
         notes = {"target": str(target), "logit": values.tolist(), "bias": BY_COMPLETENESS, "sums_to": str(target)}
-        return TokenMap(
+        found = TokenMap(
             scores=scores,
             out_tokens=tuple(self.context.tokens[i] for i in out_tokens),
             in_tokens=self.context.tokens,
@@ -197,6 +201,7 @@ class InsideQuestions(ComputedByAnother):
             bias_share=not_carried(scores, values.to(scores.device)),
             meta=self.meta() | notes | {"out_positions": list(out_tokens)},
         )
+        return found if groups is None else found.group(groups)
 
     def _explained(self, out_token: int, target: Target | None) -> Explained:
         return Explained.of(self, out_token, target)
