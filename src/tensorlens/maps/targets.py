@@ -27,7 +27,7 @@ class Feature:
         block: The block that it reads.
         row: w, its row of the encoder.
         bias: b.
-        component: Of what it is a feature: ``"feed-forward"`` or ``"attention"``.
+        component: What it takes apart: ``"feed-forward"`` or ``"attention"``.
         reads: What it reads there: what the component gives, what it takes, or the stream before it.
     """
 
