@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,33 @@ Words = Annotated[
 ]
 
 
+Aside = Annotated[bool, typer.Option(help="Exclude the first token from the colour scale when it dominates.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions:
+    """The part of the model that a map is about."""
+
+    blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None
+    heads: Annotated[
+        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads, such as 3:0,2. Repeatable.")
+    ] = None
+    without_heads: LeftOut = None
+
+    def read(self) -> Callable[[AttentionTensor], AttentionTensor]:
+        """What takes this part of an operator, and refuses blocks and heads that it does not have."""
+        span, kept = options.block_range(self.blocks), options.head_choice(self.heads)
+        left_out = options.head_choice(self.without_heads)
+
+        def part(T: AttentionTensor) -> AttentionTensor:
+            if span is not None:
+                T = T.blocks(span[0], T.n_blocks if span[1] is None else span[1])
+            T = T.heads(kept) if kept else T
+            return T.without_heads(left_out) if left_out else T
+
+        return part
+
+
 def map_(
     model: Model,
     input: Input,
@@ -50,14 +79,8 @@ def map_(
     against: options.OtherTarget = None,
     out_token: Position = None,
     words: Words = None,
-    aside: Annotated[
-        bool, typer.Option(help="Exclude the first token from the colour scale when it dominates.")
-    ] = True,
-    blocks: Annotated[str | None, typer.Option(help="A range of blocks, such as 3:9.")] = None,
-    heads: Annotated[
-        list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Keep only these heads, such as 3:0,2. Repeatable.")
-    ] = None,
-    without_heads: LeftOut = None,
+    aside: Aside = True,
+    part: PartOptions = PartOptions(),  # noqa: B008  # a frozen record
     norm: Annotated[str, typer.Option(help="For tensor.norm: frobenius or spectral.")] = NORMS[0],
     certify: Certify = True,
     out: MapFile = None,
@@ -70,14 +93,14 @@ def map_(
     Example: tensorlens map smollm2-135m "The Eiffel Tower is in the city of"
     """
     reading.check(model)
-    span, kept, left_out = options.block_range(blocks), options.head_choice(heads), options.head_choice(without_heads)
+    part_of = part.read()
     first, second = options.two_targets(target, against)
     options.check_file(out)
     text = options.read_input(input)
     _check_method(method, first, norm)
     lens = reading.lens(model, final_norm=final_norm)
     stage("Recording one pass of the model")
-    T = _part(lens(text), span, kept, left_out)
+    T = part_of(lens(text))
     question = MapQuestion.complete(T, method, out_token, first, second)
     predictions = question.predictions(T, N_PREDICTIONS)
     say = teller(as_json=json)
@@ -110,19 +133,6 @@ def _found(T: AttentionTensor, question: MapQuestion, norm: str, words: bool | N
     if words:
         return found.words()
     return found.group("tokens") if words is False and "grid" not in found.meta else found
-
-
-def _part(
-    T: AttentionTensor,
-    span: tuple[int, int | None] | None,
-    kept: dict[int, list[int]],
-    left_out: dict[int, list[int]],
-) -> AttentionTensor:
-    """The selected part of an operator, which refuses blocks and heads that it does not have."""
-    if span is not None:
-        T = T.blocks(span[0], T.n_blocks if span[1] is None else span[1])
-    T = T.heads(kept) if kept else T
-    return T.without_heads(left_out) if left_out else T
 
 
 def _check_method(name: str | None, target: Any, norm: str) -> None:
