@@ -25,8 +25,10 @@ def judge_table(run: Records) -> str:
     """One run: every method, ordered by the half on which is chosen."""
     found, kind = rows(run), KINDS[run.judge]
     drawn = [_cells(row) for row in found]
-    drawn.insert(min(SHOWN, len(drawn)), {"method": "chance", "chosen on": "", "held out [95 %]": f"{chance(run):.3f}"})
-    held = f"{found[0].n} of {len(run.lines)} items held out"
+    drawn.insert(
+        min(SHOWN, len(drawn)), {"method": "chance", "first half": "", "held-out half [95 %]": f"{chance(run):.3f}"}
+    )
+    held = f"{found[0].n} of {len(run.lines)} items in the held-out half"
     head = f"**{run.judge}, {run.model}**: {kind.says}; {held}. {run.about['ran']}."
     rest = drawn[SHOWN + 1 :]
     folded = (
@@ -38,7 +40,7 @@ def judge_table(run: Records) -> str:
 def _cells(row: Row) -> dict[str, str]:
     name = f"**{row.method}**" if is_ours(row.method) else row.method
     value = ranged(row.value, row.low, row.high)
-    return {"method": name, "chosen on": f"{row.chosen:.3f}", "held out [95 %]": value}
+    return {"method": name, "first half": f"{row.chosen:.3f}", "held-out half [95 %]": value}
 
 
 def use_table(runs: list[Records]) -> str:
@@ -67,7 +69,7 @@ def _use(run: Records, method: str) -> dict[str, str]:
     best = found.pop(method)
     others = [row for row in found.values() if not is_ours(row.method)]
     ours = [row for row in found.values() if is_ours(row.method)]
-    cells = {"judge": f"{run.judge}, {run.model}", "held out": ranged(best.value, best.low, best.high)}
+    cells = {"benchmark": f"{run.judge}, {run.model}", "held-out half": ranged(best.value, best.low, best.high)}
     for name, some in (("best baseline or control", others), ("best other map of T", ours)):
         rival = max(some, key=lambda row: row.value, default=None)
         said = "–" if rival is None else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), '+.3f')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -163,6 +165,40 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 75
 
 
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+UNITS = (1, 1e3, 1e2, 2**-30)
+"""From what a record holds (seconds, shares, bytes) to what a page shows (also ms, percent, GiB)."""
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _numbers_in(one)
+    elif isinstance(value, str):
+        yield from map(float, NUMBER.findall(value.replace("–", " ")))
+    elif value is not None:
+        yield float(value)
+
+
+def test_every_number_of_the_performance_page_is_in_its_record():
+    page = (DOCS / "performance.md").read_text("utf-8")
+    results = ROOT / "bench" / "speed" / "results"
+    tables = re.findall(r"<!-- record: (.+?) -->\n\n((?:\|.*\n)+)", page)
+    assert len(tables) == page.count("<!-- record") == len(re.findall(r"^\|[- |]+\|$", page, re.M))
+    for names, table in tables:
+        known = [n for name in names.split() for n in _numbers_in(json.loads((results / name).read_text("utf-8")))]
+        cells = [cell for line in table.splitlines()[2:] for cell in line.split("|")]
+        for shown in NUMBER.findall(" ".join(cells).replace(",", "").replace("–", " ")):
+            digits = shown.partition("e")[0].lstrip("-+0.").replace(".", "")
+            near = 0.51 * abs(float(shown)) / (int(digits or 1) or 1)
+            assert any(abs(n * unit - float(shown)) <= near for n in known for unit in UNITS), f"{names}: {shown}"
+    used = {name for names, _ in tables for name in names.split()}
+    assert used == {path.name for path in results.glob("*.json")}
+
+
 # Links ---------------------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +218,12 @@ def test_links_lead_somewhere(page):
 
 
 def _anchors(page: Path) -> set[str]:
-    """As the site makes them of headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    """As the site makes them of headings, and those that a page names itself."""
+    text = page.read_text("utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {*re.findall(r' id="([\w-]+)"', text)} | {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings
+    }
 
 
 def test_every_picture_is_used():

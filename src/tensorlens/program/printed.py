@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from inspect import signature
 from itertools import takewhile
@@ -83,11 +84,10 @@ def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str, w
 @cache
 def _parameters(operation: str) -> tuple[str, ...]:
     """Names of the arguments of an operation; empty for functions of torch, which have no signature to ask."""
-    try:
-        found = tuple(signature(OPERATIONS[operation].run).parameters)
-    except ValueError:
-        found = ()
-    return (*found, *("" for _ in range(8)))
+    found, one = (), OPERATIONS[operation]
+    with suppress(ValueError):
+        found = tuple(signature(one.run).parameters if one.transpose is None else signature(one.transpose).parameters)
+    return (*found[one.transpose is not None :], *("" for _ in range(8)))
 
 
 def _plain(value: Any) -> str:
