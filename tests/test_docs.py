@@ -221,6 +221,14 @@ def _anchors(page: Path) -> set[str]:
     }
 
 
+def test_the_glossary_is_twelve_words_and_each_is_linked():
+    text = (DOCS / "glossary.md").read_text("utf-8")
+    words = re.findall(r'<span id="([\w-]+)">', text)
+    others = "".join(page.read_text("utf-8") for page in PAGES if page.name != "glossary.md")
+    assert len(words) == 12
+    assert [word for word in words if f"glossary.md#{word})" not in others] == []
+
+
 def test_every_picture_is_used():
     text = "".join(page.read_text("utf-8") for page in PAGES)
     pictures = [path for path in (DOCS / "assets").iterdir() if path.suffix in (".png", ".svg")]
