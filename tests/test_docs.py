@@ -177,8 +177,8 @@ def test_every_measured_number_is_in_its_record():
     used = set()
     for page in PAGES:
         text = page.read_text("utf-8")
-        tables = re.findall(r"<!-- record: (.+?) -->\n\n((?:\|.*\n)+)", text)
-        assert len(tables) == text.count("<!-- record:"), f"{_name(page)}: a table right below its record"
+        tables = re.findall(r"^<!-- record: (.+?) -->\n\n((?:\|.*\n)+)", text, flags=re.M)
+        assert len(tables) == text.count("\n<!-- record:"), f"{_name(page)}: a table right below its record"
         for names, table in tables:
             used |= {*names.split()}
             numbers = [number for name in names.split() for number in known[name]]
