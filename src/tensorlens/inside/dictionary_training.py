@@ -12,7 +12,6 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.dictionary import Encoder
-from tensorlens.inside.edits import parts
 from tensorlens.inside.seats import readout_of_model, seat_of
 from tensorlens.inside.target import Pass
 from tensorlens.models.layouts import state_of
@@ -34,7 +33,7 @@ def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor
     if not 0 <= block < T.n_blocks:
         raise InputError(f"This operator has no block {block!r}; expected one of 0 to {T.n_blocks - 1}.")
     run = Pass(T.operator, {0: 1.0}, T.shape[0] - 1)
-    own = [part for part in parts(run.block(block)) if part.component.kind == "feed-forward"]
+    own = [part for part in run.block(block).parts if part.component.kind == "feed-forward"]
     seat = seat_of(run, own[0]) if own else None
     if seat is None:
         raise MethodError(f"No single module outputs the feed-forward of block {block}; a dictionary needs one.")

@@ -34,6 +34,7 @@ from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import fitting
+from tensorlens.operators.attention_matrices import fused_attention
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
 from tensorlens.program.nodes import Held
@@ -334,17 +335,13 @@ def score_line(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
 
 
 def _fused(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
-    program = block.recording.program
-    step, (_, n_queries, n_keys) = program.makers[meeting.slot], sizes(program, meeting)
-    args: Any = step.args if step.operation == "attention" else (*step.args[4], *step.args[5:])
-    mask, causal, scale = args[3:6]
-    query = program.specs[meeting.query].shape
+    query, key, mask, causal, scale, _ = fused_attention(block.recording, meeting.slot)
     added, is_masked = 0.0, causal and place.key > place.query
     if mask is not None:
-        entry = place.of(program.constants[mask.index].broadcast_to(*query[:-2], n_queries, n_keys))
+        entry = place.of(mask.broadcast_to(*query.shape[:-1], key.shape[-2]))
         is_masked |= not bool(entry) if entry.dtype == torch.bool else _is_lowest(entry)
         added = 0.0 if entry.dtype == torch.bool else float(entry)
-    return ScoreLine(1 / math.sqrt(query[-1]) if scale is None else scale, added, is_masked)
+    return ScoreLine(scale, added, is_masked)
 
 
 def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:

