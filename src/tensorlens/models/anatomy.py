@@ -268,14 +268,18 @@ def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
 
 
 def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:
-    """The layer that made the tokens' embeddings: of those that lead to the first block, the one with most entries."""
+    """The layer that made embeddings of what the model took: of those before the first block, that with most entries.
+
+    Positions alone are not made of it.
+    """
+    of_input, before = evidence.after(range(evidence.n_inputs)), evidence.before({first.state.node})
     found = [
         call.module
         for call in evidence.calls[: first.number]
         if isinstance(call.module, nn.Embedding)
         and call.given
         and len(call.given[0].shape) > 2
-        and evidence.reaches({call.given[0].node}, first.state.node)
+        and call.given[0].node in of_input & before
     ]
     return max(found, key=lambda layer: layer.num_embeddings, default=None)
 
@@ -359,25 +363,20 @@ def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module
 def _known_body(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> str | None:
     """The outermost module around the blocks that the head is not part of, for types that name their parts.
 
-    None where the model does not say: one module may do everything and return logits, and then what the unembedding
-    reads shows where the body ends.
+    None where the model does not say: one module may do everything and return logits, or call its body by another name
+    than it promises. Then what follows the blocks shows where the body ends.
     """
     if not _is_known_type(anatomy.model):
         return None
     if getattr(anatomy.model, "base_model", anatomy.model) is anatomy.model and anatomy.unembedding is None:
-        return None if _returns_logits(anatomy, chain, evidence) else ""
+        last, output = chain[-1], evidence.output
+        state = last.given[leaving(last, None, evidence)]
+        is_state = output is None or (len(output.shape), output.shape[-1]) == (len(state.shape), state.shape[-1])
+        return "" if is_state else None
     for holder in reversed(list(chain[0].holders())):
         if holder.path and all(part is not anatomy.unembedding for part in holder.module.modules()):
             return holder.path
     return ""
-
-
-def _returns_logits(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> bool:
-    """Whether what the model returns has a channel for each token of its vocabulary, unlike its states."""
-    size, output = getattr(anatomy.embedding, "num_embeddings", None), evidence.output
-    if size is None or output is None or output.shape[-1] == chain[-1].state.shape[-1]:
-        return False
-    return output.shape[-1] >= VOCABULARY_SHARE * size
 
 
 def _as_unembedding(
