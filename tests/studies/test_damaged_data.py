@@ -203,10 +203,10 @@ def test_a_whole_file_of_each_judge_gives_items(tmp_path: Path):
         make, file, _, _ = FORMATS[name]
         (tmp_path / name).mkdir()
         make(tmp_path / name / file)
-    found = [
-        evidence(lens, tmp_path / "evidence"),
+    judges = [
         patching_pairs(lens, tmp_path / "pairs"),
         needles(lens, tmp_path / "needles", tmp_path / "needles" / "hay.txt", lengths=(36,)),
         compiled_programs(tmp_path / "program"),
     ]
-    assert [(len(one.items), one.problems) for one in found] == [(n, ()) for n in n_items.values()]
+    found = [evidence(lens, tmp_path / "evidence"), *((one.items, one.problems) for one in judges)]
+    assert [(len(items), problems) for items, problems in found] == [(n, ()) for n in n_items.values()]
