@@ -209,9 +209,13 @@ def tables(
 ) -> None:
     """Print every published number of the benchmarks from the records in bench/records; no model is loaded."""
     Teller("tables")("every table from bench/records", at_once=True)
-    from bench import published
+    from bench import claims, published
 
-    published.write() if write else typer.echo(published.everything())
+    if write:
+        published.write()
+        claims.write()
+    else:
+        typer.echo(f"{published.everything()}\n\n{claims.table()}")
 
 
 def paper_records(
@@ -222,14 +226,6 @@ def paper_records(
     from bench.claims import pack
 
     typer.echo(f"Wrote {pack(run, name)}")
-
-
-def paper_table() -> None:
-    """Print which claims of the paper hold, from the records in bench/records/paper; no model is loaded."""
-    Teller("paper-table")("the claims of the paper from bench/records/paper", at_once=True)
-    from bench.claims import table
-
-    typer.echo(table())
 
 
 def families(
@@ -291,7 +287,6 @@ app.command("passages")(with_records(passages))
 app.command("keep")(keep)
 app.command("tables")(tables)
 app.command("paper-records")(paper_records)
-app.command("paper-table")(paper_table)
 app.command("families")(with_records(families))
 
 

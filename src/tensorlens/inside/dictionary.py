@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.files import write_whole
+from tensorlens.maps.targets import Feature
 from tensorlens.strict_json import to_json
 from tensorlens.views.printing import text_as_html
 
@@ -113,6 +114,21 @@ class Dictionary:
     def n_features(self) -> int:
         """How many features it has."""
         return sum(len(one.weight) for one in self.encoders)
+
+    def feature(self, number: int, block: int | None = None) -> Feature:
+        """A feature as the target of `T.components`, `T.graph` and of the method ``tensor.in_class`` of `T.map`.
+
+        Args:
+            number: Which one; of a cross-layer dictionary, of those that read this block.
+            block: The block that it takes apart; by default the one that it was made for.
+        """
+        block = self.meta.get("block") if block is None else block
+        found = next((one for one in self.encoders if one.block in (None, block)), None)
+        if type(block) is not int or block < 0 or found is None:
+            raise InputError(f"Expected the block whose features these are; got {block!r:.40}.")
+        k = check_whole(number, "number", 0, len(found.weight) - 1)
+        row, bias = found.weight[k], float(found.bias[k])
+        return Feature(number=k, block=block, row=row, bias=bias, component=self.component, reads=found.reads)
 
     def __repr__(self) -> str:
         """One line: sizes."""

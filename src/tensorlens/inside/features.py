@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.dictionary import Dictionary, Encoder
+from tensorlens.inside.dictionary import Dictionary
 from tensorlens.inside.stream import Component, Write
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
     rest = y - dictionary.bias.to(y)
     for encoder, decoder in zip(dictionary.encoders, dictionary.decoders, strict=True):
         own = block.run.block(block.n if encoder.block is None else encoder.block)
-        slot, place = read_slot(own, write if own.n == block.n else None, encoder)
+        slot, place = read_slot(own, dictionary.component if own.n == block.n else "feed-forward", encoder.reads)
         f = encoder(own.to_tokens(own.values_of([slot])[slot])[0])
         active = f.any(0).nonzero()[:, 0]
         kind = "feature" if own.n == block.n else f"feature of block {own.n}"
@@ -85,15 +85,17 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
     return FeatureParts(tuple(found), dictionary.bias.to(y), rest, share)
 
 
-def read_slot(block: Block, write: Write | None, encoder: Encoder) -> tuple[int, int]:
-    """The slot that an encoder reads: of the write (the feed-forward's if None), before its norm, or behind it.
+def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
+    """The slot that features of a component read: what it gave, the stream before it, or that behind its norm.
 
-    Also the place of the sum that the write belongs to.
+    Also the place of the sum that it belongs to.
     """
-    write = write or next(one for one, kind in block.writes if kind == "feed-forward")
+    write = next((one for one, kind in block.writes if kind == component), None)
+    if write is None:
+        raise MethodError(f"Block {block.n} of `{block.recording.name}` has no {component} that can be told apart.")
     place, one = next((place, one) for place, one in enumerate(block.sums or ()) if write in one.writes)
     slots = {"output": lambda: write.slot, "stream": lambda: one.stream, "input": lambda: _taken_in(block, write)}
-    return slots[encoder.reads](), place
+    return slots[reads](), place
 
 
 def _taken_in(block: Block, write: Write) -> int:

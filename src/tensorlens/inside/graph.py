@@ -24,7 +24,6 @@ from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.files import write_whole
 from tensorlens.inside.block import Finer, Part
-from tensorlens.inside.components import from_target
 from tensorlens.inside.features import ActiveFeature, features_of
 from tensorlens.inside.interchange import circuit_tracer_json
 from tensorlens.inside.stream import Component, Write
@@ -327,7 +326,7 @@ class Growth:
     # What flows into a node ---------------------------------------------------------------------------------------
 
     def _open_target(self) -> None:
-        walk, _, head = from_target(self.run)
+        walk, head = self.run.from_target()
         key = Component(kind="target"), self.run.out_token
         self._places[key] = 0
         self._growing.append(Growing(key, self.run.value, is_open=True))

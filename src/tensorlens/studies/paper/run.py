@@ -16,7 +16,7 @@ import msgspec
 
 from tensorlens.errors import InputError, LoadError, TensorLensError
 from tensorlens.lens import load
-from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, resolve
+from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, local_folder
 from tensorlens.recording.conventions import Rules
 from tensorlens.strict_json import write_json, write_text
 from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
@@ -371,8 +371,7 @@ def _tokenizer(model: str, revision: str | None, *, trust: bool) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        place = resolve(model, revision)
-        return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust, **place.options)
+        return AutoTokenizer.from_pretrained(local_folder(model, revision, weights=False), trust_remote_code=trust)
     except (TensorLensError, OSError, ValueError, KeyError, ImportError):
         return None
 
