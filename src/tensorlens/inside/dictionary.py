@@ -263,7 +263,7 @@ def _from_saelens(folder: Path) -> Dictionary:
     is_topk = "topk" in str(config.get("architecture")) or config.get("activation_fn_str") == "topk"
     if is_topk and k is None:
         raise InputError(f"Expected `k` in the cfg.json of a top-k dictionary; {folder.name!r} has none.")
-    k = int(k) if is_topk and threshold is None else None
+    k = None if k is None or not is_topk or threshold is not None else int(k)
     encoder = Encoder(weight=weight, bias=bias, threshold=threshold, k=k, reads=_place(name, out))
     kind = "attention" if "attn" in out else "feed-forward"
     found = re.search(r"(\d+)", out)
