@@ -23,11 +23,7 @@ def check_(
     model: Model,
     input: Annotated[
         str | None,
-        typer.Argument(
-            metavar="INPUT",
-            help="A text or the path of an image; defaults to a built-in example sentence.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="INPUT", help="A text or the path of an image (default: an example sentence)."),
     ] = None,
     json: Json = False,
     final_norm: FinalNorm = True,

@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tensorlens.models.module_calls import module_tree
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -38,7 +40,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    modules = _modules(model)
+    modules = module_tree(model).values()
     training = [module for module in modules if module.training]
     kept = _Kept(modules)
     try:
@@ -51,17 +53,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             kept.put_back()
         for module in training:
             module.training = True
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """A model and all its parts, each once."""
-    found, waiting = dict[int, nn.Module](), [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting.extend(module._modules.values())  # type: ignore[arg-type]
-    return list(found.values())
 
 
 class _Kept:
@@ -185,11 +176,11 @@ def modes_left() -> tuple[str, ...]:
 
 @contextmanager
 def _in_own_modes() -> Iterator[None]:
+    autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            stack.enter_context(in_own_precision())
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())  # leaving inference mode has switched gradients on
-        autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
         for device in autocast:
             stack.enter_context(torch.autocast(device, enabled=False))
         if autocast:

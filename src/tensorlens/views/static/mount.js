@@ -18,13 +18,15 @@ function mount(host, data, source = data) {
   return lens;
 }
 
+const KINDS = { map: mount, inside: (host, data) => (host.tensorlens = new Inside(host, data)), pairs: (host, data) => (host.tensorlens = new Pairs(host, data)) };
+
 // A notebook may show one map twice and run the script once for each, so every waiting host is taken.
 function mountWaiting(root) {
-  for (const host of root.querySelectorAll("[data-tensorlens=map]:not([data-ready])")) {
+  for (const host of root.querySelectorAll("[data-tensorlens]:not([data-ready])")) {
     const source = host.querySelector('script[type="application/json"]');
     if (!source) continue;
     performance.mark("tensorlens:start");
-    mount(host, JSON.parse(source.textContent));
+    KINDS[host.dataset.tensorlens](host, JSON.parse(source.textContent));
     performance.measure("tensorlens", "tensorlens:start");
   }
 }
