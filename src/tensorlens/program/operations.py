@@ -172,10 +172,11 @@ def _seen(u: Tensor, x: Spec, view: Callable[..., Tensor], *places: Any) -> Tens
 
 
 def _index_back(u: Tensor, x: Spec, at: tuple[Any, ...]) -> Tensor:
-    if not any(isinstance(one, Tensor) for one in at):
+    others = [one for one in at if not isinstance(one, Tensor)]
+    if len(others) == len(at):
         return _seen(u, x, operator.getitem, at)
     # `index_put` takes tensors and whole axes alone.
-    is_simple = all(isinstance(one, Tensor) or isinstance(one, slice) and one == slice(None) for one in at)
+    is_simple = all(type(one) is slice and one == slice(None) for one in others)
     return _added_at(u.new_zeros(x.shape), at, u) if is_simple else NotImplemented
 
 
