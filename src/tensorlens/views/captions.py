@@ -13,21 +13,8 @@ FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions
 """Keys of `meta` that are said first, in this order; others follow as they come."""
 
 NOT_SAID = frozenset(
-    {
-        "grid",
-        "image",
-        "standard_error",
-        "out_positions",
-        "offsets",
-        "causal",
-        "set_aside",
-        "sink",
-        "sink_gives",
-        "sums_to",
-        "why",
-        "answer_parts",
-        "pictures",
-    }
+    ("grid", "image", "pictures", "standard_error", "out_positions", "offsets", "causal", "answer_parts")
+    + ("set_aside", "sink", "sink_gives", "sums_to", "why")
 )
 """Keys of `meta` that are drawn, and not said."""
 
