@@ -190,7 +190,8 @@ class Batch(Sequence[AttentionTensor], Printed):
     @property
     def shortest(self) -> list[int]:
         """The samples with the fewest tokens."""
-        return [i for i, length in enumerate(self.lengths) if length == min(self.lengths)]
+        least = min(self.lengths)
+        return [i for i, length in enumerate(self.lengths) if length == least]
 
     @own_modes
     def maps(
