@@ -71,7 +71,8 @@ class AttentionTensor(InsideQuestions):
     """
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:
-        self.operator, self.context = operator, context
+        super().__init__(operator)
+        self.context = context
         self._certified: Certificate | None = None
 
     def __repr__(self) -> str:

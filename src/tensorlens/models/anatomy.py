@@ -42,7 +42,6 @@ from tensorlens.models.chains import (
     entering,
     find_chain,
     find_encoder,
-    holds_enough,
     is_in_list,
     leaving,
 )
@@ -222,11 +221,11 @@ def _choose(model: nn.Module, tree: Anatomy | None, chain: Chain, evidence: Evid
     if chain and not is_named:
         return _by_chain(model, chain, evidence), chain
     calls = [] if tree is None else _calls_of(tree, evidence)
-    if tree is not None and calls and (is_named or holds_enough(calls, evidence)):
+    if tree is not None and calls:
         return tree, calls
     if chain:
         return _by_chain(model, chain, evidence), chain
-    if tree is None or calls:
+    if tree is None:
         raise _nothing_repeats(model)
     ran = next((call for call in evidence.calls if call.module in tree.blocks), None)
     raise never_ran(model, tree.stack) if ran is None else _not_seen(model, ran)

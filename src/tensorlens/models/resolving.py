@@ -1,13 +1,12 @@
-"""From what a user calls a model to something `from_pretrained` can read.
+"""From what a user calls a model to a folder that `from_pretrained` can read.
 
-A bundled short name, a `.gguf` file and a local folder become a folder; anything else is taken for a hub id. The hub is
-asked once and briefly, before transformers asks for every file again and again.
+A bundled short name and a `.gguf` file are converted; what is not here is taken for a hub id and downloaded. The hub is
+asked once and briefly, before it is asked for every file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import LoadError
@@ -27,32 +26,15 @@ _SAFE_WEIGHTS = "*model*.safetensors"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Location:
-    """Where a checkpoint is: a folder that is there, or a hub id.
+def local_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of the checkpoint `name`: a bundled name, `.gguf` file, folder or hub id, looked up in this order.
 
-    Attributes:
-        path: What `from_pretrained` takes.
-        is_local: Whether `path` is a folder.
-        revision: Which state of a hub's model; None for the current one.
-    """
-
-    path: str
-    is_local: bool
-    revision: str | None = None
-
-    @property
-    def options(self) -> dict[str, str]:
-        """What `from_pretrained` takes beside the path."""
-        return {} if self.revision is None else {"revision": self.revision}
-
-
-def resolve(name: str | Path, revision: str | None = None) -> Location:
-    """Find the checkpoint `name`: bundled name, `.gguf` file, folder or hub id, in this order.
+    What is on the hub is downloaded to the hub's own cache.
 
     Args:
         name: What the user calls it.
         revision: A branch, tag or commit of the hub; of a folder, the checkpoint folder inside it.
+        weights: Whether weights are needed, and not the files beside them alone.
 
     Raises:
         LoadError: It is none of them, or it is incomplete.
@@ -61,12 +43,27 @@ def resolve(name: str | Path, revision: str | None = None) -> Location:
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
-        return Location(path=str(bundled_folder(find_installed(text))), is_local=True)
+        return bundled_folder(find_installed(text))
     if path.suffix == ".gguf":
-        return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
+        return convert_gguf(path.stem, [path])
     if path.is_dir():
-        return Location(path=str(path / (revision or "")), is_local=True)
-    return Location(path=text, is_local=False, revision=revision)
+        return path / (revision or "")
+    copy = ask_hub(text, revision)
+    if copy is not None:
+        return copy
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        there = HfApi().list_repo_files(text, revision=revision)
+        is_safe = any(file.endswith(".safetensors") and "/" not in file for file in there)
+        wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+        wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
+        folder = Path(snapshot_download(text, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        raise not_on_hub(text, error) from error
+    if weights:
+        _check_folder(folder)
+    return folder
 
 
 def is_hub_id(name: str) -> bool:
@@ -95,7 +92,7 @@ def check_model_name(name: str | Path, revision: str | None = None) -> None:
 
     Args:
         name: What the user calls it.
-        revision: As for `resolve`.
+        revision: As for `local_folder`.
 
     Raises:
         LoadError: It is neither a bundled model that is installed, a `.gguf` file, a folder of weights, nor of the form
@@ -192,38 +189,6 @@ def _check_folder(folder: Path) -> None:
             f"A model folder holds weights (model.safetensors or pytorch_model.bin), but {folder} does not. "
             "Save the model again with save_pretrained, or copy the missing files."
         )
-
-
-def local_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint: `resolve` finds it, and what is on the hub is downloaded to the hub's own cache.
-
-    Args:
-        name: What the user calls it.
-        revision: As for `resolve`.
-        weights: Whether weights are needed, and not the configuration alone.
-
-    Raises:
-        LoadError: As for `resolve`; or the hub has no such model.
-    """
-    place = resolve(name, revision)
-    if place.is_local:
-        return Path(place.path)
-    copy = ask_hub(place.path, revision)
-    if copy is not None:
-        return copy
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        there = [file for file in HfApi().list_repo_files(place.path, revision=revision) if "/" not in file]
-        is_safe = any(file.endswith(".safetensors") for file in there)
-        wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
-        wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
-        folder = Path(snapshot_download(place.path, revision=revision, allow_patterns=wanted))
-    except Exception as error:
-        raise not_on_hub(place.path, error) from error
-    if weights:
-        _check_folder(folder)
-    return folder
 
 
 # The hub --------------------------------------------------------------------------------------------------------------

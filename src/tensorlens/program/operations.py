@@ -1,7 +1,7 @@
 r"""The operations that steps are made of, each with its transpose.
 
 An operation is affine *jointly* in the arguments at its `joint` places, where a constant is added and therefore left
-out of the linear part, and linear in *one* of those at its `single` places while the others are constant factors. Its
+out of the linear part, or it is a product, linear in *one* argument while the others are constant factors. Its
 transpose takes a cotangent u of the result and the same arguments, with a `Spec` in the place of each live tensor, and
 gives a cotangent for each live argument. Operations without a transpose of their own are differentiated, one step
 alone. Most are one function of torch: they stand in one table. Others are written out
@@ -30,15 +30,13 @@ class Operation:
     Attributes:
         run: The function itself.
         transpose: Gives a cotangent, or a tuple of one for each live argument; `NotImplemented` where it has no form.
-        joint: Places of arguments in which it is affine together.
-        single: Places of arguments of which one may be live, the others being factors.
+        joint: Places of arguments in which it is affine together; none for a product.
         optional: Joint places at which None stands for nothing that is added.
     """
 
     run: Callable[..., Tensor]
     transpose: Callable[..., Any] | None = None
     joint: Axes = (0,)
-    single: Axes = ()
     optional: Axes = ()
 
     def transposed_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,10 +172,11 @@ def _seen(u: Tensor, x: Spec, view: Callable[..., Tensor], *places: Any) -> Tens
 
 
 def _index_back(u: Tensor, x: Spec, at: tuple[Any, ...]) -> Tensor:
-    if not any(isinstance(one, Tensor) for one in at):
+    others = [one for one in at if not isinstance(one, Tensor)]
+    if len(others) == len(at):
         return _seen(u, x, operator.getitem, at)
     # `index_put` takes tensors and whole axes alone.
-    is_simple = all(isinstance(one, Tensor) or isinstance(one, slice) and one == slice(None) for one in at)
+    is_simple = all(type(one) is slice and one == slice(None) for one in others)
     return _added_at(u.new_zeros(x.shape), at, u) if is_simple else NotImplemented
 
 
@@ -274,15 +273,15 @@ OPERATIONS: dict[str, Operation] = {
     "cumsum": Operation(torch.cumsum, lambda u, x, axis: u.flip(axis).cumsum(axis).flip(axis)),
     "add": Operation(operator.add, lambda u, a, b: _live((u, a), (u, b)), joint=(0, 1)),
     "sub": Operation(operator.sub, lambda u, a, b: u if type(b) is not Spec else _live((u, a), (-u, b)), joint=(0, 1)),
-    "mul": Operation(operator.mul, lambda u, a, b: u * (b if type(a) is Spec else a), joint=(), single=(0, 1)),
+    "mul": Operation(operator.mul, lambda u, a, b: u * (b if type(a) is Spec else a), joint=()),
     "gain": Operation(_gain, lambda u, x, factor: u * factor),
     "div": Operation(operator.truediv, lambda u, a, b: u / b),
     "blend": Operation(_blend, lambda u, a, b, of_a, of_b: (u * of_a, u * of_b), joint=(0, 1)),
     "where": Operation(torch.where, _where_back, joint=(1, 2)),
-    "matmul": Operation(torch.matmul, _matmul_back, joint=(), single=(0, 1)),
+    "matmul": Operation(torch.matmul, _matmul_back, joint=()),
     "linear": Operation(F.linear, _linear_back, joint=(0, 2), optional=(2,)),
-    "einsum": Operation(torch.einsum, joint=(), single=(1, 2, 3, 4, 5, 6)),
-    "grouped_mm": Operation(_grouped_mm, _grouped_mm_back, joint=(), single=(0, 1)),
+    "einsum": Operation(torch.einsum, joint=()),
+    "grouped_mm": Operation(_grouped_mm, _grouped_mm_back, joint=()),
     "convolution": Operation(torch.convolution, joint=(0, 2), optional=(2,)),
     "solve": Operation(_solve, joint=(1,)),
     "constant": Operation(_constant),

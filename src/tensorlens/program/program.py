@@ -170,38 +170,39 @@ class Program:
         """The affine function at values of the inputs."""
         return self.run_each([values])[0]
 
+    @torch.no_grad()
     def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """`run` for several inputs, all through one block before the next, whose constants are fetched once."""
-        every = [dict(zip(self.inputs, given, strict=True)) for given in several]
-        self._forwards(every, set(self.outputs))
+        every, kept = [dict(zip(self.inputs, given, strict=True)) for given in several], set(self.outputs)
+        for places in self.by_block if len(every) > 1 else [range(len(self.steps))]:
+            for values in every:
+                self._forwards(values, places, kept)
         return [tuple([values[slot] for slot in self.outputs]) for values in every]
 
+    @torch.no_grad()
     def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
         """The values of some slots in a run."""
         found = dict(zip(self.inputs, values, strict=True))
-        self._forwards([found], set(slots))
+        self._forwards(found, range(len(self.steps)), set(slots))
         return {slot: found[slot] for slot in slots}
 
-    @torch.no_grad()
-    def _forwards(self, every: Sequence[dict[int, Any]], kept: set[int]) -> None:
-        """Run the steps, and drop values that no later step reads."""
+    def _forwards(self, values: dict[int, Any], places: range, kept: set[int]) -> None:
+        """Run some steps, and drop values that no later step reads."""
         steps, tensors, last = self.steps, self._tensors, self._last_uses
-        for places in self.by_block if len(every) > 1 else [range(len(steps))]:
-            for values in every:
-                for n in places:
-                    step, args = steps[n], list[Any]()
-                    for arg in step.args:  # as `filled` does, without a call for each step
-                        kind = type(arg)
-                        if kind is Slot:
-                            args.append(values[arg.index])
-                        elif kind is Held:
-                            args.append(tensors[arg.index])
-                        else:
-                            args.append(filled(arg, values, tensors) if kind is tuple or kind is list else arg)
-                    values[step.out] = OPERATIONS[step.operation].run(*args, **step.options)
-                    for slot in last[n]:
-                        if slot not in kept:
-                            del values[slot]
+        for n in places:
+            step, args = steps[n], list[Any]()
+            for arg in step.args:  # as `filled` does, without a call for each step
+                kind = type(arg)
+                if kind is Slot:
+                    args.append(values[arg.index])
+                elif kind is Held:
+                    args.append(tensors[arg.index])
+                else:
+                    args.append(filled(arg, values, tensors) if kind is tuple or kind is list else arg)
+            values[step.out] = OPERATIONS[step.operation].run(*args, **step.options)
+            for slot in last[n]:
+                if slot not in kept:
+                    del values[slot]
 
     @cached_property
     def _tensors(self) -> Sequence[Tensor]:
@@ -223,14 +224,13 @@ class Program:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
 
     @cached_property
-    def _last_uses(self) -> list[list[int]]:
+    def _last_uses(self) -> list[set[int]]:
         """For each step, the slots that no later step reads."""
-        last: list[list[int]] = []
-        later: set[int] = set(self.outputs)
+        last, later = list[set[int]](), set(self.outputs)
         for step in reversed(self.steps):
-            slots = dict.fromkeys((*step.slots, step.out))
-            last.append([slot for slot in slots if slot not in later])
-            later.update(slots)
+            slots = {*step.slots, step.out}
+            last.append(slots - later)
+            later |= slots
         return last[::-1]
 
     # Backwards --------------------------------------------------------------------------------------------------------
@@ -239,6 +239,7 @@ class Program:
         """Tᵀu: cotangents of the outputs to cotangents of the inputs, step by step, memory freed as it goes."""
         return self.pull_each([cotangents])[0]
 
+    @torch.no_grad()
     def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """`pull` for several cotangents, all through one block before the next, whose constants are fetched once."""
         every = list[dict[int, Tensor]]()
@@ -247,11 +248,15 @@ class Program:
             for slot, u in zip(self.outputs, cotangents, strict=True):
                 waiting[slot] = waiting[slot] + u if slot in waiting else u
             every.append(waiting)
-        self._backwards(every, {}, (), set(self.inputs))
+        ends = set(self.inputs)
+        for places in reversed(self.by_block if len(every) > 1 else [range(len(self.steps))]):
+            for waiting in every:
+                self._backwards(waiting, places, {}, (), ends)
         return [
             tuple([waiting[slot] if slot in waiting else self._zero(slot) for slot in self.inputs]) for waiting in every
         ]
 
+    @torch.no_grad()
     def cotangents(
         self,
         starts: Mapping[int, Tensor],
@@ -267,39 +272,36 @@ class Program:
             stop: Slots at which the walk backwards ends: nothing is passed on to what they were computed from.
         """
         waiting, found = dict(starts), dict[int, Tensor]()
-        self._backwards([waiting], found, set(slots), {*self.inputs, *stop})
+        self._backwards(waiting, range(len(self.steps)), found, set(slots), {*self.inputs, *stop})
         found = waiting | found
         return {slot: found[slot] if slot in found else self._zero(slot) for slot in slots}
 
-    @torch.no_grad()
     def _backwards(
         self,
-        every: Sequence[dict[int, Tensor]],
+        waiting: dict[int, Tensor],
+        places: range,
         found: dict[int, Tensor],
         wanted: Collection[int],
         ends: Collection[int],
     ) -> None:
-        """Take cotangents through the steps where they wait, last step first, and note those that are wanted."""
+        """Take the cotangents that wait at some steps through them, and note those that are wanted."""
         steps, specs, tensors = self.steps, self.specs, self._tensors
-        for places in reversed(self.by_block if len(every) > 1 else [range(len(steps))]):
-            for waiting in every:
-                for n in reversed(places):
-                    step = steps[n]
-                    out = step.out
-                    u = waiting.pop(out, None)
-                    if u is None:
-                        continue
-                    if out in wanted:
-                        found[out] = u
-                    if out in ends:
-                        continue
-                    args = filled(step.args, specs, tensors)
-                    pulled = OPERATIONS[step.operation].pull(u, args, step.options)
-                    for slot, g in zip(step.slots, pulled, strict=True):
-                        shape, dtype, device = specs[slot]
-                        if g.dtype is not dtype or g.shape != shape or g.device != device:
-                            g = fit(g, specs[slot])
-                        waiting[slot] = waiting[slot] + g if slot in waiting else g
+        for n in reversed(places):
+            step = steps[n]
+            out = step.out
+            u = waiting.pop(out, None)
+            if u is None:
+                continue
+            if out in wanted:
+                found[out] = u
+            if out in ends:
+                continue
+            pulled = OPERATIONS[step.operation].pull(u, filled(step.args, specs, tensors), step.options)
+            for slot, g in zip(step.slots, pulled, strict=True):
+                shape, dtype, device = specs[slot]
+                if g.dtype is not dtype or g.shape != shape or g.device != device:
+                    g = fit(g, specs[slot])
+                waiting[slot] = waiting[slot] + g if slot in waiting else g
 
 
 def filled(args: Any, values: Mapping[int, Any], tensors: Sequence[Tensor]) -> Any:
