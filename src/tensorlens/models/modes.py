@@ -64,14 +64,14 @@ class _Kept:
         self._containers: list[tuple[Any, Any]] = []
         for module in modules:
             own, buffers = module.__dict__.copy(), module._buffers.copy()  # at once: another thread may set some
-            names = own.keys() - _OF_TORCH
             self._owned.append((module, own, buffers))
-            for value in (*[own[name] for name in names], *buffers.values()):
+            for value in (*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()):
                 if isinstance(value, Tensor):
                     if value.is_leaf and not (isinstance(value, nn.Parameter) or value.is_meta or value.is_inference()):
                         self._copies.append((value, value._version, value.clone()))
                 elif isinstance(value, (list, dict, set)) and len(value) <= LARGE:
-                    self._containers.append((value, copy(value)))
+                    copied = value.copy() if type(value) in (list, dict, set) else copy(value)
+                    self._containers.append((value, copied))
 
     def put_back(self) -> None:
         """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""

@@ -98,7 +98,7 @@ def _triangle(x: Tensor, diagonal: int, upper: bool) -> Tensor:
 
 
 def _as_strided(flat: Tensor, shape: Axes, strides: Axes, offset: int) -> Tensor:
-    """A view of memory: of a row of numbers in the order in which they lie there."""
+    """A view of memory, as numbers in storage order."""
     return flat.contiguous().as_strided(shape, strides, offset)
 
 
@@ -172,10 +172,11 @@ def _seen(u: Tensor, x: Spec, view: Callable[..., Tensor], *places: Any) -> Tens
 
 
 def _index_back(u: Tensor, x: Spec, at: tuple[Any, ...]) -> Tensor:
-    if not any(isinstance(one, Tensor) for one in at):
+    others = [one for one in at if not isinstance(one, Tensor)]
+    if len(others) == len(at):
         return _seen(u, x, operator.getitem, at)
     # `index_put` takes tensors and whole axes alone.
-    is_simple = all(isinstance(one, Tensor) or isinstance(one, slice) and one == slice(None) for one in at)
+    is_simple = all(type(one) is slice and one == slice(None) for one in others)
     return _added_at(u.new_zeros(x.shape), at, u) if is_simple else NotImplemented
 
 

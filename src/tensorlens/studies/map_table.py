@@ -1,4 +1,4 @@
-"""The maps of a data set as a folder of parquet files, which can be stopped at any moment and started again.
+"""The maps of a data set as a folder of parquet files, which can be interrupted at any moment and resumed.
 
 | file                        | holds                                                       |
 |-----------------------------|-------------------------------------------------------------|
@@ -127,7 +127,7 @@ class MapTable:
             if any(self.folder.iterdir()):
                 raise InputError(f"Expected an empty folder, or one of maps, at {str(self.folder)!r}; choose another.")
             write_json(path, self.settings)
-        there = read_run_file(path, {}, "Choose another folder.")
+        there = read_run_file(path, "Choose another folder.")
         refuse_other_settings(path, {"settings": there}, {"settings": self.settings})
 
 
