@@ -615,7 +615,7 @@ def judge_table(found: dict[str, Any]) -> Table:
 
 
 def _shown(one: dict[str, Any], form: str = ".3f") -> str:
-    return "–" if one["mean"] is None else with_interval(one["mean"], one["interval"], form)
+    return "–" if one["mean"] is None else with_interval(one["mean"], one["interval"], one["n"], form)
 
 
 def counts_line(found: dict[str, Any]) -> str:

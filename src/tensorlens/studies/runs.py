@@ -95,6 +95,20 @@ def best_first(methods: Mapping[str, Any], *, largest: bool) -> list[str]:
     return sorted(methods, key=lambda name: methods[name]["auc"], reverse=largest)
 
 
+def check_run_folder(folder: str | Path, study: str) -> None:
+    """Refuse a folder that cannot hold a run of this study; commands ask before they load a model.
+
+    Raises:
+        InputError: It is a file, its config.json cannot be read, or it holds a run of another study.
+    """
+    folder, config = Path(folder), Path(folder) / "config.json"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"Expected a folder for the run; {str(folder)!r} is a file.")
+    found = read_run_file(config, "Choose another folder.", _ConfigFile)["study"] if config.exists() else study
+    if found != study:
+        raise InputError(f"Expected a folder of a {study} run, or a new one; {str(folder)!r} holds a run of {found}.")
+
+
 class Run:
     """A study's folder, opened for this process.
 
