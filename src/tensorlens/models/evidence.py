@@ -75,6 +75,16 @@ class ModuleCall:
     place: int = 0
     sizes: tuple[Tensor, ...] = ()
 
+    @property
+    def state(self) -> Seen:
+        """The state that a block takes."""
+        return self.taken[0]
+
+    @property
+    def gave(self) -> set[int]:
+        """The nodes of what it returned."""
+        return {seen.node for seen in self.given}
+
     def walk(self) -> Iterator[ModuleCall]:
         """This call and all that were part of it, in order."""
         yield self
@@ -142,6 +152,10 @@ class Evidence:
     def reaches(self, sources: Iterable[int], target: int, *, past: Container[int] = (), since: int = 0) -> bool:
         """Whether values of `sources` reach `target`; the rest as for `before`."""
         return not self.before((target,), past, since).isdisjoint(sources)
+
+    def is_read(self, seen: Seen, call: ModuleCall) -> bool:
+        """Whether a call takes something made of a tensor that was there before."""
+        return any(self.reaches({seen.node}, taken.node, since=seen.node) for taken in call.taken)
 
     def roots(self, node: int) -> set[int]:
         """The nodes that were made from no other, from which `node` came: the inputs of the pass."""
