@@ -1,7 +1,7 @@
 """How a study takes its options: a record, single keywords, or a record with some of them changed.
 
 Each study has one `Options` record, which checks itself when it is made and can be read from a file; this is the one
-place where it is made. Methods may name a member of the family of rules after an @: ``tensor.in_class@attn_lrp``.
+place where it is made. Methods may name a rule set after an @: ``tensor.in_class@attn_lrp``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def chosen_options(kind: type[Chosen], options: Chosen | None, changes: Mapping[
 
 
 def checked_names(chosen: Iterable[Any], known: Iterable[str], name: str) -> tuple[Any, ...]:
-    """The names chosen for the option `name`, each once; one name by itself will do."""
+    """The names chosen for the option `name`, each once; a single name is accepted."""
     known = tuple(known)
     chosen = (chosen,) if isinstance(chosen, str) else tuple(dict.fromkeys(chosen))
     wrong = next((one for one in chosen if one not in known), None)
@@ -75,21 +75,21 @@ def _hint(wrong: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-# Members --------------------------------------------------------------------------------------------------------------
+# Rule sets ------------------------------------------------------------------------------------------------------------
 
 
 MEMBERS: dict[str, Rules] = {name: getattr(Rules, name)() for name in RULE_SETS if name != "cp_lrp"}
-"""The members of the family that are compared."""
+"""The rule sets that are compared."""
 
 
 def split(name: str) -> tuple[str, str]:
-    """The map and the member of a name."""
+    """The map and the rule set of a name."""
     base, _, member = name.partition("@")
     return base, member or "paper"
 
 
 def check_member(name: str) -> None:
-    """Refuse a name whose member does not exist, or whose map has none.
+    """Refuse a name whose rule set does not exist, or whose map takes none.
 
     Raises:
         MethodError: There is no such method.
@@ -100,5 +100,5 @@ def check_member(name: str) -> None:
 
 
 def member_lens(lens: Lens, member: str) -> Lens:
-    """The same model under the rules of a member, with the user's choice of the output."""
+    """The same model under a rule set, with the user's choice of the output."""
     return lens.with_rules(replace(MEMBERS[member], include_final_norm=lens.rules.include_final_norm))
