@@ -8,6 +8,9 @@ from bench.records import KINDS, Records, Row, chance, is_ours, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
 
 PAGES = (DOCS / "what-to-use.md", DOCS / "leaderboard.md")
+PICTURE = DOCS / "assets" / "scaling.svg"
+MILLIONS = {"smollm2-135m": 135, "gemma3-270m": 268, "qwen2.5-coder-0.5b": 494, "qwen2.5-coder-1.5b": 1544}
+"""Parameters of each model of the picture."""
 SHOWN = 10
 """Rows of a table; the others are folded."""
 
@@ -77,6 +80,30 @@ def _use(run: Records, method: str) -> dict[str, str]:
     return cells
 
 
+def draw() -> None:
+    """The held-out scores for words over the size of the model: the main rule sets and the best baseline or control."""
+    import matplotlib.pyplot as plt
+
+    runs = sorted((run for run in read() if run.judge == "evidence"), key=lambda run: MILLIONS[run.model])
+    found = [{row.method: row for row in rows(run)} for run in runs]
+    best = [max((row for row in one.values() if not is_ours(row.method)), key=lambda row: row.value) for one in found]
+    lines = {"AttnLRP": "@attn_lrp", "gate halved": "@half_gate", "the paper's": "", "Jacobian": "@jacobian"}
+    shown = {label: [one[f"tensor.in_class{ending}"] for one in found] for label, ending in lines.items()}
+    with plt.rc_context({"svg.hashsalt": "scaling", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
+        for label, drawn in (shown | {"best baseline or control": best}).items():
+            values = [row.value for row in drawn]
+            errors = [[row.value - row.low for row in drawn], [row.high - row.value for row in drawn]]
+            style = "--" if drawn is best else "-"
+            axes.errorbar([MILLIONS[run.model] for run in runs], values, errors, label=label, marker="o", ls=style)
+        axes.set(xscale="log", ylabel="reciprocal rank of the deciding word", xlim=(110, 1900))
+        axes.set_xticks([MILLIONS[run.model] for run in runs], [run.model.replace("-coder", "") for run in runs])
+        axes.minorticks_off()
+        figure.legend(frameon=False, loc="outside right upper")
+        figure.savefig(PICTURE, metadata={"Date": None})
+        plt.close(figure)
+
+
 def everything() -> str:
     """Every table, for a terminal."""
     questions = dict.fromkeys(KINDS[one.judge].question for one in read())
@@ -88,3 +115,4 @@ def write() -> None:
     """Fill the pages."""
     for page in PAGES:
         print(f"{page.name}: {fill(page, 'records', block)} tables")
+    draw()

@@ -28,8 +28,8 @@ from tensorlens.errors import InputError, MethodError, TensorLensError, check_it
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row, one_output, own_prediction
 from tensorlens.maps.methods import (
     METHODS,
-    Finished,
     Question,
+    Scored,
     begin_finishing,
     begin_predictions,
     check_question,
@@ -271,7 +271,7 @@ class Batch(Sequence[AttentionTensor], Printed):
 
         return finish
 
-    def _map(self, i: int, method: str, place: int, found: Finished, best: str | None) -> TokenMap:
+    def _map(self, i: int, method: str, place: int, found: Scored, best: str | None) -> TokenMap:
         context = self.context(i)
         labels = context.out_tokens or context.tokens
         pools = has_one_row(self.recording, method)
