@@ -142,8 +142,7 @@ def test_late_interaction_by_hand() -> None:
 
 
 def compared(lens: tl.Lens, first: Any, others: list[Any], pooling: str | None = None, groups: Any = None) -> Any:
-    encoders = similarity_code._encoders(lens, None)
-    return similarity_code._Comparing(encoders, first, others, pooling, groups, "cosine")
+    return similarity_code._Comparing(lens, None, first, others, pooling, groups, "cosine")
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

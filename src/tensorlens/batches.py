@@ -29,7 +29,6 @@ from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row, one_output,
 from tensorlens.maps.methods import (
     METHODS,
     Question,
-    Scored,
     begin_finishing,
     begin_predictions,
     check_question,
@@ -191,7 +190,8 @@ class Batch(Sequence[AttentionTensor], Printed):
     @property
     def shortest(self) -> list[int]:
         """The samples with the fewest tokens."""
-        return [i for i, length in enumerate(self.lengths) if length == min(self.lengths)]
+        least = min(self.lengths)
+        return [i for i, length in enumerate(self.lengths) if length == least]
 
     @own_modes
     def maps(
@@ -218,46 +218,41 @@ class Batch(Sequence[AttentionTensor], Printed):
         targets = None if targets is None else check_iterable(targets, "targets", "a target for each sample")
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
-        begun = self.begin(method, out_token, target, targets=targets, probes=probes and int(probes), seed=int(seed))
+        sketch = {"probes": probes and int(probes), "seed": int(seed)} if method == "tensor.norm" else {}
+        begun = self.begin(method, out_token, target=target, targets=targets, **sketch)
         if begun is not None:
             return begun()
         each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
-        sketch = {"probes": probes, "seed": seed} if method == "tensor.norm" else {}
         return [map_alone(one, method, out_token, {"target": its, **sketch}) for one, its in each]
 
     def begin(
-        self,
-        method: str,
-        out_token: int,
-        target: Target | None = None,
-        *,
-        targets: Sequence[Target] | None = None,
-        probes: int | None = None,
-        seed: int = 0,
-        raw: bool = False,
-        asked: Collection[str] = (),
+        self, method: str, out_token: int, *, asked: Collection[str] = (), **options: Any
     ) -> Callable[[], list[TokenMap]] | None:
-        """Start the maps of all samples on the device; the result waits for them. None if each goes alone."""
+        """Start the maps of all samples on the device; the result waits for them. None if each goes alone.
+
+        Args:
+            method: A name in `METHODS`.
+            out_token: The output to explain, counted from each sample's own end if negative.
+            asked: All methods that will be asked, which may share work.
+            options: Those of `Question`.
+        """
         recording = self.recording
         if not METHODS[method].takes_samples or recording.n_encoder_blocks:  # whose outputs are those of a second text
             return None
         n_out = recording.states[-1].shape[1]
         same = n_out == recording.states[0].shape[1]
         places = tuple(check_token(out_token, n if same else n_out) for n in self.lengths)
-        key = (places, repr(target), repr(targets))
+        pools = has_one_row(recording, method)
+        key = (places, repr(options.get("target")), repr(options.get("targets")))
         question = Question(
             operator=FrozenOperator(recording),
-            out_tokens=(0,) * len(self) if has_one_row(recording, method) else places,
+            out_tokens=(0,) * len(self) if pools else places,
             samples=tuple(range(len(self))),
             lengths=self.lengths,
-            target=target,
-            targets=targets,
-            probes=probes,
-            seed=seed,
-            raw=raw,
             classes=self.specimen.classes(recording),
             asked=frozenset(asked),
             shared=self._shared.setdefault(key, {}),
+            **options,
         )
         try:
             waiting = begin_finishing(METHODS[method].compute(question), question.classes)
@@ -267,32 +262,26 @@ class Batch(Sequence[AttentionTensor], Printed):
 
         def finish() -> list[TokenMap]:
             found, best = waiting(), said()
-            return [self._map(i, method, places[i], found, best[i]) for i in range(len(self))]
+            span = [0, recording.n_blocks]
+            same = {"blocks": span, "heads": None, "rules": recording.rules.as_dict(), "certificate": None}
+            maps = []
+            for i, place in enumerate(question.out_tokens):
+                context, meta = self.context(i), found.meta(i)
+                label = meta["target"] if pools else (context.out_tokens or context.tokens)[place]
+                prediction = {} if best[i] is None else {"prediction": best[i]}
+                maps.append(
+                    TokenMap(
+                        scores=found.scores[i : i + 1, : self.lengths[i]],
+                        out_tokens=(label,),
+                        in_tokens=context.tokens,
+                        method=method,
+                        bias_share=found.bias_share[i : i + 1],
+                        meta=context.meta | {"out_positions": [place]} | same | meta | prediction,
+                    )
+                )
+            return maps
 
         return finish
-
-    def _map(self, i: int, method: str, place: int, found: Scored, best: str | None) -> TokenMap:
-        context = self.context(i)
-        labels = context.out_tokens or context.tokens
-        pools = has_one_row(self.recording, method)
-        meta = found.meta(i)
-        return TokenMap(
-            scores=found.scores[i : i + 1, : self.lengths[i]],
-            out_tokens=(meta["target"],) if pools else (labels[place],),
-            in_tokens=context.tokens,
-            method=method,
-            bias_share=found.bias_share[i : i + 1],
-            meta=context.meta
-            | {
-                "out_positions": [0 if pools else place],
-                "blocks": [0, self.recording.n_blocks],
-                "heads": None,
-                "rules": self.recording.rules.as_dict(),
-                "certificate": None,
-            }
-            | meta
-            | ({} if best is None else {"prediction": best}),
-        )
 
     def context(self, i: int) -> Context:
         """What maps should say of one sample."""
@@ -450,10 +439,10 @@ class InBatches:
 
     @cached_property
     def _guessed_bytes(self) -> int:
-        """Approximate memory of a program per token: two numbers for each output channel of a weight."""
+        """Approximate memory of a program per token: one number for each channel of a weight."""
         n_ids = vocabulary_size(self.specimen.model)  # embeddings are looked up, not kept
         weights = [p for p in self.specimen.model.parameters() if p.dim() == 2 and n_ids not in p.shape]
-        return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
+        return max(1, sum(max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Results]]:
         """Start one batch; in the first one, the shortest sample is also made alone."""

@@ -105,8 +105,10 @@ def perturb(
         return
     from tensorlens.studies.perturbation_study.options import PerturbationOptions
     from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
+    from tensorlens.studies.runs import check_run_folder
 
     options = PerturbationOptions(**chosen)
+    check_run_folder(out, "perturbation")
     result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=options)
     result.areas()  # says why if nothing could be measured
     if Processes.from_environment().is_first:
@@ -116,14 +118,15 @@ def perturb(
 def _areas(result: StudyResult) -> str:
     """The areas of the first condition, best first, and where the rest is."""
     from tensorlens.studies.perturbation_study.report import FEW
+    from tensorlens.studies.report import with_interval
 
     condition, found = next(iter(result.summary["conditions"].items()))
     n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
     few = "; with so few samples, the intervals mean little" if n_measured < FEW else ""
     lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
     for name, area in result.areas().items():
-        low, high = found["most"]["hs_mse"]["methods"][name]["interval"]
-        lines.append(f"{name:28} {area:.5g}  [{low:.5g}, {high:.5g}]")
+        one = found["most"]["hs_mse"]["methods"][name]
+        lines.append(f"{name:28} {with_interval(area, one['interval'], one['n_units'])}")
     lines += [f"{name:28} missing: {gap['reason']}" for name, gap in found["missing"].items()]
     lines += [f"skipped {one['name']}: {one['reason']}" for one in result.summary["skipped"][:3]]
     return "\n".join([*lines, f"Report: {result.report}"])
@@ -242,7 +245,9 @@ def relations_(
         return
     from tensorlens.studies.relation_study.run import RelationOptions
     from tensorlens.studies.relation_study.run import relations as run_relations
+    from tensorlens.studies.runs import check_run_folder
 
+    check_run_folder(out, "relations")
     lens = reading.lens(model, final_norm=False, device=Processes.device())
     result = run_relations(lens, data, out, options=RelationOptions(**chosen))
     if Processes.from_environment().is_first:
@@ -298,11 +303,15 @@ def fidelity_(
     text = read_input(input)
     from tensorlens.studies.fidelity_study.run import FidelityOptions
     from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
+    from tensorlens.studies.runs import check_run_folder
 
     chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
+    runs = [(n, s, out / n.replace("/", "-")) for n, s in states.items()] or [("", reading, out)]
+    for _, _, folder in runs:
+        check_run_folder(folder, "fidelity")
     made = {
         name: run_fidelity(of.lens(model, final_norm=final_norm), text, folder, options=chosen)
-        for name, of, folder in [(n, s, out / n.replace("/", "-")) for n, s in states.items()] or [("", reading, out)]
+        for name, of, folder in runs
     }
     if json:
         print_json({name: one.summary for name, one in made.items()} if states else made[""].summary)

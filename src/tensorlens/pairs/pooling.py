@@ -18,6 +18,7 @@ the last token of a causal model; the mean.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,20 +42,10 @@ MODES = {
     "cls": "cls",
     "max": "max",
     "lasttoken": "last",
-    "mean_sqrt_len_tokens": "mean_sqrt",
+    "mean_sqrt_len": "mean_sqrt",
     "weightedmean": "weighted_mean",
 }
-"""Pooling modes of sentence-transformers, and what they are called here."""
-
-_OLD_MODES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-"""The same by the settings of its files before version 6."""
+"""Pooling modes of sentence-transformers, less what the names in its files have before and after, and ours."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +209,12 @@ def _of_modules(modules: list[Module]) -> Pooling:
 
 
 def _mode(config: Mapping[str, Any]) -> str:
-    given = config.get("pooling_mode") or [name for key, name in _OLD_MODES.items() if config.get(key)]
-    names = [given] if isinstance(given, str) else list(given)
+    given = config.get("pooling_mode") or [key for key in config if key.startswith("pooling_mode_") and config[key]]
+    given = [given] if isinstance(given, str) else given
+    names = [re.sub(r"^pooling_mode_|_tokens?$", "", str(name)) for name in given]
     if len(names) != 1 or names[0] not in MODES:
         raise InputError(
-            f"The encoder pools by {' and '.join(map(str, names)) or 'nothing'}; expected one of {', '.join(MODES)}. "
+            f"The encoder pools by {' and '.join(names) or 'nothing'}; expected one of {', '.join(MODES)}. "
             f"Name a `pooling`: {', '.join(POOLINGS)}."
         )
     return MODES[names[0]]

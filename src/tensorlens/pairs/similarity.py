@@ -63,7 +63,7 @@ def similarity(
         InputError: A pooling that is not known, vectors of different widths, or a vector of norm zero.
     """
     others = [b] if against is None else [b, against]
-    found = _Comparing(_encoders(lens, other), a, others, pooling, groups, measure).maps()
+    found = _Comparing(lens, other, a, others, pooling, groups, measure).maps()
     return found[0] if against is None else _difference(*found)
 
 
@@ -90,29 +90,16 @@ def similarities(
         measure: As for `similarity`.
     """
     passages = check_iterable(passages, "passages", "texts or other inputs")
-    return _Comparing(_encoders(lens, other), query, passages, pooling, groups, measure).maps()
-
-
-def _check_one(value: Any) -> None:
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
-        raise InputError("Expected one input on each side, got a list. Use `similarities` for several passages.")
+    return _Comparing(lens, other, query, passages, pooling, groups, measure).maps()
 
 
 class _Comparing(InBatches):
-    """Compares one input with others, which share recordings.
-
-    Args:
-        encoders: The lens of the first input and that of the others, each with the modules after its model.
-        value: The first input.
-        others: The others.
-        pooling: As for `similarity`.
-        groups: As for `similarity`.
-        measure: As for `similarity`.
-    """
+    """Compares one input with others, which share recordings; the options are those of `similarity`."""
 
     def __init__(
         self,
-        encoders: Sequence[Encoder],
+        lens: Any,
+        other: Any,
         value: Any,
         others: Sequence[Any],
         pooling: str | None,
@@ -122,14 +109,20 @@ class _Comparing(InBatches):
         if measure not in ("cosine", "dot"):
             raise InputError(f"`measure` must be cosine or dot; got {measure!r:.60}.")
         for one in (value, *others):
-            _check_one(one)
+            if isinstance(one, (list, tuple)) and one and not isinstance(one[0], int):
+                raise InputError("Expected one input on each side, got a list. Use `similarities` for several.")
+        first = _encoder(lens, "lens")
+        self.encoders = encoders = (first, first if other is None else _encoder(other, "other"))
         # A batch is worth its check from three on. With late interaction every token has a vector, too much for many.
         super().__init__(encoders[1][0].specimen, ["pairs"], 1 if pooling == "late" or len(others) < 3 else None)
-        self.encoders, self.pooling, self.groups = encoders, pooling, groups
+        self.pooling, self.groups = pooling, groups
         self.measure: Measure = measure
-        first, self.others = encoders[0][0].prepare(value), [encoders[1][0].prepare(one) for one in others]
-        self._check_passages([first, *self.others])
-        self.first = self._vectors(Batch(encoders[0][0].specimen, [first]), encoders[0])
+        query, self.others = first[0].prepare(value), [encoders[1][0].prepare(one) for one in others]
+        texts = [one.text for one in (query, *self.others) if one.text is not None]
+        for passage in groups if texts and isinstance(groups, (list, tuple)) else ():
+            if isinstance(passage, str) and not any(passage in text for text in texts):
+                raise InputError(f"The passage {passage!r:.60} does not occur in any of the texts.")
+        self.first = self._vectors(Batch(first[0].specimen, [query]), first)
 
     def maps(self) -> list[PairMap]:
         """The pair map with each of the others, in their order."""
@@ -144,12 +137,6 @@ class _Comparing(InBatches):
         """The pair map of one input by a recording of its own."""
         batch = Batch(self.specimen, [prepared])
         return {"pairs": self.compare(self.first, self._vectors(batch, self.encoders[1]))[0]}
-
-    def _check_passages(self, prepared: Sequence[ModelInput]) -> None:
-        texts = [one.text for one in prepared if one.text is not None]
-        for passage in self.groups if texts and isinstance(self.groups, (list, tuple)) else ():
-            if isinstance(passage, str) and not any(passage in text for text in texts):
-                raise InputError(f"The passage {passage!r:.60} does not occur in any of the texts.")
 
     def _vectors(self, batch: Batch, encoder: Encoder) -> Vectors:
         pooling = find_pooling(self.pooling, encoder[0].model, batch.recording, encoder[1])
@@ -237,11 +224,6 @@ def _difference(closer: PairMap, third: PairMap) -> PairMap:
         n_against=len(third.in_tokens) - 1,
         meta=closer.meta | {"against": third.meta["b"]},
     )
-
-
-def _encoders(lens: Any, other: Any) -> tuple[Encoder, Encoder]:
-    first = _encoder(lens, "lens")
-    return first, first if other is None else _encoder(other, "other")
 
 
 def _encoder(model: Any, name: str) -> Encoder:

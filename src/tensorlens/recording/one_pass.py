@@ -38,7 +38,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
         found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
         origin = found.from_model("A recording")
-        # The next input may go another way again.
+        # The next input may take a different path again.
         return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
     except (TensorLensError, MemoryError):
         raise

@@ -39,7 +39,7 @@ Forward = Callable[..., Any]
 
 
 class Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so that no model catches it."""
+    """Ends a pass early. Not an `Exception`, so no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
@@ -54,7 +54,7 @@ class OtherParts(BaseException):
 
 
 class Recorder:
-    """One pass: what it does at the modules it meets, and what it has learnt so far.
+    """One pass: what it does at each module, and what it has learnt so far.
 
     Args:
         anatomy: The model and where its parts are.

@@ -115,7 +115,7 @@ class Function(NamedTuple):
 
 
 KNOWN: dict[Any, Function] = {}
-"""What has been looked up so far."""
+"""Cache of lookups."""
 
 
 def known(function: Any) -> Function:

@@ -67,7 +67,6 @@ class Parts:
     def __init__(self, whole: AttentionTensor) -> None:
         self.whole = whole
         self._kept: Recent[Any, AttentionTensor] = Recent(_MOST_PARTS, 2**62)
-        self._predictions: dict[int, list[dict[str, Any]]] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -80,10 +79,7 @@ class Parts:
         if not has_predictions(self.whole):
             return []
         out_token = 0 if self.whole.operator.recording.pools else out_token
-        if out_token not in self._predictions:
-            found = self.whole.predictions(N_PREDICTIONS, out_token)
-            self._predictions[out_token] = [one._asdict() for one in found]
-        return self._predictions[out_token]
+        return [one._asdict() for one in self.whole.predictions(N_PREDICTIONS, out_token)]
 
     def part(self, ask: Ask) -> AttentionTensor:
         """The tensor of the blocks and heads that a question is about."""

@@ -120,10 +120,10 @@ def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, st
             result = found["most"][metric]
             one, against = result["methods"].get(name), result.get("tensor_against_each", {}).get(name, {})
             row[METRICS[metric]] = (
-                "" if one is None else with_interval(one["auc"], one["interval"], ".4g", one["n_units"])
+                "" if one is None else with_interval(one["auc"], one["interval"], one["n_units"], ".4g")
             )
             row[f"{METRICS[metric]}: T is ahead by"] = (
-                with_interval(against["advantage"], against["interval"], "+.3g", against["n"])
+                with_interval(against["advantage"], against["interval"], against["n"], "+.3g")
                 if against.get("n")
                 else ""
             )

@@ -29,7 +29,7 @@ from tensorlens.studies.perturbation_study.run import perturbation
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.relation_study.data import load_relations
 from tensorlens.studies.relation_study.run import RelationOptions, relations
-from tensorlens.studies.runs import StudyResult
+from tensorlens.studies.runs import StudyResult, check_run_folder
 
 FOLDERS = {
     "imagenet": ("imagenet", "ILSVRC2012", "images"),
@@ -112,8 +112,7 @@ class PaperTable:
         self.protocol, self.device = protocol or Protocol(), device
         self.limit, self.seed = limit, seed
         check_model_name(self.model, revision)
-        if self.out.is_file():
-            raise InputError(f"`--out` must be a folder for the run; {str(out)!r} is a file.")
+        check_run_folder(out, "relations" if self.table.kind == "relations" else "perturbation")
         self.data = located(data, self.table, name)
         self.deviations: list[str] = []
 

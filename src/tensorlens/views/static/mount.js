@@ -1,7 +1,8 @@
 // From a host element with its data to a living map. `mount` alone is for pages that bring their own data.
 
-// `source` is the data before tokens were put together into words.
-function mount(host, data, source = data) {
+// `source` is the data before tokens were put together into words; without it, the map chooses how it begins.
+function mount(host, data, source = null) {
+  if (source === null) return mount(host, beginsInWords(data) ? inWords(data) : data, data);
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
   host.tensorlens?.gone.abort();
   const lens = new MapLens(host, data, source);
