@@ -31,7 +31,7 @@ def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
     dim = kwargs["dim"] if "dim" in kwargs else next((a for a in args[1:] if type(a) is int), -1)
 
     def parts() -> tuple[Tensor, Tensor]:
-        # What is masked, by zero weight or by the largest number there is, has no derivative.
+        # Masked entries, by zero weight or by the largest number, have no derivative.
         s0 = value_of(scores)
         masked = (weights == 0) | (s0.abs() >= torch.finfo(s0.dtype).max / 2)
         at_temperature = weights if temperature == 1 else (s0.to(weights.dtype) / temperature).softmax(dim)
@@ -126,7 +126,7 @@ def _spelled_out(
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math"
 )
 def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The kernels of fused attention, by device; what they give beside the mixture only a backward pass reads."""
+    """The kernels of fused attention, by device; their other results are read only by a backward pass."""
     arguments = function._schema.arguments
     given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
     mask = given.get("attn_mask", given.get("attn_bias"))
@@ -138,7 +138,7 @@ def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: di
 
 @family("flex_attention")
 def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`flex_attention`, whatever its scores are made of: what it makes of the unit matrix is A, which is held."""
+    """`flex_attention`, whatever its scores are made of: applied to the unit matrix it gives A, which is held."""
     run = tape()
     query, key, value, *rest = args
     if run.rules.attention != "hold":
@@ -205,7 +205,7 @@ def _projections(given: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _with_own(x: Tensor, learned: Tensor | None, has_zero: bool | None) -> Tensor:
-    """Keys or values with those that the layer brings itself: a learned one, and one that is zero."""
+    """Keys or values with the layer's own added: a learned one, and a zero one."""
     batch, n_heads, _, width = x.shape
     if learned is not None:
         x = torch.cat([x, learned.view(1, n_heads, 1, width).expand(batch, -1, -1, -1)], 2)

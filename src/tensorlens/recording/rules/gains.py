@@ -1,7 +1,7 @@
 r"""Activation gains $\varphi(z)/z$ in closed form (Eq. 13).
 
 No division by z: the forms below are finite everywhere and give the limit $\varphi'(0)$ at zero, so
-that a zero pre-activation is neither NaN nor wrong. Activations with $\varphi(0) \ne 0$ (sigmoid,
+a zero pre-activation is neither NaN nor wrong. Activations with $\varphi(0) \ne 0$ (sigmoid,
 softplus, exp) have no finite ratio; `activations.activate_from` is theirs.
 """
 
@@ -67,7 +67,7 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     tiny = 4 * torch.finfo(z.dtype).tiny
     vanishing = z.abs() < tiny
     ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
-    if z.is_cuda or vanishing.any():  # to ask a GPU is to wait for it
+    if z.is_cuda or vanishing.any():  # reading from a GPU waits for it
         ratio = torch.where(vanishing, _slope_at_zero(activation, z), ratio)
     return ratio
 

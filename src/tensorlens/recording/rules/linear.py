@@ -111,7 +111,7 @@ COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32
 
 @of_value("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
 def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In another type, or on another device. Whole numbers made of live ones are decisions."""
+    """In a different type, or on a different device. Whole numbers made of live ones are decisions."""
     x = args[0]
     if value is x or type(x) is not Live or not isinstance(value, Tensor):
         return value
@@ -130,7 +130,7 @@ def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _rounded(x: Live, value: Tensor) -> Whole:
-    """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
+    """Integers, with the truncated live numbers behind them: a model may compute with them, as quantised layers do."""
     cut = torch.trunc(x)
     is_same = bool(raw(lambda: (value_of(cut) == value).all()))  # not where they overflow
     return tape().whole(value, cut if is_same else None)
@@ -213,7 +213,7 @@ def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int 
 
 @family("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes")
 def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In parts along an axis: each is a step of its own, so that dead ones can go."""
+    """In parts along an axis: each is a step of its own, so unused ones can be dropped."""
     x, parts = args[0], raw(function, *args, **kwargs)
     axis = kwargs.get("dim", args[2] if len(args) > 2 else 0) % x.dim()
     role, start, found = role_after("split", x), 0, []
@@ -632,7 +632,7 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     return padded(x, pad, "constant", value)
 
 
-# What does not belong to what the model computes ---------------------------------------------------------------------
+# What is not part of the model's computation ---------------------------------------------------------------------
 
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")
@@ -703,7 +703,7 @@ def clear(x: Tensor) -> Tensor:
 
 @family("grad backward _make_dual")
 def refuse_derivatives(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A derivative of live values inside the model: what it is made of has rules, the derivative has none."""
+    """A derivative of live values inside the model: its arguments have rules, the derivative has none."""
     raise NotLinearError(
         "The model differentiates live values inside its own forward (`torch.autograd.grad`, `backward` or "
         "`torch.func`), and no rule says what the operator carries through a derivative. Write the derivative out in "
