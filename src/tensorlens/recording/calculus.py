@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.nodes import Slot, at_least_float32
-from tensorlens.recording.live import Live, is_live, raw, tape, value_of
+from tensorlens.recording.live import Live, is_live, now, raw, spec_of, value_of
 from tensorlens.recording.roles import Role
-from tensorlens.recording.tape import spec_of
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -28,14 +27,9 @@ WEIGHTS: dict[str, tuple[float, float]] = {
 """How much of a product follows its first factor, and how much its second."""
 
 
-def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function gives, held: ordinary tensors."""
-    return raw(function, *args, **kwargs)
-
-
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:
     """`x` ⊙ factor + added, with the value that the model itself has there."""
-    run = tape()
+    run = now.tape
     factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
     if added is None:
         return run.emit("mul", value, x, factor, role=role)
@@ -104,7 +98,7 @@ def product(
         note: The convention it rests on.
         options: Further arguments of the operation.
     """
-    run = tape()
+    run = now.tape
     of_a, of_b = WEIGHTS[how]
     if not of_a:
         return run.emit(operation, value, value_of(a), b, *options, role=role, note=note)
@@ -124,4 +118,4 @@ def product(
 
 def is_same_tensor(a: Any, b: Any) -> bool:
     """Whether two arguments are one live value."""
-    return a is b or is_live(a) and is_live(b) and tape().slot_of(a) == tape().slot_of(b) and a.shape == b.shape
+    return a is b or is_live(a) and is_live(b) and now.tape.slot_of(a) == now.tape.slot_of(b) and a.shape == b.shape

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from tensorlens.errors import NotLinearError
+from tensorlens.program.nodes import Spec
 from tensorlens.recording.roles import Role
 
 
@@ -23,15 +24,15 @@ now = _Thread()
 """`now.tape` is the recording of this thread, or None."""
 
 
-def tape() -> Any:
-    """The recording of this thread, or None."""
-    return now.tape
-
-
 def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function without rules: live tensors count as their values, and results are ordinary tensors."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return function(*args, **kwargs)
+
+
+def spec_of(value: Tensor) -> Spec:
+    """What kind of tensor a value is."""
+    return Spec(tuple(value.shape), value.dtype, value.device)
 
 
 class Followed(Tensor):
@@ -115,11 +116,13 @@ class Live(Followed):
     """A tensor that depends on the program's input.
 
     `slot`: its place on the tape.
+    `spec`: its shape, type and device, which are asked for all the time.
     `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
     """
 
     slot: int
+    spec: Spec
     stamp: int
     seen: int | None = None
 
@@ -166,9 +169,9 @@ def value_of(value: Any) -> Any:
     return raw(Tensor.detach, value)
 
 
-_SIMPLE = frozenset(
-    [int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor, nn.Parameter]
-)
+PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
+"""Types of arguments that are not tensors."""
+SIMPLE = PLAIN | {Tensor, nn.Parameter}
 """Types of most arguments that hold no live tensor: one look instead of three."""
 
 
@@ -183,7 +186,7 @@ def _collect(values: Any, found: list[Followed]) -> None:
     # A list that is filled, not nested generators: this runs for every kernel of a pass.
     for value in values:
         kind = type(value)
-        if kind in _SIMPLE:
+        if kind in SIMPLE:
             continue
         if kind in FOLLOWED:
             found.append(value)

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, Spec, words
-from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tape
-from tensorlens.recording.names import name_of
+from tensorlens.program.nodes import Slot, words
+from tensorlens.recording.live import FOLLOWED, Live, is_live, now, raw, role_of, spec_of
+from tensorlens.recording.table import name_of
 from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
@@ -93,14 +93,16 @@ class Writes:
         address, geometry = address_of(target), geometry_of(target)
         is_whole = _covers(target, geometry)
         content = None if is_whole else self._content(target)
-        slot = tape.slot_of(new) if is_live(new) else self._constant(new)
+        slot = (
+            tape.slot_of(new) if is_live(new) else tape.append("constant", (raw(Tensor.clone, new),), {}, spec_of(new))
+        )
         raw(Tensor.copy_, target, new)
         if content is None:
             self._set(address, slot, geometry, target)
         else:
             n = _length(target)
             flat = tape.append(
-                "as_strided_scatter", (content, Slot(slot), *geometry), {}, _spec(target)._replace(shape=(n,))
+                "as_strided_scatter", (content, Slot(slot), *geometry), {}, spec_of(target)._replace(shape=(n,))
             )
             self._set(address, flat, Geometry((n,), (1,), 0), target)
         made = self._made_live(target, slot, role_of(new))
@@ -138,7 +140,7 @@ class Writes:
         if cell.geometry == geometry:
             x.slot = cell.slot
         else:
-            x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, _spec(x))
+            x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, spec_of(x))
         x.stamp, x.seen = version_of(x), cell.slot
 
     def is_behind(self, x: Live) -> bool:
@@ -168,9 +170,6 @@ class Writes:
         """Make a tensor of the model's or the user's own live, in place, until the recording is over."""
         self.borrowed.append(x)
         return self._tape.live(x, slot)
-
-    def _constant(self, value: Tensor) -> int:
-        return self._tape.append("constant", (raw(Tensor.clone, value),), {}, _spec(value))
 
     def _made_live(self, target: Tensor, slot: int, role: Any) -> Live:
         if type(target) is not Live:
@@ -223,7 +222,7 @@ class Writes:
         order = _order(cell.geometry)
         if order is None or cell.geometry.offset or math.prod(shape) != n:
             raise tape.refusal("a write into a part of memory that no tensor shows whole")
-        spec = _spec(x)
+        spec = spec_of(x)
         slot = cell.slot
         if order != list(range(len(shape))):
             turned = tuple([shape[axis] for axis in order])
@@ -241,8 +240,9 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     else:
         functional = next(getattr(place, base) for place in (Tensor, torch, F) if hasattr(place, base))
     target = args[0]
-    new = functional(*((_stand_in(target), *args[1:]) if not is_live(target) else args), **kwargs)
-    return tape().writes.write(target, new)
+    before = target if is_live(target) else raw(Tensor.clone, target)
+    new = functional(before, *args[1:], **kwargs)
+    return now.tape.writes.write(target, new)
 
 
 def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -250,13 +250,8 @@ def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     x = args[0]
     new = getattr(torch, name)(*args, **kwargs)
     raw(function, *args, **kwargs)
-    x.slot, x.stamp = new.slot, version_of(x)
+    x.slot, x.spec, x.stamp = new.slot, new.spec, version_of(x)
     return x
-
-
-def _stand_in(target: Tensor) -> Tensor:
-    """A held target as it was before the write."""
-    return raw(Tensor.clone, target)
 
 
 def _plain_again(x: Tensor) -> Tensor:
@@ -265,7 +260,7 @@ def _plain_again(x: Tensor) -> Tensor:
     A copy of the user's would copy it too, and two copies of a weak reference to one storage free it twice.
     """
     if type(x) in FOLLOWED:
-        for name in ("slot", "role", "of", "stamp", "seen", "behind"):
+        for name in ("slot", "spec", "role", "of", "stamp", "seen", "behind"):
             vars(x).pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
@@ -274,8 +269,6 @@ def _plain_again(x: Tensor) -> Tensor:
 def version_of(x: Tensor) -> int:
     """How often its memory was written to; `UNCOUNTED` for tensors of inference mode, which do not count."""
     try:
-        if type(x) is Tensor:
-            return x._version
         with torch._C.DisableTorchFunctionSubclass():
             return x._version
     except RuntimeError:
@@ -295,8 +288,6 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
     try:
-        if type(tensor) is Tensor:
-            return tensor.untyped_storage().data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
@@ -330,7 +321,3 @@ def _order(geometry: Geometry) -> list[int] | None:
             return None
         expected *= shape[axis]
     return order
-
-
-def _spec(x: Tensor) -> Spec:
-    return Spec(tuple(x.shape), x.dtype, x.device)
