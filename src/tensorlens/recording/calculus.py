@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import Slot, at_least_float32
+from tensorlens.program.nodes import at_least_float32
 from tensorlens.recording.live import Live, is_live, now, raw, spec_of, value_of
 from tensorlens.recording.roles import Role
 
@@ -33,8 +33,7 @@ def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, add
     factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
     if added is None:
         return run.emit("mul", value, x, factor, role=role)
-    slot = run.append("gain", (x, factor), {}, spec_of(value))
-    return run.emit("add", value, Slot(slot), added, role=role)
+    return run.emit("add", value, run.emit("gain", spec_of(value), x, factor), added, role=role)
 
 
 def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = None) -> Live:
@@ -106,14 +105,14 @@ def product(
         return run.emit(operation, value, a, value_of(b), *options, role=role, note=note)
     spec = spec_of(value)
     first, second = (raw(torch.mul, x, w) if w != 1 else value_of(x) for x, w in ((a, of_b), (b, of_a)))
-    slots = [
-        run.append(operation, (a, second, *options), {}, spec, note),
-        run.append(operation, (first, b, *options), {}, spec, note),
-    ]
+    parts = (
+        run.emit(operation, spec, a, second, *options, note=note),
+        run.emit(operation, spec, first, b, *options, note=note),
+    )
     if of_a + of_b == 1:
-        return run.emit("add", value, Slot(slots[0]), Slot(slots[1]), role=role, note=note)
-    both = run.append("add", (Slot(slots[0]), Slot(slots[1])), {}, spec, note)
-    return run.emit("sub", value, Slot(both), raw(Tensor.clone, value), role=role, note=note)
+        return run.emit("add", value, *parts, role=role, note=note)
+    both = run.emit("add", spec, *parts, note=note)
+    return run.emit("sub", value, both, raw(Tensor.clone, value), role=role, note=note)
 
 
 def is_same_tensor(a: Any, b: Any) -> bool:

@@ -111,40 +111,29 @@ class Tape:
     def emit(
         self,
         operation: str,
-        value: Tensor,
+        value: Any,
         /,
         *args: Any,
         role: Role | None = None,
         note: str | None = None,
         **options: Any,
-    ) -> Live:
+    ) -> Any:
         """Append a step and give its value, live.
 
         Args:
             operation: A name in `program.OPERATIONS`.
-            value: What the model itself computed there.
+            value: What the model itself computed there; or its `Spec`, for a step whose `Slot` alone is asked for.
             *args: Arguments of the operation: live tensors become slots, ordinary ones constants.
             role: Role of the result.
             note: A convention that the step rests on.
             **options: Options of the operation.
         """
         # What `live` does, spelled out: most of the calls of a pass end here.
-        if type(value) is not Tensor:
-            value = raw(Tensor.detach, value)
-        spec = _tuple(Spec, (tuple(value.shape), value.dtype, value.device))
-        stamp = UNCOUNTED if value.is_inference() else value._version
-        slot = self.append(operation, args, options, spec, note)
-        value.__class__ = Live
-        value.slot, value.spec, value.of, value.stamp = slot, spec, self, stamp  # type: ignore[attr-defined]
-        if role is not None:
-            value.role = role  # type: ignore[attr-defined]
-        self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
-        return value  # type: ignore[return-value]
-
-    def append(
-        self, operation: str, args: tuple[Any, ...], options: dict[str, Any], spec: Spec, note: str | None = None
-    ) -> int:
-        """Append a step without a live tensor for its value, and return its slot."""
+        spec, stamp = value, 0
+        if type(value) is not Spec:
+            value = value if type(value) is Tensor else raw(Tensor.detach, value)
+            spec = _tuple(Spec, (tuple(value.shape), value.dtype, value.device))
+            stamp = UNCOUNTED if value.is_inference() else value._version
         coded: list[Any] = []
         slots: list[int] = []
         held: list[int] = []
@@ -170,7 +159,14 @@ class Tape:
         step.out, step.operation, step.args, step.options = slot, operation, tuple(coded), options
         step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
         self.steps.append(step)
-        return slot
+        if value is spec:
+            return SLOTS[slot]
+        value.__class__ = Live
+        value.slot, value.spec, value.of, value.stamp = slot, spec, self, stamp
+        if role is not None:
+            value.role = role
+        self.alive.append(weakref.ref(value))
+        return value
 
     def new_slot(self, spec: Spec) -> int:
         """A slot that no step has filled yet: an input."""

@@ -93,19 +93,16 @@ class Writes:
         address, geometry = address_of(target), geometry_of(target)
         is_whole = _covers(target, geometry)
         content = None if is_whole else self._content(target)
-        slot = (
-            tape.slot_of(new) if is_live(new) else tape.append("constant", (raw(Tensor.clone, new),), {}, spec_of(new))
-        )
+        slot = Slot(tape.slot_of(new)) if is_live(new) else tape.emit("constant", spec_of(new), raw(Tensor.clone, new))
         raw(Tensor.copy_, target, new)
         if content is None:
-            self._set(address, slot, geometry, target)
+            self._set(address, slot.index, geometry, target)
         else:
             n = _length(target)
-            flat = tape.append(
-                "as_strided_scatter", (content, Slot(slot), *geometry), {}, spec_of(target)._replace(shape=(n,))
-            )
-            self._set(address, flat, Geometry((n,), (1,), 0), target)
-        made = self._made_live(target, slot, role_of(new))
+            whole = spec_of(target)._replace(shape=(n,))
+            flat = tape.emit("as_strided_scatter", whole, content, slot, *geometry)
+            self._set(address, flat.index, Geometry((n,), (1,), 0), target)
+        made = self._made_live(target, slot.index, role_of(new))
         made.seen = self.cells[address].slot
         return made
 
@@ -123,7 +120,7 @@ class Writes:
             raw(Tensor.resize_, target, result.shape)
         return self.write(target, result)
 
-    def flat(self, x: Live) -> int:
+    def flat(self, x: Live) -> Slot:
         """The slot of the whole memory behind x, flat and in the order of storage."""
         slot = self._tape.slot_of(x)
         cell = self._cell(x)
@@ -140,7 +137,7 @@ class Writes:
         if cell.geometry == geometry:
             x.slot = cell.slot
         else:
-            x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, spec_of(x))
+            x.slot = tape.emit("as_strided", spec_of(x), self._flat(cell, x), *geometry).index
         x.stamp, x.seen = version_of(x), cell.slot
 
     def is_behind(self, x: Live) -> bool:
@@ -199,11 +196,11 @@ class Writes:
         """The content of the whole memory behind a view, flat: a slot, or a constant."""
         tape, cell = self._tape, self._cell(target)
         if cell is not None:
-            return Slot(self._flat(cell, target))
+            return self._flat(cell, target)
         base = raw(getattr, target, "_base")
         base = self._owner(target) if base is None else base
         if is_live(base):
-            return Slot(self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target))  # type: ignore[arg-type]
+            return self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target)  # type: ignore[arg-type]
         if is_live(target):
             return None  # the memory around a live view without a base is not readable from now on
         return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
@@ -216,18 +213,17 @@ class Writes:
         found = (x for x in alive if x is not None and is_live(x) and address_of(x) == address)
         return next((x for x in found if _covers(x, geometry_of(x))), target)
 
-    def _flat(self, cell: Cell, x: Tensor) -> int:
+    def _flat(self, cell: Cell, x: Tensor) -> Slot:
         """The slot of a memory, flat and in the order of storage."""
-        tape, shape, n = self._tape, cell.geometry.shape, _length(x)
+        tape, shape, n, slot = self._tape, cell.geometry.shape, _length(x), Slot(cell.slot)
         order = _order(cell.geometry)
         if order is None or cell.geometry.offset or math.prod(shape) != n:
             raise tape.refusal("a write into a part of memory that no tensor shows whole")
         spec = spec_of(x)
-        slot = cell.slot
         if order != list(range(len(shape))):
             turned = tuple([shape[axis] for axis in order])
-            slot = tape.append("permute", (Slot(slot), tuple(order)), {}, spec._replace(shape=turned))
-        return slot if len(shape) == 1 else tape.append("reshape", (Slot(slot), (n,)), {}, spec._replace(shape=(n,)))
+            slot = tape.emit("permute", spec._replace(shape=turned), slot, tuple(order))
+        return slot if len(shape) == 1 else tape.emit("reshape", spec._replace(shape=(n,)), slot, (n,))
 
 
 def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

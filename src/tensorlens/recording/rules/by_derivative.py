@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.derivative_step import of_some
-from tensorlens.program.nodes import Slot, leaves, mapped
+from tensorlens.program.nodes import leaves, mapped
 from tensorlens.recording.calculus import differentiable, leaf
 from tensorlens.recording.live import is_live, now, raw, spec_of, value_of
 from tensorlens.recording.table import family
@@ -73,8 +73,7 @@ def _moving(
     arguments = (moved, given, str(function), packed, places, at, part, is_linear and share == 1)
     if share == 1:
         return run.emit("derivative", value, *arguments)
-    slot = run.append("derivative", arguments, {}, spec_of(value))
-    return run.emit("mul", value, Slot(slot), share)
+    return run.emit("mul", value, run.emit("derivative", spec_of(value), *arguments), share)
 
 
 def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | None) -> bool:

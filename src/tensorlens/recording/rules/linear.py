@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, leaves, mapped, words
+from tensorlens.program.nodes import leaves, mapped, words
 from tensorlens.program.operations import LINEAR_FUNCTIONS
 from tensorlens.recording.live import FOLLOWED, Live, Whole, found_in, is_live, now, raw, role_of, spec_of, value_of
 from tensorlens.recording.roles import Role, after_linear
@@ -212,10 +212,11 @@ def parted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     if axis == 0:
         run.note_part(name, x)
     for n, part in enumerate(value):
-        length = 1 if is_unbound else part.shape[axis]
-        where = ("select", part, x, axis, n) if is_unbound else ("narrow", part, x, axis, start, length)
-        found.append(run.emit(*where, role=role))
-        start += length
+        if is_unbound:
+            found.append(run.emit("select", part, x, axis, n, role=role))
+        else:
+            found.append(run.emit("narrow", part, x, axis, start, part.shape[axis], role=role))
+            start += part.shape[axis]
     return type(value)(found)
 
 
@@ -299,7 +300,7 @@ def restrided(x: Live, size: Any, stride: Any, storage_offset: Any = None) -> An
     run = now.tape
     offset = raw(Tensor.storage_offset, x) if storage_offset is None else storage_offset
     value = raw(Tensor.as_strided, x, size, stride, offset)
-    return run.emit("as_strided", value, Slot(run.writes.flat(x)), tuple(size), tuple(stride), offset)
+    return run.emit("as_strided", value, run.writes.flat(x), tuple(size), tuple(stride), offset)
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens.program.nodes import Slot, at_least_float32
+from tensorlens.program.nodes import at_least_float32
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
 from tensorlens.recording.live import FOLLOWED, Live, is_live, now, raw, role_of, spec_of, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
@@ -33,7 +33,13 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     """Linear with one live factor; with two, roles and the gate rule decide what is held."""
     a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if type(a) is not Live or type(b) is not Live:
-        return _by_constant(run, *((a, b) if type(a) is Live else (b, a)), value)
+        x, factor = (a, b) if type(a) is Live else (b, a)
+        role = x.role and role_after("mul", x)
+        if type(factor) in FOLLOWED:
+            if factor.role is Role.GATE and not is_factor(role, run.rules):
+                role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
+            factor = value_of(factor)
+        return run.emit("mul", value, x if x.spec.dtype is value.dtype else x.to(value.dtype), factor, role=role)
     if is_same_tensor(a, b):
         return power(torch.square, "square", (a,), {})
     how = of_product(a.role, b.role, run.rules)
@@ -45,16 +51,6 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
         gate, up = (a, b) if a.role is Role.ACTIVATED else (b, a)
         return gated(gate, up, value)
     return _by_convention(a, b, how, value)
-
-
-def _by_constant(run: Tape, x: Live, factor: Any, value: Tensor) -> Live:
-    role = x.role and role_after("mul", x)
-    if type(factor) in FOLLOWED:
-        if factor.role is Role.GATE and not is_factor(role, run.rules):
-            role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
-        factor = value_of(factor)
-    wide: Any = x if x.spec.dtype is value.dtype else x.to(value.dtype)
-    return run.emit("mul", value, wide, factor, role=role)
 
 
 def _by_convention(a: Live, b: Live, how: str | None, value: Tensor) -> Live:
@@ -156,7 +152,8 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         return found if bias is None else found + bias
     is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight) in FOLLOWED
     value = raw(function, x, weight, bias) if is_plain else function(value_of(x), weight, bias)
-    return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
+    role = role_after("linear", x, weight) if x.role or type(weight) in FOLLOWED else None
+    return run.emit("linear", value, x, weight, bias, role=role)
 
 
 def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
@@ -290,15 +287,12 @@ def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> 
     weight = 0.5 if how == "half" else 1.0
     total: Any = None
     for i in live:
-        kept = [x if n == i else value_of(x) for n, x in enumerate(given)]
-        slot = run.append("einsum", (equation, *kept), {}, spec)
-        if weight != 1:
-            slot = run.append("mul", (Slot(slot), weight), {}, spec)
-        total = slot if total is None else run.append("add", (Slot(total), Slot(slot)), {}, spec)
+        part = run.emit("einsum", spec, equation, *[x if n == i else value_of(x) for n, x in enumerate(given)])
+        part = part if weight == 1 else run.emit("mul", spec, part, weight)
+        total = part if total is None else run.emit("add", spec, total, part)
     if how == "half":
-        return run.live(value, total)
-    added = raw(torch.mul, value, 1 - len(live))
-    return run.emit("add", value, Slot(total), added)
+        return run.live(value, total.index)
+    return run.emit("add", value, total, raw(torch.mul, value, 1 - len(live)))
 
 
 @family("div rdiv")
@@ -311,15 +305,13 @@ def divide(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("rounding_mode"):
         return rounded_quotient(above, below, kwargs["rounding_mode"])
     value = raw(torch.div, above, below)
-    if not is_live(below):
-        above = above.to(value.dtype) if above.dtype != value.dtype else above
-        return run.emit("div", value, above, value_of(below), role=role_after("div", above))
-    if run.rules.norm == "taylor":
-        return _live_quotient(above, below, value)
-    run.note("quotient: denominator held")
-    below.role = below.role or Role.SCALE
-    if not is_live(above):
-        return value
+    if is_live(below):
+        if run.rules.norm == "taylor":
+            return _live_quotient(above, below, value)
+        run.note("quotient: denominator held")
+        below.role = below.role or Role.SCALE
+        if not is_live(above):
+            return value
     above = above.to(value.dtype) if above.dtype != value.dtype else above
     return run.emit("div", value, above, value_of(below), role=role_after("div", above))
 
@@ -330,14 +322,12 @@ def _live_quotient(above: Any, below: Live, value: Tensor) -> Live:
     run.note("quotient: derivative")
     spec = spec_of(value)
     slope = raw(lambda: -value / value_of(below))
-    of_below = run.append("mul", (below, slope), {}, spec)
+    of_below = run.emit("mul", spec, below, slope)
     if not is_live(above):
-        added = raw(lambda: 2 * value)
-        return run.emit("add", value, Slot(of_below), added, role=Role.STATISTIC)
+        return run.emit("add", value, of_below, raw(lambda: 2 * value), role=Role.STATISTIC)
     role = above.role if is_factor(above.role, run.rules) else None
-    of_above = run.append("div", (above, value_of(below)), {}, spec)
-    both = run.append("add", (Slot(of_above), Slot(of_below)), {}, spec)
-    return run.emit("add", value, Slot(both), raw(Tensor.clone, value), role=role)
+    of_above = run.emit("div", spec, above, value_of(below))
+    return run.emit("add", value, run.emit("add", spec, of_above, of_below), raw(Tensor.clone, value), role=role)
 
 
 @rule("floor_divide")
