@@ -129,11 +129,12 @@ class Tape:
             **options: Options of the operation.
         """
         # What `live` does, spelled out: most of the calls of a pass end here.
+        made: Any = None
         spec, stamp = value, 0
         if type(value) is not Spec:
-            value = value if type(value) is Tensor else raw(Tensor.detach, value)
-            spec = _tuple(Spec, (tuple(value.shape), value.dtype, value.device))
-            stamp = UNCOUNTED if value.is_inference() else value._version
+            made = value if type(value) is Tensor else raw(Tensor.detach, value)
+            spec = _tuple(Spec, (tuple(made.shape), made.dtype, made.device))
+            stamp = UNCOUNTED if made.is_inference() else made._version
         coded: list[Any] = []
         slots: list[int] = []
         held: list[int] = []
@@ -159,14 +160,14 @@ class Tape:
         step.out, step.operation, step.args, step.options = slot, operation, tuple(coded), options
         step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
         self.steps.append(step)
-        if value is spec:
+        if made is None:
             return SLOTS[slot]
-        value.__class__ = Live
-        value.slot, value.spec, value.of, value.stamp = slot, spec, self, stamp
+        made.__class__ = Live
+        made.slot, made.spec, made.of, made.stamp = slot, spec, self, stamp
         if role is not None:
-            value.role = role
-        self.alive.append(weakref.ref(value))
-        return value
+            made.role = role
+        self.alive.append(weakref.ref(made))
+        return made
 
     def new_slot(self, spec: Spec) -> int:
         """A slot that no step has filled yet: an input."""
