@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,45 +59,6 @@ class Followed(Tensor):
             return raw(func, *args, **(kwargs or {}))
         return run.call(func, types, args, kwargs or {})
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Its sizes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.shape.__get__(self)  # type: ignore[attr-defined]
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Its type."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.device.__get__(self)
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """Its number of axes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dim(self)
-
-    @property
-    def is_nested(self) -> bool:  # type: ignore[override]
-        """False: such tensors are not followed."""
-        return False
-
-    def dim(self) -> int:
-        """Its number of axes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dim(self)
-
-    def size(self, *args: Any, **kwargs: Any) -> Any:
-        """Its sizes, or one of them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.size(self, *args, **kwargs)
-
     def __deepcopy__(self, memo: Any) -> Tensor:
         """The same numbers in memory of their own, live like these: a copy of the tape would be none of theirs."""
         return self.clone()
@@ -110,6 +72,22 @@ class Followed(Tensor):
                 "with ordinary tensors."
             )
         return self
+
+
+def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same answer without a detour by the rules."""
+
+    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(x, *args, **kwargs)
+
+    return answer
+
+
+for _name in ("shape", "dtype", "device", "ndim", "is_nested"):
+    setattr(Followed, _name, property(_quietly(getattr(Tensor, _name).__get__)))
+for _name in ("dim", "size"):
+    setattr(Followed, _name, _quietly(getattr(Tensor, _name)))
 
 
 class Live(Followed):

@@ -248,10 +248,10 @@ def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     parts = list(args[0] if args else kwargs["tensors"])
     dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
     specs = [part.spec if type(part) is Live else spec_of(part) for part in parts]
-    if name == "cat" and any([spec.shape == (0,) for spec in specs]) and value.dim() > 1:
-        parts = [part for part, spec in zip(parts, specs, strict=True) if spec.shape != (0,)]  # torch passes over them
     parts = [
-        part if spec.dtype is value.dtype else part.to(value.dtype) for part, spec in zip(parts, specs, strict=False)
+        part if spec.dtype is value.dtype else part.to(value.dtype)
+        for part, spec in zip(parts, specs, strict=True)
+        if name == "stack" or spec.shape != (0,) or value.dim() == 1  # torch passes over empty ones
     ]
     return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
@@ -342,7 +342,9 @@ def added(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[
         a, b, name = b, a, "sub"
     if alpha != 1:
         b = b * alpha
-    role, kind = role_after(name, a, b), value.dtype
+    kind, role = value.dtype, None
+    if type(a) in FOLLOWED and a.role or type(b) in FOLLOWED and b.role:
+        role = role_after(name, a, b)
     # A live operand is taken in the type of the sum, so that its cotangent is in its own.
     if type(a) is Live and a.spec.dtype is not kind:
         a = a.to(kind)
