@@ -8,7 +8,6 @@ same table. Held tensors are ordinary tensors: nothing watches them, and a step 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -86,7 +85,7 @@ class Tape:
         self.specs: dict[int, Spec] = {}
         self.path: list[str] = [""]
         self.block: int | None = None
-        self.rules_applied: Counter[tuple[str, str]] = Counter()
+        self.rules_applied: dict[tuple[str, str], int] = {}
         self.mixes_samples: str | None = None
         self.is_running = False
         self.refused: Exception | None = None
@@ -264,7 +263,8 @@ class Tape:
 
     def note(self, rule: str) -> None:
         """Note that a rule was applied in the current module."""
-        self.rules_applied[rule, self.path[-1]] += 1
+        key = rule, self.path[-1]
+        self.rules_applied[key] = self.rules_applied.get(key, 0) + 1
 
     def note_cast(self, value: Tensor, source: torch.dtype) -> None:
         """Note where a model leaves the precision of its states."""

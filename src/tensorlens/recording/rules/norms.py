@@ -29,7 +29,8 @@ def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     run = now.tape
     if run.rules.norm == "hold":
         run.note(f"held: {name}")
-        run.check_samples(name, args, kwargs)
+        if run.n_samples > 1:
+            run.check_samples(name, args, kwargs)
         return raw(function, *args, **kwargs)
     run.note(f"derivative: {name}")
     value = raw(function, *args, **kwargs)

@@ -91,13 +91,9 @@ def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return activate_from("pow", x, lambda v: v**exponent, Role.FACTOR)
     run.note("product: power")
     rest = float(exponent) - 1
-    x0 = at_least_float32_of(x)
+    x0 = value_of(x)
+    x0 = raw(at_least_float32, x0) if x.spec.dtype.itemsize < 4 else x0
     return scaled(x, x0 if rest == 1 else raw(torch.pow, x0, rest), value)
-
-
-def at_least_float32_of(x: Live) -> Tensor:
-    """The value of x, in float32 or better."""
-    return raw(at_least_float32, value_of(x))
 
 
 @family("matmul bmm mm rmatmul mv dot")
